@@ -1,0 +1,30 @@
+# Every target does its own set-up first, and the second time that takes no time: see scripts/setup.py.
+# PYTHON=... chooses the Python to build on; ARGS=... is passed on to the program that a target runs.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# mypy refuses a folder without Python files.
+TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## system packages, .venv and every extra (the other targets do it by themselves)
+	@$(PYTHON) scripts/setup.py
+
+demo: setup ## kill a training job in mid-epoch and continue it exactly; results in demo-output/
+	$(BIN)/midepoch demo $(ARGS)
+
+test: lint ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p midepoch
+	$(BIN)/mypy $(TYPED)
+
+clean: ## remove all that the set-up, the builds and the demonstration made
+	rm -rf .venv build dist demo-output .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
