@@ -1,0 +1,333 @@
+"""What is shipped, what an import loads, and the set-up that both commands start with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FOLDERS = {"core": "midepoch", "adapters": "midepoch.adapters"}
+
+# Whatever takes long to load or needs an extra stays out until a source of that kind is wrapped.
+NOT_LOADED = (
+    "accelerate",
+    "albumentations",
+    "ffcv",
+    "lightning",
+    "matplotlib",
+    "nvidia.dali",
+    "pytest",
+    "pytorch_lightning",
+    "rich",
+    "sklearn",
+    "streaming",
+    "torchdata",
+    "transformers",
+    "typer",
+    "webdataset",
+)
+
+
+def shipped_files(suffix: str) -> set[str]:
+    """Paths inside the import package, `midepoch/...`, of the files of the two source folders."""
+    return {
+        f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder)}"
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob(f"*{suffix}")
+    }
+
+
+def test_every_folder_with_an_init_is_a_listed_package() -> None:
+    inits = shipped_files("__init__.py")
+    folders = {str(Path(init).parent).replace("/", ".") for init in inits}
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(folders)
+
+
+def test_every_folder_with_modules_has_an_init() -> None:
+    with_modules = {str(Path(module).parent) for module in shipped_files(".py")}
+    assert with_modules == {str(Path(init).parent) for init in shipped_files("__init__.py")}
+
+
+def test_import_loads_no_backend_and_no_adapter() -> None:
+    code = "import sys, json, midepoch; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert "midepoch" in loaded
+    unwanted = [
+        name
+        for name in loaded
+        if any(name == heavy or name.startswith(f"{heavy}.") for heavy in NOT_LOADED)
+        or name.startswith("midepoch.adapters.")
+    ]
+    assert unwanted == []
+
+
+def test_no_package_is_named_after_the_source_folders() -> None:
+    # `core` and `adapters` would shadow other people's modules of these common names.
+    tops = {(file.parts or ("",))[0] for file in importlib.metadata.files("midepoch") or []}
+    assert tops.isdisjoint(FOLDERS)
+
+
+def test_version_is_the_one_in_pyproject() -> None:
+    assert importlib.metadata.version("midepoch") == PYPROJECT["project"]["version"]
+
+
+def test_tested_versions_are_pinned_for_every_requirement() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[canonicalize_name(name)] = version
+    project = PYPROJECT["project"]
+    requirements = [Requirement(text) for text in project["dependencies"]]
+    for extra in project["optional-dependencies"].values():
+        requirements += [Requirement(text) for text in extra]
+    unmet = []
+    for requirement in requirements:
+        pin = pins.get(canonicalize_name(requirement.name))
+        if pin is None or pin not in requirement.specifier:
+            unmet.append(str(requirement))
+    assert unmet == []
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist of this tree, and the wheel made from that sdist."""
+    # A copy: a build in the tree itself would leave files in it that the next build takes along.
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", str(tree)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout
+    return tree / "dist"
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def test_wheel_holds_every_module_the_marker_for_type_checkers_and_the_licence(distributions: Path) -> None:
+    with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
+        names = set(wheel.namelist())
+    records = {name for name in names if ".dist-info/" in name}
+    assert names - records == shipped_files(".py") | {"midepoch/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in records)
+
+
+def test_sdist_builds_alone_and_holds_the_sources(distributions: Path) -> None:
+    # The wheel above was built from it; what is left to see is what only people read.
+    with tarfile.open(only(distributions, "*.tar.gz")) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "core/__init__.py", "adapters/__init__.py"} <= names
+
+
+def test_wheel_works_where_nothing_else_of_midepoch_is(distributions: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
+        wheel.extractall(tmp_path)
+    code = (
+        "import midepoch, midepoch.adapters\n"
+        "print(midepoch.__file__)\n"
+        "print(midepoch.adapters.__file__)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    places = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment, cwd=tmp_path)
+    assert places.split() == [
+        str(tmp_path / "midepoch" / "__init__.py"),
+        str(tmp_path / "midepoch" / "adapters" / "__init__.py"),
+    ]
+
+
+# --- The set-up ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/setup.py as a module, working on an empty folder."""
+    spec = importlib.util.spec_from_file_location("midepoch_setup", ROOT / "scripts" / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "VENV", venv)
+    monkeypatch.setattr(module, "PYTHON", venv / "bin" / "python")
+    monkeypatch.setattr(module, "STAMP", venv / "setup.json")
+    monkeypatch.setattr(module, "LOG", venv / "setup.log")
+    monkeypatch.setattr(module, "CONSTRAINTS", tmp_path / "constraints.txt")
+    return module
+
+
+@pytest.fixture
+def commands(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the set-up would have run, which is recorded instead, on a machine that has everything."""
+    ran: list[str] = []
+    links = setup.ROOT / "build" / "links"
+
+    def run(command: list[str | Path]) -> None:
+        ran.append(" ".join(str(word) for word in command))
+        if "-e" in command:
+            site_packages = setup.VENV / "lib" / "python3" / "site-packages"
+            site_packages.mkdir(parents=True, exist_ok=True)
+            links.mkdir(parents=True, exist_ok=True)
+            (site_packages / "__editable__.midepoch-0.1.0.pth").write_text(f"{links}\n")
+
+    monkeypatch.setattr(setup, "run", run)
+    for table in (setup.FOR_VENV, setup.FOR_FFCV):
+        for name in table:
+            monkeypatch.setitem(table, name, lambda: True)
+    return ran
+
+
+def test_set_up_installs_torch_first_then_every_extra(setup: ModuleType, commands: list[str]) -> None:
+    setup.set_up()
+    installs = [command for command in commands if "pip install" in command]
+    assert all(f"-c {setup.CONSTRAINTS}" in command for command in installs)
+    assert " torch" in installs[0]
+    installed = " ".join(installs)
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert set(extras["ffcv"]) <= set(installs[-1].split())
+    match = re.search(r"\.\[(.*?)\]", installed)
+    assert match is not None
+    assert set(match[1].split(",")) == set(extras) - {"ffcv"}
+
+
+def test_second_set_up_runs_nothing(setup: ModuleType, commands: list[str]) -> None:
+    setup.set_up()
+    commands.clear()
+    setup.set_up()
+    assert commands == []
+
+
+def test_set_up_runs_again_when_a_pin_changes(setup: ModuleType, commands: list[str]) -> None:
+    setup.set_up()
+    before = list(commands)
+    commands.clear()
+    with setup.CONSTRAINTS.open("a") as file:
+        file.write("another==1.0\n")
+    setup.set_up()
+    assert commands == before
+
+
+def test_a_new_module_is_linked_and_nothing_else_is_done(setup: ModuleType, commands: list[str]) -> None:
+    setup.set_up()
+    commands.clear()
+    (setup.ROOT / "core" / "new.py").touch()
+    setup.set_up()
+    (command,) = commands
+    assert command.endswith("--no-deps --no-build-isolation -e .")
+
+
+def test_lost_links_are_made_again(setup: ModuleType, commands: list[str]) -> None:
+    setup.set_up()
+    commands.clear()
+    shutil.rmtree(setup.ROOT / "build")
+    setup.set_up()
+    assert len(commands) == 1
+
+
+def test_an_interrupted_set_up_is_not_taken_for_done(
+    setup: ModuleType, commands: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.set_up()
+    pins = setup.CONSTRAINTS.read_text()
+    setup.CONSTRAINTS.write_text(f"{pins}another==1.0\n")
+    recorded = setup.run
+
+    def interrupted(command: list[str | Path]) -> None:
+        if "torch" in command:
+            raise KeyboardInterrupt
+        recorded(command)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup.set_up()
+    setup.CONSTRAINTS.write_text(pins)  # what the old stamp was made from, but no longer what is installed
+    commands.clear()
+    setup.set_up()
+    assert any("torch" in command for command in commands)
+
+
+@pytest.mark.parametrize("cause", ["no apt-get", "apt-get fails"])
+def test_without_system_packages_only_ffcv_is_left_out(
+    setup: ModuleType,
+    commands: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cause: str,
+) -> None:
+    monkeypatch.setitem(setup.FOR_FFCV, "libopencv-dev", lambda: False)
+    recorded = setup.run
+
+    def run(command: list[str | Path]) -> None:
+        if "apt-get" in command:
+            raise setup.SetupError("Unable to locate package libopencv-dev")
+        recorded(command)
+
+    monkeypatch.setattr(setup, "run", run)
+    found = {"no apt-get": None, "apt-get fails": "/usr/bin/apt-get"}[cause]
+    monkeypatch.setattr(shutil, "which", lambda name: found)
+    setup.set_up()
+    assert any("dali" in command for command in commands)
+    assert not any("ffcv" in command for command in commands)
+    told = capsys.readouterr().out
+    assert "FFCV is left out" in told
+    assert "libopencv-dev" in told
+
+    # The line is repeated, and once the package is there the set-up takes notice by itself.
+    setup.set_up()
+    assert "FFCV is left out" in capsys.readouterr().out
+    monkeypatch.setitem(setup.FOR_FFCV, "libopencv-dev", lambda: True)
+    setup.set_up()
+    assert any("ffcv==" in command for command in commands)
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_packages_whose_installation_was_cut_off_are_forgotten(setup: ModuleType, tmp_path: Path) -> None:
+    for name in ("whole", "cut", "unrecorded"):
+        record = tmp_path / f"{name}-1.0.dist-info"
+        record.mkdir()
+        (tmp_path / f"{name}.py").touch()
+        if name != "unrecorded":
+            (record / "RECORD").write_text(f"{name}.py,,\n__pycache__/{name}.cpython-311.pyc,,\n")
+    (tmp_path / "cut.py").unlink()
+    (tmp_path / "~rch").mkdir()
+    assert setup.forget_half_installed(tmp_path) == ["cut-1.0.dist-info", "unrecorded-1.0.dist-info"]
+    assert sorted(path.name for path in tmp_path.glob("*[-~]*")) == ["whole-1.0.dist-info"]
+
+
+def test_a_failing_command_is_shown_with_its_last_lines(setup: ModuleType) -> None:
+    code = "print('downloading'); print('no such version'); raise SystemExit(1)"
+    with pytest.raises(setup.SetupError, match="no such version"):
+        setup.run([sys.executable, "-c", code])
+    assert "no such version" in setup.LOG.read_text()
