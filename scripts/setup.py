@@ -90,11 +90,16 @@ def install_system_packages(names: Sequence[str]) -> str | None:
         as_root = ["sudo", "--non-interactive"]  # nobody is there to type a password
     # On a machine that has just been started, Debian's own daily upgrade may hold the lock.
     apt_get = [*as_root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-o", "DPkg::Lock::Timeout=300"]
-    try:
+    # apt-get installs all that it is asked for or nothing, and FFCV's packages must not cost us the others.
+    needed, optional = [n for n in names if n in FOR_VENV], [n for n in names if n in FOR_FFCV]
+    with contextlib.suppress(SetupError):  # a stale list is often good enough; the installation will tell
         run([*apt_get, "update"])
-        run([*apt_get, "install", "--yes", "--no-install-recommends", *names])
+    try:
+        for group in filter(None, (needed, optional)):
+            run([*apt_get, "install", "--yes", "--no-install-recommends", *group])
     except SetupError as error:
-        return f"apt-get failed:\n{error}"
+        say(str(error))
+        return "apt-get could not install them (.venv/setup.log)"
     return None
 
 
@@ -116,7 +121,7 @@ def step(number: int, text: str) -> Iterator[None]:
     say(f"[{number}/5] {text}")
     start = time.monotonic()
     yield
-    say(f"      done in {time.monotonic() - start:.0f} s")
+    say(f"      took {time.monotonic() - start:.0f} s")
 
 
 def run(command: Sequence[str | os.PathLike[str]]) -> None:
@@ -301,13 +306,14 @@ def install_everything() -> str | None:
     ffcv = requirements.pop("ffcv")
 
     lacking = missing(FOR_VENV) + missing(FOR_FFCV)
-    failure = None
+    because = None
     with step(1, f"System packages: {' '.join(lacking) or 'all there'}"):
         if lacking:
-            failure = install_system_packages(lacking)
+            because = install_system_packages(lacking)
+    because = because or "apt-get did not bring them for this Python"
     if missing(FOR_VENV):
         raise SetupError(
-            f"A virtual environment needs Python's ensurepip, which this Python lacks, and {failure}.\n"
+            f"A virtual environment needs Python's ensurepip, which this Python lacks: {because}.\n"
             "Install it (Debian: python3-venv), or name another Python: make PYTHON=/path/to/python3 ..."
         )
     with step(2, "Virtual environment"):
@@ -316,18 +322,17 @@ def install_everything() -> str | None:
         pip_install("torch", "numpy", "setuptools")
     with step(4, f"midepoch with its extras: {' '.join(requirements)}"):
         pip_install("--no-build-isolation", "-e", f".[{','.join(requirements)}]")
-    return install_ffcv(ffcv, failure)
+    return install_ffcv(ffcv, because)
 
 
-def install_ffcv(requirements: Sequence[str], failure: str | None) -> str | None:
+def install_ffcv(requirements: Sequence[str], because: str) -> str | None:
     """Compile and install FFCV, or say in one line why not; nothing else depends on it."""
-    still_missing = missing(FOR_FFCV)
+    still_missing = ", ".join(missing(FOR_FFCV))
     if still_missing:
         say("[5/5] FFCV")
-        because = failure or "apt-get did not bring what this Python needs"
         return (
-            f"FFCV is left out, and its tests are skipped: {because}. To have it, install what Debian calls "
-            f"{', '.join(still_missing)} and run again."
+            f"FFCV is left out, and its tests are skipped: {still_missing} missing, and {because}. "
+            "Install what Debian calls by these names and run again."
         )
     try:
         with step(5, "FFCV (compiled here)"):
