@@ -492,11 +492,11 @@ class _ComputedEpoch:
         return _Ahead(start, stride, values, length, step, count)
 
     def _expect(self, last: _Ahead, start: int, length: int) -> tuple[int, int]:
-        """From one request to the next, and how many to expect: twice as many each time that they do come."""
+        """From one request to the next, and how many to expect: ever more as long as they do come."""
         distance = start - last.start
         if distance == last.step * last.requests and (length == last.length or last.step == last.length):
             step = length if last.step == last.length else last.step
-            count = max(1, min(2 * last.requests * last.length, _CHUNK) // length)
+            count = max(1, min(8 * last.requests * last.length, _CHUNK) // length)
         else:
             step = distance if last.length == length < distance else length
             count = 1

@@ -244,7 +244,7 @@ def test_huge_shuffled_is_the_reference_and_its_inverse_leads_back(size: int) ->
         Windowed(10, 3, 2),
         Windowed(103, 10, 1),
         Windowed(103, 10, 5),
-        Windowed(103, 1000, 5),
+        Windowed(103, 10**30, 5),
         Windowed(5000, 1, 2),
         Windowed(5003, 16, 10**20),
         Windowed(200007, 40000, 4),
@@ -456,7 +456,7 @@ def bins(indices: Indices, size: int, count: int) -> Indices:
 def test_every_position_holds_every_value_equally_often(size: int) -> None:
     """Over many seeds, a table of positions (bins, and each of the first and last) against values (bins)."""
     tables = np.zeros((3, 16, 64), dtype=np.int64)
-    for seed in range(600):
+    for seed in range(400):
         epoch = Shuffled(size).epoch(seed, 0)
         for i in range(16):
             start = size * i // 16
@@ -494,7 +494,7 @@ def test_neighbours_epochs_and_seeds_are_unrelated(size: int) -> None:
     length = 50_000
     first: dict[str, list[Indices]] = {}
     second: dict[str, list[Indices]] = {}
-    for seed in range(20):
+    for seed in range(12):
         head = order.epoch(seed, 0)[:length]
         for distance in (1, 2, 32, 256, 512, 1024):
             first.setdefault(f"distance {distance}", []).append(head[:-distance])
