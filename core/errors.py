@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "MidepochError",
+    "MidepochWarning",
     "SourceError",
     "StateCorruptError",
     "StateError",
@@ -42,3 +43,7 @@ class SourceError(MidepochError):
 
 class UnsupportedSourceError(MidepochError, TypeError):
     """`midepoch.wrap` cannot resume this source as it is; the message says what to pass instead."""
+
+
+class MidepochWarning(UserWarning):
+    """Something that works but that its user should know: a replay's cost, a position given up."""

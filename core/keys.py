@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["derive_key", "derive_keys", "mix"]
+__all__ = ["derive_key", "derive_keys", "extend_key", "mix"]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -31,7 +31,11 @@ def derive_key(*words: int) -> int:
 
     For fixed other words it is a bijection of each word, so two epochs of one seed never share a key.
     """
-    key = 0
+    return extend_key(0, *words)
+
+
+def extend_key(key: int, *words: int) -> int:
+    """``derive_key(*before, *words)`` where ``key == derive_key(*before)``."""
     for word in words:
         key = mix(key + (word + 1) * _GAMMA)
     return key

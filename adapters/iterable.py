@@ -1,0 +1,119 @@
+"""Plain python: a list or tuple of batches, anything else with an index, iterables, and functions that make them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from torch.utils.data import Dataset, IterableDataset
+
+from midepoch import promises
+from midepoch.adapter import Adapter, Options, Run, Session
+from midepoch.errors import SourceError, UnsupportedSourceError
+from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests
+from midepoch.iterables import IterableAdapter
+from midepoch.order import Sequential
+from midepoch.protocol import Capabilities, Capability
+from midepoch.world import World
+
+__all__ = ["PlainIterableAdapter", "SequenceAdapter"]
+
+
+class SequenceAdapter(Adapter):
+    """A list or tuple of batches, or a map-style dataset by itself: its items in order."""
+
+    name: ClassVar[str] = "sequence"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        if options.shard is False:
+            raise UnsupportedSourceError(
+                "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank items of its own, "
+                "pass world=midepoch.World() and keep one state for each rank"
+            )
+        # Items of a list exist already: reading one draws nothing.
+        streams = options.streams and not isinstance(source, list | tuple)
+        self._reader = MapReader(source, _as_it_is, True, False, streams)
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Has a length and an index, and is no text."""
+        if isinstance(source, str | bytes | bytearray | memoryview) or isinstance(source, IterableDataset):
+            return False
+        indexed = isinstance(source, Sequence) or (isinstance(source, Dataset) and hasattr(source, "__getitem__"))
+        return indexed and length_of(source) is not None
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
+        """Items."""
+        return len(self.source)
+
+    def describe(self) -> dict[str, str]:
+        """In order."""
+        return {"order": "sequential", "unit": "item"}
+
+    def capabilities(self) -> Capabilities:
+        """All yes."""
+        return Capabilities(
+            exact_order=promises.OUR_ORDER,
+            exact_augmentations=Capability(True, "the items are there already")
+            if isinstance(self.source, list | tuple)
+            else promises.augmentations(self.options, self.source),
+            constant_time_resume=promises.CONSTANT_TIME,
+            elastic_world=promises.POSITIONS,
+            elastic_workers=promises.NO_WORKERS,
+            rank_independent=promises.ONE_STATE,
+        )
+
+    def open(self, run: Run) -> Session:
+        """Items from the position on."""
+        order = Sequential(len(self.source)).epoch(run.seed, run.epoch)
+        return IteratorSession(map(self._reader, map_requests(run, order, self._unchanged())))
+
+    def _unchanged(self) -> Callable[[], None]:
+        source, expected = self.source, len(self.source)
+
+        def check() -> None:
+            if len(source) != expected:
+                raise SourceError(
+                    f"the sequence had {expected} items when this pass began and has {len(source)} now: let it change between "
+                    "epochs only"
+                )
+
+        return check
+
+
+class PlainIterableAdapter(IterableAdapter):
+    """An iterable in this process, or a function without arguments that returns one."""
+
+    name: ClassVar[str] = "iterable"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        _refuse_what_cannot_restart(source)
+        super().__init__(source, options, stream=source)
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Anything that can be iterated or called, as the last resort."""
+        return hasattr(type(source), "__iter__") or (callable(source) and not isinstance(source, type))
+
+
+def _refuse_what_cannot_restart(source: Any) -> None:
+    kind = type(source).__name__
+    if isinstance(source, str | bytes | bytearray | memoryview | dict):
+        raise UnsupportedSourceError(f"a {kind} is no source of batches: wrap a loader, or a list of batches")
+    if isinstance(source, set | frozenset):
+        raise UnsupportedSourceError(f"the items of a {kind} come in another order in another process: wrap sorted(it)")
+    iterates = getattr(type(source), "__iter__", None)
+    # A class of the user's own that returns itself may start over in __iter__; what is built in does not.
+    if isinstance(source, Iterator) and not isinstance(iterates, types.FunctionType):
+        raise UnsupportedSourceError(
+            f"a {kind} is an iterator: what it has given is gone, so it cannot be restarted; wrap the function that makes it, "
+            "as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+        )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+

@@ -1,0 +1,144 @@
+"""What an adapter is: the one class to write for a new backend.
+
+An adapter holds what only its backend knows: its size, batch size and fingerprint, what it is capable of, and how to open
+an iterator at a cursor. How iteration behaves (epochs that roll over, loading, peeking, refusing) is in `loader.py`, once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from .errors import StateCorruptError
+from .protocol import Capabilities
+from .world import Share, Tail, World
+
+__all__ = ["Adapter", "Options", "Run", "Session"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user told `midepoch.wrap`, checked."""
+
+    seed: int | None = None
+    world: World | None = None
+    shard: bool | None = None
+    randomness: Literal["sample", "none"] = "sample"
+    tail: Tail | None = None
+    fingerprint: str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """True where each sample has a random stream of its own."""
+        return self.randomness == "sample"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a session starts, for whom, and under which seed.
+
+    Attributes:
+        epoch, position, seed: as in the state.
+        world: this process among those that share the data.
+        share: this rank's batches in the rest of the epoch; None where the epoch's length is unknown.
+        tail: how a rest is shared, for sources whose length is unknown.
+        detail: what the session's `detail` said when the state was saved; empty at a fresh start.
+    """
+
+    epoch: int
+    position: int
+    seed: int
+    world: World
+    share: Share | None
+    tail: Tail
+    detail: str
+
+
+class Session:
+    """This rank's batches, opened at one place. After an error it is closed and not used again.
+
+    Attributes:
+        take: gives the next batch; raises StopIteration at the end, again and again. In the path of each batch, so it
+            may be a method, or an attribute that holds an iterator's own ``__next__``.
+        missing: units by which the last global batch fell short of a full one, where only reading could tell.
+    """
+
+    take: Callable[[], Any]
+    missing: int = 0
+
+    def detail(self, back: int, finished: bool) -> str:
+        """What a state must carry besides epoch and position, as it was `back` batches ago.
+
+        `finished`: the state stands at the beginning of the next epoch, not inside this one. Takes microseconds, or
+        what the backend's own checkpoint takes.
+
+        Raises:
+            StateError: it is not known so far back.
+        """
+        return ""
+
+    def close(self) -> None:
+        """Let go of threads, processes and files. May be called twice."""
+
+
+class Adapter(ABC):
+    """One source of one backend.
+
+    Attributes:
+        name: in states and messages; never changes once states carry it.
+        rank_independent: the state is the same on every rank. Otherwise each rank's `detail` is its own part.
+        elastic: a state may be loaded on another world size.
+        batch_size: units in one batch of one rank; 1 where the unit is a batch.
+        drop_last: the source leaves out a last batch that is not full.
+        tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
+    """
+
+    name: ClassVar[str]
+    rank_independent: bool = True
+    elastic: bool = True
+
+    def __init__(self, source: Any, options: Options) -> None:
+        self.source = source
+        self.options = options
+        self.batch_size = 1
+        self.drop_last = False
+        self.tail: Tail | None = None
+        self.seed: int | None = None
+        self.world: World | None = None
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, source: object) -> bool:
+        """True for a source of this backend. Must not change or iterate it."""
+
+    @abstractmethod
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Units in one epoch of all ranks together; None where it cannot be known.
+
+        `detail` is that of a state which is about to be opened or loaded, for sources whose size depends on it.
+        """
+
+    def prepare(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
+        """Called before an epoch is opened: the place to build what its `size` depends on."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """What the positions mean, part by part, for the fingerprint: two sources that differ here are not exchangeable."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this source can promise, with reasons."""
+
+    @abstractmethod
+    def open(self, run: Run) -> Session:
+        """A session whose first batch is the one at ``run.position``. Costs nothing before its first `next`."""
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Raise a StateError if a session could not be opened with this detail. Default: there must be none."""
+        if detail:
+            raise StateCorruptError(f"a state of {self.name} has no detail, this one has: use an undamaged state")
+
+    def close(self) -> None:  # noqa: B027  # most adapters hold nothing
+        """Let go of what outlives sessions, such as persistent worker processes."""

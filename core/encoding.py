@@ -1,0 +1,154 @@
+"""Somebody else's state as text, and what an item looks like in eight hexadecimal digits. Never pickle."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import StateCorruptError, StateError
+
+__all__ = ["decode", "digest", "encode"]
+
+_TAG = "__midepoch__"
+_LARGEST_TEXT = 256 << 20  # bytes after decompression: beyond any loader's state, far below a machine's memory
+
+
+def encode(value: object) -> str:
+    """Built-in values, tensors on the CPU and numpy arrays as printable text: tagged JSON, zlib, base64.
+
+    Raises:
+        StateError: the value holds something of another type; the message names where.
+    """
+    text = json.dumps(_to_json(value, "state"), separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
+
+
+def decode(text: str) -> Any:
+    """What `encode` was given.
+
+    Raises:
+        StateCorruptError: `text` was not made by `encode`, or was damaged.
+    """
+    try:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(base64.b64decode(text.encode("ascii"), validate=True), _LARGEST_TEXT)
+        if not inflater.eof:
+            raise ValueError("truncated, or larger than any loader's state")
+        return _from_json(json.loads(data))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, binascii.Error, zlib.error) as error:
+        raise StateCorruptError(f"the source's own part of the state does not decode ({error}): use an older state") from error
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
+def _to_json(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        # bool, int and float subclasses such as enumerations would come back as something else
+        if type(value) in (str, bool, int, float, type(None)):
+            return value
+    elif type(value) is list:
+        return [_to_json(item, f"{path}[{place}]") for place, item in enumerate(value)]
+    elif type(value) in (tuple, set, frozenset):
+        items = sorted(value, key=repr) if type(value) is not tuple else value
+        return {_TAG: type(value).__name__, "items": [_to_json(item, f"{path}[...]") for item in items]}
+    elif isinstance(value, Mapping):
+        pairs = [[_to_json(k, f"{path} key"), _to_json(v, f"{path}[{k!r}]")] for k, v in value.items()]
+        if all(type(k) is str and k != _TAG for k in value):
+            return dict(pairs)
+        return {_TAG: "dict", "items": pairs}
+    elif isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "data": base64.b64encode(bytes(value)).decode("ascii")}
+    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
+        array = value.detach().numpy()
+        return {_TAG: "tensor", "dtype": array.dtype.str, "shape": list(array.shape), "data": _bytes_of(array)}
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _bytes_of(value)}
+    elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {_TAG: "scalar", "dtype": value.dtype.str, "shape": [], "data": _bytes_of(np.asarray(value))}
+    raise StateError(
+        f"the source's own {path} holds a {type(value).__name__}, which cannot be saved without pickle: "
+        "let its state_dict() return built-in types, tensors or arrays"
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: _from_json(item) for key, item in value.items()}
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](_from_json(item) for item in value["items"])
+    if kind == "dict":
+        return {_from_json(key): _from_json(item) for key, item in value["items"]}
+    data = base64.b64decode(value["data"], validate=True)
+    if kind == "bytes":
+        return data
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in "biufc":
+        raise ValueError(f"dtype {dtype}")
+    array = np.frombuffer(data, dtype).reshape(value["shape"]).copy()
+    if kind == "tensor":
+        return torch.from_numpy(array)
+    return array if kind == "array" else array[()]
+
+
+_SAMPLED_BYTES = 4096
+
+
+def digest(item: object) -> str:
+    """Eight hexadecimal digits that tell an item from another: structure, types, shapes, and up to 4 KiB of each array.
+
+    Its cost is bounded whatever the item's size, so it can be taken of every batch. It is no proof of equality.
+    """
+    return f"{_crc(item, 0):08x}"
+
+
+def _crc(item: Any, crc: int) -> int:
+    kind = type(item).__name__
+    if isinstance(item, torch.Tensor):
+        crc = zlib.crc32(f"{kind}{item.dtype}{tuple(item.shape)}".encode(), crc)
+        if item.device.type != "cpu" or item.layout is not torch.strided or item.dtype == torch.bfloat16:
+            return crc
+        return _crc_of_array(item.detach().numpy(), crc)
+    if isinstance(item, np.ndarray):
+        return _crc_of_array(item, zlib.crc32(f"{kind}{item.dtype}{item.shape}".encode(), crc))
+    if isinstance(item, Mapping):
+        crc = zlib.crc32(f"{kind}{len(item)}".encode(), crc)
+        for key, value in item.items():
+            crc = _crc(value, _crc(key, crc))
+        return crc
+    if isinstance(item, list | tuple):
+        crc = zlib.crc32(f"{kind}{len(item)}".encode(), crc)
+        for value in item:
+            crc = _crc(value, crc)
+        return crc
+    if isinstance(item, bytes | bytearray):
+        return zlib.crc32(item[:_SAMPLED_BYTES], zlib.crc32(f"{kind}{len(item)}".encode(), crc))
+    if item is None or isinstance(item, str | int | float | complex | np.generic):
+        return zlib.crc32(f"{kind}{item!r}"[:_SAMPLED_BYTES].encode("utf-8", "surrogatepass"), crc)
+    if dataclasses.is_dataclass(item):
+        return _crc([getattr(item, field.name) for field in dataclasses.fields(item)], zlib.crc32(kind.encode(), crc))
+    attributes = getattr(item, "__dict__", None)
+    # Of an object that shows nothing, its type must do: a repr may hold an address.
+    return _crc(attributes, zlib.crc32(kind.encode(), crc)) if attributes else zlib.crc32(kind.encode(), crc)
+
+
+def _crc_of_array(array: np.ndarray[Any, Any], crc: int) -> int:
+    if array.dtype.hasobject:
+        return _crc(array.reshape(-1)[:64].tolist(), crc)
+    flat = array.reshape(-1)
+    step = max(1, flat.nbytes // _SAMPLED_BYTES)
+    return zlib.crc32(np.ascontiguousarray(flat[::step]).view(np.uint8), crc)

@@ -1,0 +1,218 @@
+"""What can be indexed: requests for batches of samples, and the reader that answers them.
+
+A session sends requests; a reader answers them, in the main process or in a worker process that holds a copy of it. A
+request says all that the batch depends on, so readers keep no progress that a state would have to know: whichever worker
+gets a request, the batch is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch.utils.data import default_collate, default_convert
+
+from .adapter import Adapter, Options, Run, Session
+from .keys import derive_key, derive_keys, extend_key
+from .order import EpochOrder
+from .protocol import Capabilities, Capability
+from .randomness import Purpose, Streams
+from .sampler import ListedEpoch, ResumableSampler
+from .world import Share, World
+
+__all__ = ["IndexAdapter", "IteratorSession", "MapReader", "MapRequest", "as_list", "length_of", "map_requests", "spans"]
+
+
+class IteratorSession(Session):
+    """A session over any iterator whose batches need nothing done to them."""
+
+    def __init__(self, batches: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
+        self.take = batches.__next__
+        self._detail = detail
+        self._close = close
+
+    def detail(self, back: int, finished: bool) -> str:
+        """What the list of this epoch was, where the order is listed."""
+        return "" if finished else self._detail
+
+    def close(self) -> None:
+        """Whatever the iterator has to let go of."""
+        if self._close is not None:
+            self._close()
+
+
+class MapRequest(NamedTuple):
+    """One batch of what can be indexed.
+
+    Attributes:
+        seed, epoch: of the random streams.
+        start: position of the batch's first unit.
+        size: positions in the epoch; positions from there on repeat its beginning.
+        indices: for the dataset, in order.
+    """
+
+    seed: int
+    epoch: int
+    start: int
+    size: int
+    indices: list[Any]
+
+
+def spans(share: Share) -> Iterator[tuple[int, int]]:
+    """`share.span(step)` for every step, at a fraction of its cost."""
+    full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
+    start = share.start + share.world.rank * batch_size
+    for _ in range(min(full, share.steps)):
+        yield start, start + batch_size
+        start += global_batch
+    if share.steps > full:
+        yield share.span(full)
+
+
+def map_requests(
+    run: Run, order: EpochOrder | ListedEpoch, unchanged: Callable[[], None], listed_batches: bool = False
+) -> Iterator[MapRequest]:
+    """The requests of one session. `unchanged` is called before each, and raises if the source has changed.
+
+    With `listed_batches` each unit of the order is the list of indices of one batch.
+    """
+    share = run.share
+    assert share is not None  # what can be indexed has a size
+    seed, epoch, size = run.seed, run.epoch, share.size
+    for start, stop in spans(share):
+        unchanged()
+        indices: Any = order[start : min(stop, size)] if start < size else []
+        if not isinstance(indices, list):
+            indices = indices.tolist()
+        for position in range(max(start, size), stop):
+            indices.extend(as_list(order[position % size : position % size + 1]))
+        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices)
+
+
+def as_list(indices: Any) -> list[Any]:
+    """What an order gave, as python objects."""
+    return indices if isinstance(indices, list) else list(indices.tolist())
+
+
+class MapReader:
+    """Reads batches from what has ``__getitem__``, each sample under its own random stream.
+
+    Args:
+        dataset: as the user made it.
+        collate: from a list of samples to a batch.
+        single: a request is one sample, not a list of them (``DataLoader(batch_size=None)``).
+        listed_batches: the unit is a whole batch, whose samples are told apart by their place in it.
+        streams: False leaves the caller's generators to the dataset, as without midepoch.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], single: bool, listed_batches: bool, streams: bool
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._single = single
+        self._listed_batches = listed_batches
+        self._whole = callable(getattr(dataset, "__getitems__", None)) and not single
+        # torch's own collate functions draw nothing, so they need no stream.
+        self._plain_collate = collate in (default_collate, default_convert)
+        self._streams = Streams(dataset, collate) if streams else None
+        self._epoch_key: tuple[int, int] | None = None
+        self._sample_key = self._batch_key = 0
+        self._unread = True  # in this process
+
+    def __call__(self, request: MapRequest) -> Any:
+        """The batch."""
+        if self._streams is None:
+            return self._collate(self._read(request.indices))
+        if self._epoch_key != (request.seed, request.epoch):
+            self._epoch_key = (request.seed, request.epoch)
+            self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
+            self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
+            self._streams.refresh()
+        batch = self._read_under_streams(request, self._streams)
+        if self._unread:
+            self._unread = False
+            if self._streams.refresh():
+                # The dataset made generators of its own while it read: now that they are known, once more.
+                batch = self._read_under_streams(request, self._streams)
+        return batch
+
+    def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
+        start, dataset = streams.start, self.dataset
+        batch_key = extend_key(self._batch_key, request.start)
+        streams.begin()
+        try:
+            if self._whole:
+                start(batch_key)
+                samples = dataset.__getitems__(request.indices)
+            else:
+                samples = []
+                for key, index in zip(self._keys(request), request.indices, strict=True):
+                    start(key)
+                    samples.append(dataset[index])
+            if not self._plain_collate:
+                start(extend_key(batch_key, Purpose.BATCH))
+            return self._collate(samples[0] if self._single else samples)
+        finally:
+            streams.end()
+
+    def _read(self, indices: list[Any]) -> Any:
+        dataset = self.dataset
+        if self._single:
+            return dataset[indices[0]]
+        if self._whole:
+            return dataset.__getitems__(indices)
+        return [dataset[index] for index in indices]
+
+    def _keys(self, request: MapRequest) -> list[int]:
+        start, count = request.start, len(request.indices)
+        if self._listed_batches:
+            key = extend_key(self._sample_key, start % request.size)
+            return derive_keys(key, np.arange(count)).tolist()
+        positions = np.arange(start, start + count)
+        if start + count > request.size:
+            positions %= request.size
+        return derive_keys(self._sample_key, positions).tolist()
+
+
+class IndexAdapter(Adapter):
+    """A ResumableSampler by itself: its batches are lists of indices."""
+
+    name: ClassVar[str] = "sampler"
+
+    def __init__(self, source: ResumableSampler, options: Options, batch_size: int) -> None:
+        super().__init__(source, options)
+        self.batch_size = batch_size
+        self._order = source.order
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """`ResumableSampler` makes this adapter itself."""
+        return False
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
+        """Indices in one epoch."""
+        return self._order.size
+
+    def describe(self) -> dict[str, str]:
+        """The order."""
+        return {"order": self._order.describe()}
+
+    def capabilities(self) -> Capabilities:
+        """All yes, for indices."""
+        yes = Capability(True, "an index is a function of seed, epoch and position")
+        return Capabilities(yes, yes, yes, yes, yes, yes)
+
+    def open(self, run: Run) -> Session:
+        """Lists of indices."""
+        order = self._order.epoch(run.seed, run.epoch)
+        return IteratorSession(request.indices for request in map_requests(run, order, lambda: None))
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)`, or None where there is none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None

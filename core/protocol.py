@@ -1,0 +1,157 @@
+"""What every resumable loader offers, and what it says of itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch.utils.data import get_worker_info
+
+from .errors import StateError
+
+__all__ = ["RAW", "Capabilities", "Capability", "State", "StatefulIterable"]
+
+State = dict[str, Any]
+"""What `state_dict()` returns: built-in types only, JSON-serialisable. `midepoch.state` describes the keys."""
+
+RAW = "_midepoch_raw"
+"""Set on a copy of a dataset whose ``__iter__`` must be the user's own, not the one `StatefulIterable` lends it."""
+
+_INHERITED = "_midepoch_inherited"
+
+
+@runtime_checkable
+class StatefulIterable(Protocol):
+    """Anything that can be iterated and that can save and restore where it stands.
+
+    What `midepoch.wrap` returns satisfies it. A class of your own can also derive from it: then the torch Samplers that
+    its objects expose are found, made resumable and sharded, and the two methods are inherited::
+
+        class Samples(StatefulIterable, IterableDataset):
+            def __init__(self, data):
+                self.data, self.sampler = data, RandomSampler(data)
+            def __iter__(self):
+                self.sampler_iter = iter(self.sampler)
+                return self
+            def __next__(self):
+                return self.data[next(self.sampler_iter)]
+
+    In a DataLoader, wrap the DataLoader: worker processes iterate copies of the dataset, of which it knows nothing.
+    """
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> State:
+        """Where the training loop stands; see `midepoch.loader.Loader.state_dict`."""
+        state: State = _inherited(self).loader().state_dict()
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from `state` at the next ``next()``; see `midepoch.loader.Loader.load_state_dict`."""
+        _inherited(self).loader().load_state_dict(state)
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        made = super().__new__(cls)
+        # Before any worker process is forked, so that the mark in it is shared with them.
+        object.__setattr__(made, _INHERITED, _Inherited(made))
+        return made
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        own = cls.__dict__.get("__iter__")
+        if own is not None and not getattr(cls, "_is_protocol", False):
+            setattr(cls, RAW, False)
+            cls.__iter__ = _resumable_iter(own)  # type: ignore[method-assign]
+
+
+def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    @functools.wraps(own)
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807  # it takes that name's place
+        if getattr(self, RAW):
+            return own(self)
+        inherited = _inherited(self)
+        if get_worker_info() is not None:
+            inherited.iterated_in_worker.fill_(1)
+            return own(self)
+        return iter(inherited.loader())
+
+    return __iter__
+
+
+class _Inherited:
+    """What a subclass's object carries: its loader, made at first need, and whether a worker process iterates a copy."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._loader: Any = None
+        # In shared memory, so that what a worker process writes is seen here.
+        self.iterated_in_worker = torch.zeros(1, dtype=torch.uint8).share_memory_()
+
+    def loader(self) -> Any:
+        if get_worker_info() is not None or self.iterated_in_worker.item():
+            raise StateError(
+                f"{type(self.owner).__name__} is iterated by the worker processes of a DataLoader that is not wrapped, so it "
+                "does not know where the training loop stands: use wrap(DataLoader(dataset)) and its state"
+            )
+        if self._loader is None:
+            from .registry import wrap
+
+            self._loader = wrap(self.owner)
+        return self._loader
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the owner makes its own
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The loader stays here; a worker process needs the shared mark alone.
+        return {"owner": self.owner, "_loader": None, "iterated_in_worker": self.iterated_in_worker}
+
+
+def _inherited(owner: Any) -> _Inherited:
+    found = getattr(owner, _INHERITED, None)
+    if isinstance(found, _Inherited) and found.owner is owner:
+        return found
+    made = _Inherited(owner)  # a copy's
+    object.__setattr__(owner, _INHERITED, made)
+    return made
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Yes or no, and why. Its truth value is the yes or no."""
+
+    holds: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.holds else 'no'}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a wrapped loader promises; each answer comes with its reason in a sentence.
+
+    Attributes:
+        exact_order: a resumed epoch goes on with the very samples that were still to come, in their order.
+        exact_augmentations: their random augmentations are the same, bit for bit.
+        constant_time_resume: a resume costs the same whatever the progress.
+        elastic_world: it may go on with another number of processes.
+        elastic_workers: it may go on with another number of worker processes.
+        rank_independent: the state is the same on every rank, and any rank's will do.
+    """
+
+    exact_order: Capability
+    exact_augmentations: Capability
+    constant_time_resume: Capability
+    elastic_world: Capability
+    elastic_workers: Capability
+    rank_independent: Capability
+
+    def __str__(self) -> str:
+        return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))

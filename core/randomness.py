@@ -1,0 +1,330 @@
+"""One random stream for each sample; the caller's generators are left as they were found.
+
+Code inside a dataset draws from generators that it did not choose with resuming in mind: the global ones of python, numpy
+and torch, or some that it owns. While a sample is read, all of them are put under a stream of that sample alone, keyed by
+(seed, epoch, position). So the sample's augmentation does not depend on which process reads it, after which others, or
+whether the epoch was interrupted before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import random
+import threading
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import MidepochError
+from .keys import derive_key, mix
+
+__all__ = ["OwnedGenerator", "Purpose", "Streams", "find_generators", "sample_generator"]
+
+
+class Purpose:
+    """The first word of every key, so that no two uses of one (seed, epoch) share a stream."""
+
+    SAMPLE = 1  # reading the sample at one position
+    BATCH = 2  # __getitems__ and collate_fn
+    LISTING = 3  # a torch Sampler giving one epoch's list
+    OPENING = 4  # iter(dataset), and the base seed of worker processes
+
+
+_MASK_32 = (1 << 32) - 1
+
+# The stream that `sample_generator` reads: set for each sample, used by few.
+_current = threading.local()
+
+
+def sample_generator() -> np.random.Generator:
+    """The numpy Generator of the sample that is being read: the way to random numbers that needs no global generator.
+
+    Call it inside ``__getitem__``, ``__next__``, ``__getitems__`` or ``collate_fn`` of what midepoch reads. Two calls
+    for one sample return the same Generator, which goes on; it belongs to this sample, so do not keep it.
+
+    Raises:
+        MidepochError: no sample is being read in this thread.
+    """
+    key = getattr(_current, "key", None)
+    if key is None:
+        raise MidepochError(
+            "no sample is being read here: call midepoch.sample_generator() inside the dataset or collate_fn of a "
+            "loader made by midepoch.wrap, with randomness='sample'"
+        )
+    generator: np.random.Generator | None = _current.generator
+    if generator is None:
+        generator = _current.generator = np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
+    return generator
+
+
+# --- generators that a dataset owns ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnedGenerator:
+    """A generator that code of the source can reach: how it got there, and how to save, key and restore it."""
+
+    path: str
+    generator: Any
+    save: Callable[[], Any]
+    restore: Callable[[Any], Any]
+    start: Callable[[int], Any]
+    salt: int
+
+
+def _numpy_generator(generator: np.random.Generator | np.random.RandomState) -> tuple[Callable[..., Any], ...]:
+    if isinstance(generator, np.random.RandomState):
+        return (
+            lambda: generator.get_state(legacy=False),
+            generator.set_state,
+            # A RandomState on another bit generator than MT19937 cannot be seeded, only replaced in state.
+            (lambda key: generator.seed(key & _MASK_32))
+            if isinstance(generator._bit_generator, np.random.MT19937)
+            else functools.partial(_start_bit_generator, generator._bit_generator),
+        )
+    bits = generator.bit_generator
+    return (lambda: bits.state, functools.partial(setattr, bits, "state"), functools.partial(_start_bit_generator, bits))
+
+
+def _start_bit_generator(bits: Any, key: int) -> None:
+    if isinstance(bits, np.random.PCG64 | np.random.PCG64DXSM):
+        # Ten times cheaper than a SeedSequence, and pinned: an increment must be odd.
+        bits.state = {
+            "bit_generator": type(bits).__name__,
+            "state": {"state": key << 64 | mix(key), "inc": mix(key + 1) << 64 | mix(key + 2) | 1},
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+    else:
+        bits.state = type(bits)(key).state
+
+
+def _controls(found: object) -> tuple[Callable[..., Any], ...] | None:
+    """save, restore, start for a generator object; None for anything that cannot be keyed."""
+    if isinstance(found, np.random.Generator | np.random.RandomState):
+        return _numpy_generator(found)
+    if isinstance(found, torch.Generator):
+        return found.get_state, found.set_state, found.manual_seed
+    if isinstance(found, random.Random) and not isinstance(found, random.SystemRandom):
+        return found.getstate, found.setstate, found.seed
+    return None
+
+
+_GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic, torch.Tensor, type,
+          torch.dtype, torch.device, types.ModuleType, range, memoryview)  # fmt: skip
+_LARGEST_SEARCH = 100_000  # objects visited; what a dataset of a million small objects may cost at its first batch
+
+
+def _is_global(generator: object) -> bool:
+    return (
+        generator is torch.default_generator
+        or generator is np.random.mtrand._rand  # type: ignore[attr-defined]
+        or generator is getattr(random, "_inst", None)
+    )
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What can be reached from `value` in one step, with the text that names the step."""
+    if isinstance(value, dict):
+        for key, child in list(value.items()):
+            yield f"[{key!r}]", child
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        # A list of a million file names is told by its types, without a million steps.
+        if len(value) <= 64 or not all(issubclass(kind, _ATOMS) for kind in set(map(type, value))):
+            for place, child in enumerate(list(value)):
+                yield f"[{place}]", child
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+        yield ".__func__", value.__func__
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                yield f".{name}", cell.cell_contents
+        for place, default in enumerate(value.__defaults__ or ()):
+            yield f".__defaults__[{place}]", default
+        yield from _globals_used(value)
+    else:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            for name, child in list(attributes.items()):
+                yield f".{name}", child
+        for kind in type(value).__mro__:
+            for name in _slots(kind):
+                with contextlib.suppress(AttributeError):
+                    yield f".{name}", object.__getattribute__(value, name)
+            for member in vars(kind).values():
+                if isinstance(member, types.FunctionType):
+                    yield from _globals_used(member)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Generators that stand at the top of the function's module and that it names, such as ``rng = default_rng(0)``."""
+    for name in function.__code__.co_names:
+        found = function.__globals__.get(name)
+        if isinstance(found, _GENERATORS):
+            yield f" -> {function.__module__}.{name}", found
+
+
+def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
+    """The generator objects reachable from `roots`, and the paths of those that cannot be keyed.
+
+    Follows attributes, slots, containers, closures, partials, bound methods, and module-level generators that the
+    methods name. The global generators themselves are not listed: `Streams` has them anyway.
+    """
+    found: list[OwnedGenerator] = []
+    hopeless: list[str] = []
+    queue: deque[tuple[str, Any]] = deque((f"{type(root).__name__}", root) for root in roots)
+    seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
+    while queue:
+        path, value = queue.popleft()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        if len(seen) >= _LARGEST_SEARCH:
+            hopeless.append(f"{path} and what lies behind it (more than {_LARGEST_SEARCH} objects)")
+            break
+        seen[id(value)] = value
+        if isinstance(value, _GENERATORS):
+            if _is_global(value):
+                continue
+            controls = _controls(value)
+            if controls is None:
+                hopeless.append(f"{path} ({type(value).__name__})")
+            else:
+                found.append(OwnedGenerator(path, value, *controls, salt=zlib.crc32(path.encode())))
+            continue
+        queue.extend((path + step, child) for step, child in _children(value))
+    return found, hopeless
+
+
+# --- all of them at once --------------------------------------------------------------------------------------------
+
+
+class _NumpyGlobal:
+    """numpy's global RandomState, lent a bit generator of ours and given back its own.
+
+    Swapping is 300 times cheaper than ``get_state`` and ``set_state``. It has one catch: the second value of a pair of
+    normal numbers, which RandomState keeps, is lost with it. ``get_state`` alone can tell whether there is one, so it
+    is asked only when the caller has drawn since the last look, which the position in its state tells.
+    """
+
+    def __init__(self) -> None:
+        self._ours = np.random.MT19937(0)
+        self._theirs: Any = None
+        self._words: Any = None
+        self._seen = (-1, -1)
+        self._pair: dict[str, Any] | None = None
+
+    def borrow(self) -> None:
+        theirs = np.random.get_bit_generator()
+        if theirs is not self._theirs:
+            self._theirs = theirs
+            self._words = None
+            if isinstance(theirs, np.random.MT19937):
+                # struct mt19937_state { uint32_t key[624]; int pos; }, at the address numpy publishes for it
+                self._words = (ctypes.c_uint32 * 625).from_address(theirs.ctypes.state_address)
+            self._seen = (-1, -1)
+        words = self._words
+        if words is None or self._seen != (words[0], words[624]) or self._pair is not None:
+            state = np.random.get_state(legacy=False)
+            assert isinstance(state, dict)  # what legacy=False is for
+            self._pair = state if state.get("has_gauss") else None
+            if words is not None:
+                self._seen = (words[0], words[624])
+        np.random.set_bit_generator(self._ours)
+
+    def give_back(self) -> None:
+        np.random.set_bit_generator(self._theirs)
+        if self._pair is not None:
+            np.random.set_state(self._pair)
+
+
+class Streams:
+    """Every generator that reading a sample can draw from, put under one key at a time.
+
+    Use: ``begin()``, then ``start(key)`` before each sample, then ``end()`` in a finally. In between, the global
+    generators are ours; after it they are as they were. Not thread-safe, as the global generators are not.
+
+    Args:
+        roots: objects whose own generators are looked for (a dataset, a collate_fn). The search runs at the first
+            `begin` and at each `refresh`, in the process that reads.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._roots = roots
+        self._owned: list[OwnedGenerator] | None = None
+        self._numpy = _NumpyGlobal()
+        self._saved: tuple[Any, Any, list[Any]] | None = None
+        self._outer: tuple[int | None, np.random.Generator | None] = (None, None)
+
+    def refresh(self) -> bool:
+        """Look for owned generators again; True if there are some that were not known."""
+        known = {id(owned.generator) for owned in self._owned or ()}
+        self._owned = find_generators(*self._roots)[0]
+        return any(id(owned.generator) not in known for owned in self._owned)
+
+    def begin(self) -> None:
+        """Remember the caller's generators."""
+        if self._owned is None:
+            self.refresh()
+        owned = self._owned or []
+        self._outer = (getattr(_current, "key", None), getattr(_current, "generator", None))
+        self._saved = (random.getstate(), torch.default_generator.get_state(), [each.save() for each in owned])
+        self._numpy.borrow()
+
+    def start(self, key: int) -> None:
+        """Put every generator at the beginning of the stream of `key`, a 64-bit integer."""
+        _current.key = key
+        _current.generator = None
+        random.seed(key)
+        np.random.seed(key & _MASK_32)
+        torch.default_generator.manual_seed(key)
+        if self._owned:
+            for each in self._owned:
+                each.start(derive_key(key, each.salt))
+
+    def end(self) -> None:
+        """Give the caller its generators back as `begin` found them."""
+        saved = self._saved
+        if saved is None:
+            return
+        self._saved = None
+        python, torch_state, owned_states = saved
+        self._numpy.give_back()
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python)
+        for each, state in zip(self._owned or (), owned_states, strict=False):
+            each.restore(state)
+        _current.key, _current.generator = self._outer
+
+    @contextlib.contextmanager
+    def under(self, key: int) -> Iterator[None]:
+        """All generators under one key, for code outside the path of a batch."""
+        self.begin()
+        try:
+            self.start(key)
+            yield
+        finally:
+            self.end()
+
+    def __reduce__(self) -> tuple[type[Streams], tuple[object, ...]]:
+        # A worker process looks for the generators of its own copy.
+        return Streams, self._roots

@@ -1,0 +1,124 @@
+"""`wrap`: which adapter suits a source. The most specific is asked first, and none is imported before it is needed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from importlib.metadata import entry_points
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .adapter import Adapter, Options
+from .errors import UnsupportedSourceError
+from .loader import Loader
+from .world import Tail, World, check_tail
+
+__all__ = ["wrap"]
+
+
+class _Backend(NamedTuple):
+    """Where an adapter is, and of which package's classes its sources are."""
+
+    adapter: str
+    package: str | None = None
+
+
+# The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
+_BACKENDS = (
+    _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
+    _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
+    _Backend("midepoch.adapters.stateful:StatefulAdapter"),
+    _Backend("midepoch.adapters.iterable:SequenceAdapter"),
+    _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
+)
+
+_ENTRY_POINTS = "midepoch.adapters"
+
+
+def wrap(
+    source: Any,
+    *,
+    seed: int | None = None,
+    world: World | None = None,
+    shard: bool | None = None,
+    randomness: Literal["sample", "none"] = "sample",
+    tail: Tail | None = None,
+    fingerprint: str | None = None,
+) -> Loader:
+    """Make `source` resume in the middle of an epoch.
+
+    Args:
+        source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything
+            that can be iterated more than once. What was wrapped already is returned as it is.
+        seed: of the order and of the random streams, in [0, 2**64). None: the source's own; else torch's initial seed in a
+            world of one; else 0. A seed that was not stated gives way to that of a loaded state.
+        world: which ranks share the data. None: torch.distributed as it is when iteration starts, else RANK, WORLD_SIZE
+            and LOCAL_RANK, else one process.
+        shard: whether midepoch divides the data over ranks and workers (True) or the source does so itself (False). None:
+            midepoch divides what can be indexed; for other sources it has to be stated where there is something to divide.
+        randomness: "sample" gives each sample a random stream of its own; "none" leaves the caller's generators to the
+            source, which then does not repeat its augmentations.
+        tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
+            "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
+        fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
+
+    Raises:
+        UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
+        ValueError, TypeError: an argument is out of range.
+    """
+    if isinstance(source, Loader):
+        return source
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+        raise ValueError(f"seed must be an int in [0, 2**64) or None, got {seed!r}")
+    if world is not None and not isinstance(world, World):
+        raise TypeError(f"world must be a midepoch.World or None, got {world!r}")
+    if shard is not None and not isinstance(shard, bool):
+        raise TypeError(f"shard must be True, False or None, got {shard!r}")
+    if randomness not in ("sample", "none"):
+        raise ValueError(f"randomness must be 'sample' or 'none', got {randomness!r}")
+    check_tail(tail)
+    if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
+        raise ValueError(
+            f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of longer ones"
+        )
+    options = Options(seed, world, shard, randomness, tail, fingerprint)
+    return Loader(_adapter_for(source)(source, options), options)
+
+
+def _adapter_for(source: Any) -> type[Adapter]:
+    if isinstance(source, torch.nn.Module | torch.optim.Optimizer | type):
+        raise UnsupportedSourceError(
+            f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator function"
+        )
+    for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
+        if adapter.recognises(source):
+            return adapter
+    raise UnsupportedSourceError(
+        f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator function"
+    )
+
+
+def _present(backend: _Backend, source: Any) -> bool:
+    """False where the source cannot be of that backend, so that the adapter need not be imported."""
+    if backend.package is None:
+        return True
+    return backend.package in sys.modules and any(
+        kind.__module__.partition(".")[0] == backend.package for kind in type(source).__mro__
+    )
+
+
+@functools.cache
+def _load(path: str) -> type[Adapter]:
+    module, _, name = path.partition(":")
+    adapter: type[Adapter] = getattr(importlib.import_module(module), name)
+    return adapter
+
+
+@functools.cache
+def _registered() -> tuple[type[Adapter], ...]:
+    """Adapters of other packages, by entry point; asked before ours, since they know their own better."""
+    return tuple(entry.load() for entry in sorted(entry_points(group=_ENTRY_POINTS), key=lambda entry: entry.name))
+
+

@@ -1,0 +1,226 @@
+"""The saved state: a flat dict with a fixed set of keys, a few hundred bytes, built-in types only.
+
+| key | meaning |
+|---|---|
+| version | of this format |
+| adapter | name of the adapter that wrote it |
+| epoch, position | where the training loops stood |
+| seed | what the order and the random streams start from, in [0, 2**64) |
+| size | units in the epoch, None where it is unknown |
+| world_size, batch_size | of the run that saved it; they inform and, where the order is ours, are not compared |
+| fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
+| detail | text of the adapter: empty where the order is ours |
+| checksum | CRC-32 of all the others |
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed
+
+from .errors import MidepochError, StateCorruptError, StateMismatchError, StateVersionError
+from .protocol import State, StatefulIterable
+
+__all__ = ["VERSION", "build", "check", "compare_fingerprints", "gather", "join_parts", "part_of", "reseal", "single_part"]
+
+VERSION = 1
+
+_LARGEST_INTEGER = 1 << 63
+_LARGEST_DETAIL = 64 << 20
+
+# name: (accepted types, exclusive upper bound of integers or largest length of texts, lower bound)
+_FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
+    "version": ((int,), _LARGEST_INTEGER, 0),
+    "adapter": ((str,), 64, 1),
+    "epoch": ((int,), _LARGEST_INTEGER, 0),
+    "position": ((int,), _LARGEST_INTEGER, 0),
+    "seed": ((int,), 1 << 64, 0),
+    "size": ((int, type(None)), _LARGEST_INTEGER, 0),
+    "world_size": ((int,), 1 << 31, 1),
+    "batch_size": ((int,), _LARGEST_INTEGER, 1),
+    "fingerprint": ((str,), 4096, 0),
+    "detail": ((str,), _LARGEST_DETAIL, 0),
+    "checksum": ((str,), 8, 8),
+}
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    # A list rather than a dict: the order of keys is ours, whatever order a checkpoint library brings them back in.
+    text = json.dumps([state[name] for name in _FIELDS if name != "checksum"], separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def build(**fields: Any) -> State:
+    """A state of these fields (all but `version` and `checksum`), with its checksum."""
+    state = {"version": VERSION, **fields}
+    state["checksum"] = _checksum(state)
+    return state
+
+
+def reseal(state: Mapping[str, Any]) -> State:
+    """A copy of `state`, edited by hand, with its checksum recomputed. What it says is checked when it is loaded.
+
+    Raises:
+        StateCorruptError: it is not a mapping, or a key is missing or holds what JSON cannot.
+    """
+    _check_keys(state)
+    copy = dict(state)
+    try:
+        copy["checksum"] = _checksum(copy)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateCorruptError(f"the state cannot be resealed ({error}): use built-in types") from error
+    return copy
+
+
+def _check_keys(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise StateCorruptError(
+            f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
+        )
+    missing = [name for name in _FIELDS if name not in state]
+    extra = [repr(name) for name in state if name not in _FIELDS]
+    if missing or extra:
+        problems = [f"misses {', '.join(missing)}"] * bool(missing) + [f"has unknown keys {', '.join(extra)[:200]}"] * bool(extra)
+        raise StateCorruptError(f"the state {' and '.join(problems)}: pass what state_dict() returned, whole")
+
+
+def check(state: object) -> State:
+    """A copy of `state` if it is whole and makes sense by itself; whose it is, the loader compares.
+
+    Raises:
+        StateVersionError: another format.
+        StateCorruptError: a key, a type, a range or the checksum is wrong.
+    """
+    if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] != VERSION:
+        raise StateVersionError(
+            f"the state has format version {state['version']}, this midepoch reads version {VERSION}: "
+            "load it with the midepoch that wrote it"
+        )
+    _check_keys(state)
+    assert isinstance(state, Mapping)  # _check_keys has seen to it
+    copy = dict(state)
+    for name, (kinds, bound, least) in _FIELDS.items():
+        value = copy[name]
+        if type(value) not in kinds:
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise StateCorruptError(
+                f"{name} must be {names}, the state has a {type(value).__name__}: use an undamaged state"
+            )
+        measured = len(value) if isinstance(value, str) else value
+        if measured is not None and not least <= measured < bound + isinstance(value, str):
+            what = "length" if isinstance(value, str) else "value"
+            shown = str(measured) if measured < _LARGEST_INTEGER << 2 else "an absurdly large number"
+            raise StateCorruptError(f"{name} has an impossible {what}, {shown}: use an undamaged state")
+    if copy["size"] is not None and copy["position"] > copy["size"]:
+        raise StateCorruptError(
+            f"position {copy['position']} lies beyond the state's own size {copy['size']}: use an undamaged state"
+        )
+    expected = _checksum(copy)
+    if copy["checksum"] != expected:
+        raise StateCorruptError(
+            f"the state's checksum is {copy['checksum']}, its content gives {expected}: it was damaged; use an older "
+            "one, or midepoch.reseal(state) if it was edited on purpose"
+        )
+    return copy
+
+
+def _parsed(fingerprint: str) -> dict[str, str]:
+    try:
+        parsed = json.loads(fingerprint)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict) or not all(isinstance(value, str) for value in parsed.values()):
+        raise StateCorruptError("the state's fingerprint does not parse: use an undamaged state")
+    return parsed
+
+
+def compare_fingerprints(saved: str, current: str) -> None:
+    """Raise StateMismatchError naming the first part in which two fingerprints differ."""
+    if saved == current:
+        return
+    before, now = _parsed(saved), _parsed(current)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise StateMismatchError(
+                f"{name} differs: the state was saved with {before.get(name, 'none')}, this loader has "
+                f"{now.get(name, 'none')}; make the loader as it was, or start this data anew"
+            )
+    raise StateCorruptError("the state's fingerprint is not in its canonical form: use an undamaged state")
+
+
+# --- states of which each rank knows only its part -------------------------------------------------------------------
+
+
+def single_part(rank: int, part: str) -> str:
+    """The detail of a state that holds one rank's part."""
+    return json.dumps({"rank": rank, "part": part}, separators=(",", ":"))
+
+
+def join_parts(parts: list[str]) -> str:
+    """The detail of a state that holds the parts of all ranks, in rank order."""
+    return json.dumps({"parts": parts}, separators=(",", ":"))
+
+
+def part_of(detail: str, rank: int, world_size: int) -> str:
+    """This rank's part of a detail made by `single_part` or `join_parts` in a world of the same size.
+
+    Raises:
+        StateMismatchError: it holds another rank's part only.
+        StateCorruptError: it does not parse.
+    """
+    try:
+        parsed = json.loads(detail)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict) and parsed.keys() == {"parts"}:
+        parts = parsed["parts"]
+        if isinstance(parts, list) and len(parts) == world_size and all(isinstance(part, str) for part in parts):
+            return str(parts[rank])
+    elif isinstance(parsed, dict) and parsed.keys() == {"rank", "part"}:
+        saved, part = parsed["rank"], parsed["part"]
+        if type(saved) is int and 0 <= saved < world_size and isinstance(part, str):
+            if saved != rank:
+                raise StateMismatchError(
+                    f"this state holds the part of rank {saved} only, this is rank {rank} of {world_size}: save what "
+                    "midepoch.gather(loader) returns (call it on every rank), or one state for each rank"
+                )
+            return part
+    raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
+
+
+def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | None = None) -> State:
+    """One state that suits every rank. The one collective call: every rank must make it, after the same batch.
+
+    Where the state is the same on every rank anyway, nothing is exchanged and this is ``loader.state_dict()``.
+
+    Args:
+        loader: what `midepoch.wrap` returned.
+        group: the ranks that share the data; None for all of them.
+
+    Raises:
+        MidepochError: the ranks do not stand at the same place, or torch.distributed has not been initialised.
+    """
+    state = loader.state_dict()
+    if getattr(getattr(loader, "capabilities", None), "rank_independent", True) or state["world_size"] == 1:
+        return state
+    if not torch.distributed.is_initialized():
+        raise MidepochError(
+            f"each of {state['world_size']} ranks knows only its own part of the state: call "
+            "torch.distributed.init_process_group before midepoch.gather, or save one state for each rank"
+        )
+    states: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(states, state, group=group)
+    place = [(each["epoch"], each["position"], each["world_size"]) for each in states]
+    if len(set(place)) > 1 or place[0][2] != len(states):
+        raise MidepochError(
+            f"the ranks do not stand at the same place (epoch, position, world size): {place}; call midepoch.gather on "
+            "every rank after the same batch"
+        )
+    if all(not each["detail"] for each in states):
+        return state
+    parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]
+    return reseal({**state, "detail": join_parts(parts)})

@@ -1,0 +1,327 @@
+"""One loader under examination: what it is asked to do, where, and how it is compared."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import items
+from .pool import Call, ProcessError, ProcessPool, shared_pool
+from .record import (
+    Failure,
+    Finding,
+    Plan,
+    Recording,
+    Seen,
+    Settings,
+    experiment,
+    in_group,
+    read_capabilities,
+    record_many,
+)
+from .report import LawError, Outcome
+
+__all__ = ["Examination"]
+
+Result = TypeVar("Result")
+
+
+class Examination:
+    """One loader under examination: runs it where a law asks, and keeps what several laws look at.
+
+    Process 0 is the one that is killed, so to speak: uninterrupted runs and the states to resume from come from it.
+    Single-process resumes happen in the others. Rank r of a world lives in process r.
+    """
+
+    def __init__(self, settings: Settings, pool: ProcessPool | None = None) -> None:
+        self.settings = settings
+        self.pool = pool or shared_pool()
+        self._parameters = inspect.signature(settings.make_loader).parameters
+        self._memory: dict[Hashable, Any] = {}
+        self._law = ""
+        self._cause = ""
+        self._cure = ""
+
+    # What make_loader can do.
+
+    def takes(self, option: str) -> bool:
+        """Whether make_loader has a parameter of this name. A ``**keywords`` does not count: it may go anywhere."""
+        return option in self._parameters
+
+    def default(self, option: str) -> Any:
+        """The default of a parameter of make_loader; None where it has none."""
+        value = self._parameters[option].default
+        return None if value is inspect.Parameter.empty else value
+
+    def options(self, rank: int = 0, world_size: int = 1, **more: Any) -> dict[str, Any]:
+        """The keywords for make_loader."""
+        place = {"rank": rank, "world_size": world_size}
+        return {name: value for name, value in place.items() if self.takes(name)} | more
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """The world sizes that can be examined, always with 1."""
+        if not (self.takes("rank") and self.takes("world_size")):
+            return (1,)
+        return tuple(sorted({1, *self.settings.world_sizes}))
+
+    def capability(self, name: str) -> tuple[bool | None, str]:
+        """(yes or no, reason) as declared; (None, ...) for a loader that declares nothing."""
+        declared = self._once(
+            "capabilities", lambda: self.run([(0, read_capabilities, (self.settings, self.options()))])[0]
+        )
+        return (None, "the loader declares no capabilities") if declared is None else declared[name]
+
+    # Judging.
+
+    def begin(self, law: str, cause: str, cure: str) -> None:
+        """From here on failures are those of ``law``."""
+        self._law, self._cause, self._cure = law, cause, cure
+
+    def error(
+        self,
+        expected: str,
+        got: str,
+        *,
+        epoch: int | None = None,
+        batch: int | None = None,
+        cause: str | None = None,
+        cure: str | None = None,
+    ) -> LawError:
+        """The error to raise, with the law's own cause and cure unless others are given."""
+        return LawError(self._law, epoch, batch, expected, got, cause or self._cause, cure or self._cure)
+
+    def sound(
+        self, recording: Recording, expected: str, *, epoch: int | None = None, batch: int | None = None
+    ) -> Recording:
+        """``recording``, if the loader did not fail; else the law's error."""
+        if recording.failure is not None:
+            got = f"{recording.failure}\n{recording.failure.trace}".rstrip()
+            raise self.error(expected, got, epoch=epoch, batch=batch)
+        return recording
+
+    def same(
+        self,
+        expected: Sequence[Seen],
+        got: Sequence[Seen],
+        what: str,
+        *,
+        epoch: int | None = None,
+        first: int = 0,
+        by_ids: bool = False,
+    ) -> None:
+        """Raise the law's error unless both are equal: bit for bit, or ``by_ids`` in the samples they hold.
+
+        ``first`` is the number, in its epoch, of the first batch in ``expected``. Where the loader declares that its
+        augmentations are not exact, only the samples are compared.
+        """
+        by_ids = by_ids or self.capability("exact_augmentations")[0] is False
+        for offset, (one, other) in enumerate(zip(expected, got, strict=False)):
+            if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
+                differs = items.first_difference(one.leaves, other.leaves)
+                texts = (f"samples {one.ids}", f"samples {other.ids}") if by_ids else differs
+                raise self.error(f"{what}: {texts[0]}", texts[1], epoch=epoch, batch=first + offset)
+        if len(expected) != len(got):
+            at = first + min(len(expected), len(got))
+            surplus = (
+                f", the first of them too many: samples {got[len(expected)].ids}"
+                if len(got) > len(expected)
+                else ""
+            )
+            raise self.error(
+                f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}", epoch=epoch, batch=at
+            )
+
+    # Running.
+
+    def run(self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+        """The results of (process, function, arguments); a crash, a hang or a stray error is the law's error."""
+        try:
+            return self.pool.run([Call(*call) for call in calls], timeout=self.settings.timeout)
+        except ProcessError as error:
+            raise self.error("the loader to answer", str(error)) from error
+
+    def plan(self, options: Mapping[str, Any], **more: Any) -> Plan:
+        """A `Plan` with these settings."""
+        return Plan(self.settings, options, **{"limit": self.settings.max_batches, **more})
+
+    def record(self, plans: Sequence[Plan], process: int = 0) -> list[Recording]:
+        """Carry out plans one after another in one process."""
+        recordings: list[Recording] = self.run([(process, record_many, (plans,))])[0]
+        return recordings
+
+    def resume(self, plans: Sequence[Plan]) -> list[Recording]:
+        """Carry out plans in processes other than 0, side by side, in their order."""
+        processes = [number for number in range(1, max(2, *self.worlds)) if number < 3] or [1]
+        shares = [plans[number :: len(processes)] for number in range(len(processes))]
+        calls = [
+            (process, record_many, (share,))
+            for process, share in zip(processes, shares, strict=True)
+            if share
+        ]
+        results: list[Recording] = [Recording()] * len(plans)
+        for number, recordings in enumerate(self.run(calls)):
+            results[number :: len(processes)] = recordings
+        return results
+
+    def on_ranks(
+        self, world_size: int, plans: Callable[[int], Sequence[Plan]], group: bool
+    ) -> list[list[Recording]]:
+        """``plans(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
+        if not group:
+            calls = [(rank, record_many, (list(plans(rank)),)) for rank in range(world_size)]
+            return self.run(calls)
+        with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
+            meeting = str(Path(folder) / "meeting")
+            grouped: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = [
+                (rank, in_group, (meeting, rank, world_size, record_many, list(plans(rank))))
+                for rank in range(world_size)
+            ]
+            return self.run(grouped)
+
+    def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
+        """The result of ``function(settings, *arguments)`` there; an exception is the law's error."""
+        result = self.run([(process, experiment, (function, (self.settings, *arguments)))])[0]
+        if isinstance(result, Failure):
+            raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
+        return result
+
+    def raise_first(self, findings: Sequence[Finding]) -> None:
+        """Raise the law's error for the first finding, if there is one."""
+        for found in findings[:1]:
+            raise self.error(
+                found.expected,
+                found.got,
+                epoch=found.epoch,
+                batch=found.batch,
+                cause=found.cause,
+                cure=found.cure,
+            )
+
+    # What several laws look at.
+
+    def whole(self) -> Recording:
+        """An uninterrupted run in process 0 with no state asked for: one epoch more than is cut."""
+        plan = self.plan(self.options(), passes=self.settings.epochs + 1)
+        recording: Recording = self._once("whole", lambda: self.record([plan])[0])
+        self.sound(recording, "an uninterrupted run")
+        if not recording.passes[0].batches:
+            raise ValueError(
+                "make_loader gives a loader without a single batch, so there is nothing to resume; "
+                "make it larger"
+            )
+        return recording
+
+    def heads(self, world_size: int = 1) -> list[Recording]:
+        """The run of `whole` on each rank of a world, with a state after every batch."""
+        return self._heads(world_size, world_size > 1 and self.gathers())
+
+    def gathers(self) -> bool:
+        """Whether the ranks' states must be gathered, because each declares to know only its part."""
+        return self.capability("rank_independent")[0] is False
+
+    def observed(self) -> Recording:
+        """The run of `whole` in a world of one, with a state after every batch."""
+        return self.heads()[0]
+
+    def rank_independent(self) -> bool:
+        """Whether any rank's state will do: as declared, else where the ranks' states are found to be equal."""
+        declared, _ = self.capability("rank_independent")
+        if declared is not None:
+            return declared
+        largest = self.worlds[-1]
+        first, *others = [
+            [[items.digest(state) for state in part.states] for part in recording.passes]
+            for recording in self._heads(largest, False)
+        ]
+        return all(other == first for other in others)
+
+    def _heads(self, world_size: int, group: bool) -> list[Recording]:
+        def run() -> list[Recording]:
+            epochs = self.settings.epochs + 1
+            return [
+                recordings[0]
+                for recordings in self.on_ranks(
+                    world_size,
+                    lambda rank: [self.plan(self.options(rank, world_size), passes=epochs, states=True)],
+                    group,
+                )
+            ]
+
+        recordings: list[Recording] = self._once(("heads", world_size, group), run)
+        for rank, recording in enumerate(recordings):
+            self.sound(
+                recording, f"an uninterrupted run that asks for states, on rank {rank} of {world_size}"
+            )
+        return recordings
+
+    def interior(self, recording: Recording, epoch: int, *, few: bool = False) -> list[int]:
+        """The cuts strictly inside an epoch, as numbers of batches taken: all, those asked for, or three."""
+        count = len(recording.passes[epoch].batches)
+        cuts = [cut for cut in self.settings.cuts or range(1, count) if 0 < cut < count]
+        if (few or self.settings.quick) and len(cuts) > 3:
+            cuts = [cuts[0], cuts[len(cuts) // 2], cuts[-1]]
+        return cuts
+
+    def places(self, head: Recording) -> list[tuple[int, int]]:
+        """A few (epoch, cut) inside each epoch."""
+        return [
+            (epoch, cut)
+            for epoch in range(self.settings.epochs)
+            for cut in self.interior(head, epoch, few=True)
+        ]
+
+    def resume_world(
+        self, heads: Sequence[Recording], places: Sequence[tuple[int, int]], world_size: int
+    ) -> list[list[Recording]]:
+        """For each rank of a new world the resumes from ``places`` in the run of an old world."""
+        independent = self.rank_independent()
+        longest = sum(len(part.batches) for part in heads[0].passes) * len(heads) + 1
+
+        def plans(rank: int) -> list[Plan]:
+            result = []
+            for epoch, cut in places:
+                # Any rank's state must do where they are independent, so each one's has its turn.
+                source = heads[(epoch + cut) % len(heads)] if independent else heads[rank % len(heads)]
+                state = source.passes[epoch].states[cut]
+                result.append(self.plan(self.options(rank, world_size), state=state, limit=longest))
+            return result
+
+        return self.on_ranks(world_size, plans, group=world_size > 1 and self.gathers())
+
+    def inexact(self) -> Outcome | None:
+        """The outcome for a loader that declares a resumed epoch not to be exact; None where it is."""
+        declared, reason = self.capability("exact_order")
+        if declared is False:
+            return Outcome("refused clearly", f"exact_order is declared no: {reason}")
+        return None
+
+    def resumed(self) -> dict[tuple[int, int], Recording]:
+        """(epoch, cut) -> the rest of that epoch and the next one, from the states of `observed`.
+
+        The cuts include 0 and the number of batches. Failures are left to the law that looks.
+        """
+        head = self.observed()
+        longest = max(len(part.batches) for part in head.passes)
+        places = [
+            (epoch, cut)
+            for epoch in range(self.settings.epochs)
+            for cut in [0, *self.interior(head, epoch), len(head.passes[epoch].batches)]
+        ]
+        plans = [
+            self.plan(self.options(), state=head.passes[epoch].states[cut], passes=2, limit=longest + 1)
+            for epoch, cut in places
+        ]
+        results: dict[tuple[int, int], Recording] = self._once(
+            "resumed", lambda: dict(zip(places, self.resume(plans), strict=True))
+        )
+        return results
+
+    def _once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        if key not in self._memory:
+            self._memory[key] = make()
+        result: Result = self._memory[key]
+        return result

@@ -1,0 +1,215 @@
+"""Comparing what loaders hand out, bit for bit, across processes.
+
+An item is walked once into `Leaf` values: small, picklable, and enough to say later where two items differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import pickle
+import struct
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Leaf", "digest", "first_difference", "identify", "leaves", "samples"]
+
+_SHOWN_VALUES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One part of an item: where it is, what it is, its first values (at most 64, as text) and its digest."""
+
+    path: str
+    kind: str
+    values: tuple[str, ...]
+    digest: str
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.values[:8]) + (", ..." if len(self.values) > 8 else "")
+        return f"{self.kind}: {shown}" if shown else self.kind
+
+
+def digest(item: Any) -> str:
+    """32 hexadecimal digits that agree for two items if and only if they are equal bit for bit.
+
+    Types, dtypes and shapes count (``1``, ``True`` and ``1.0`` differ, a list is not a tuple), NaN equals the same
+    NaN, ``-0.0`` is not ``0.0``, and the order of a dict's keys does not count. A device does not count either.
+    Tensors, numpy arrays, dicts, sequences, named tuples, dataclasses and scalars are looked into; anything else is
+    compared by its pickle. Raises ``TypeError`` for what cannot be pickled.
+    """
+    return _combine(leaves(item))
+
+
+def leaves(item: Any) -> Iterator[Leaf]:
+    """The parts of ``item`` in a fixed order, containers before their contents."""
+    return _walk(item, "")
+
+
+def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str, str]:
+    """Two short texts, (expected, got), that name the first place in which two items differ."""
+    for one, other in itertools.zip_longest(expected, got):
+        if one is None or other is None:
+            return (
+                f"{one.path} {one}".strip() if one else "nothing more",
+                f"{other.path} {other}".strip() if other else "nothing more",
+            )
+        if one == other:
+            continue
+        where = f"{one.path}: " if one.path else ""
+        if one.path != other.path or one.kind != other.kind or len(one.values) <= 1:
+            return f"{where}{one}", f"{other.path}: {other}" if other.path else str(other)
+        for index, (value, other_value) in enumerate(zip(one.values, other.values, strict=False)):
+            if value != other_value:
+                return (
+                    f"{where}{one.kind}, value {index}: {value}",
+                    f"{where}{one.kind}, value {index}: {other_value}",
+                )
+        return (
+            f"{where}{one.kind} with digest {one.digest}",
+            f"{where}{other.kind} with digest {other.digest} (differs after its first {len(one.values)} values)",
+        )
+    return "(equal)", "(equal)"
+
+
+def identify(batch: Any) -> list[Hashable]:
+    """The default identity of a batch's samples: its first tensor, array or list of scalars, flattened.
+
+    A tuple or list gives its first element, a dict its first value. A tensor of floating-point numbers with several
+    columns gives one digest for each row. What has no such part counts as one sample, known by its digest.
+    """
+    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
+        batch = torch.from_numpy(np.ascontiguousarray(batch))
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() > 1 and not _is_whole(batch):
+            return [digest(row) for row in batch]
+        return list(batch.detach().reshape(-1).tolist())
+    if isinstance(batch, (str, int, float)):
+        return [batch]
+    if isinstance(batch, Mapping) and batch:
+        return identify(next(iter(batch.values())))
+    if isinstance(batch, Sequence) and not isinstance(batch, bytes) and batch:
+        if all(isinstance(element, (str, int, float)) for element in batch):
+            return list(batch)
+        return identify(batch[0])
+    return [digest(batch)]
+
+
+def samples(batch: Any, count: int) -> list[str] | None:
+    """The digest of each of the ``count`` samples in ``batch``, or None where it cannot be split into so many.
+
+    Columns (tensors, arrays, lists of ``count`` values, tuples and dicts of such) are cut across; any other sequence
+    of ``count`` elements is taken as one element for each sample.
+    """
+    columns = _columns(batch, count)
+    if columns is not None:
+        return [digest([column[index] for column in columns]) for index in range(count)]
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) == count:
+        return [digest(element) for element in batch]
+    return None
+
+
+def _columns(batch: Any, count: int) -> list[Any] | None:
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return [batch] if batch.ndim > 0 and batch.shape[0] == count else None
+    if isinstance(batch, Mapping):
+        parts: list[Any] = list(batch.values())
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        if len(batch) == count and all(isinstance(part, (str, bytes, int, float)) for part in batch):
+            return [batch]
+        parts = list(batch)
+    else:
+        return None
+    columns: list[Any] = []
+    for part in parts:
+        found = _columns(part, count)
+        if found is None:
+            return None
+        columns.extend(found)
+    return columns or None
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _combine(parts: Iterable[Leaf]) -> str:
+    whole = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        whole.update(f"{part.path}\0{part.digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _leaf(path: str, kind: str, data: bytes, values: Iterable[str] = ()) -> Leaf:
+    content = hashlib.blake2b(kind.encode() + b"\0" + data, digest_size=16).hexdigest()
+    return Leaf(path, kind, tuple(values), content)
+
+
+def _walk(item: Any, path: str) -> Iterator[Leaf]:
+    name = type(item).__name__
+    if item is None or (isinstance(item, (bool, int)) and type(item) in (bool, int)):
+        yield _leaf(path, name, str(item).encode(), [str(item)])
+    elif type(item) is float:
+        yield _leaf(path, name, struct.pack(">d", item), [repr(item)])
+    elif type(item) in (str, bytes):
+        data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
+        yield _leaf(path, name, data, [repr(item[:80])])
+    elif isinstance(item, torch.Tensor):
+        yield _tensor(item, path)
+    elif isinstance(item, (np.ndarray, np.generic)) and not item.dtype.hasobject:
+        array = np.asarray(item)
+        kind = f"{array.dtype.str if array.dtype.names is None else array.dtype.descr} numpy {_shape(array)}"
+        flat = array.reshape(-1)[:_SHOWN_VALUES].tolist()
+        yield _leaf(path, kind, array.tobytes(), map(repr, flat))
+    elif isinstance(item, np.ndarray):
+        yield from _parts(path, f"object numpy {_shape(item)}", enumerate(item.reshape(-1).tolist()))
+    elif isinstance(item, Mapping):
+        pairs = sorted(item.items(), key=lambda pair: (type(pair[0]).__name__, repr(pair[0])))
+        yield from _parts(path, f"{name} of {len(pairs)}", ((repr(key), value) for key, value in pairs))
+    elif isinstance(item, (list, tuple)):
+        yield from _parts(path, f"{name} of {len(item)}", enumerate(item))
+    elif isinstance(item, (set, frozenset)):
+        yield _leaf(path, f"{name} of {len(item)}", "".join(sorted(map(digest, item))).encode())
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fields = [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
+        yield from _parts(path, f"dataclass {name}", fields)
+    else:
+        yield _pickled(item, path, name)
+
+
+def _parts(path: str, kind: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
+    yield _leaf(path, kind, b"")
+    for key, value in parts:
+        yield from _walk(value, f"{path}[{key}]")
+
+
+def _shape(array: np.ndarray[Any, Any]) -> str:
+    return "x".join(map(str, array.shape)) or "scalar"
+
+
+def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
+    tensor = tensor.detach()
+    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} "
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    kind = f"{layout}{str(tensor.dtype).removeprefix('torch.')} tensor {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+    flat = tensor.reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return _leaf(path, kind, data, map(repr, flat[:_SHOWN_VALUES].tolist()))
+
+
+def _pickled(item: Any, path: str, name: str) -> Leaf:
+    try:
+        data = pickle.dumps(item, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            f"an item holds a {type(item).__module__}.{name} at '{path}', which cannot be compared because it cannot "
+            f"be pickled; let make_loader give batches of tensors, arrays, numbers, strings and containers of them"
+        ) from error
+    return _leaf(path, f"object {name}", data)

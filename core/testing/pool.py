@@ -1,0 +1,272 @@
+"""Spawned processes that run functions, kept for all laws of a session: starting one costs seconds.
+
+Each process is an interpreter of its own with its own hash seed and random generators, as after a restart. Every call
+has a time limit, a process that dies is named and replaced, and all of them end with this one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import multiprocessing
+import pickle
+import pickletools
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+__all__ = ["Call", "ProcessError", "ProcessPool", "shared_pool"]
+
+_FIRST_CALL_ALLOWANCE = 120.0  # seconds a new process may take to import torch on a busy machine
+_GRACE = 5.0  # seconds a process may take to end before it is killed
+
+
+class ProcessError(RuntimeError):
+    """A spawned process raised, died, or did not answer in time. ``trace`` is its traceback, where it has one."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message, trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.trace}".rstrip()
+
+
+@dataclass(frozen=True)
+class Call:
+    """``function(*arguments)``, to be run in process number ``process`` of a pool. All of it must be picklable."""
+
+    process: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = field(default=())
+
+
+class ProcessPool:
+    """Processes numbered from 0, each started when it is first called."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, _Server] = {}
+        self._lock = threading.Lock()
+
+    def run(self, calls: Sequence[Call], *, timeout: float) -> list[Any]:
+        """The results of ``calls``, in their order; calls to one process run one after another, others side by side.
+
+        ``timeout`` is in seconds for each call. Raises `ProcessError` for the first call that raises, dies or takes
+        longer, and ends the processes that were still at work.
+        """
+        payloads = [_pack(call) for call in calls]
+        with self._lock:
+            waiting: dict[int, deque[int]] = {}
+            for index, call in enumerate(calls):
+                waiting.setdefault(call.process, deque()).append(index)
+            running: dict[Connection, tuple[int, int, float]] = {}
+            results: list[Any] = [None] * len(calls)
+            try:
+                for process in waiting:
+                    self._start(process)
+                for process in waiting:
+                    self._submit(process, waiting, payloads, running, timeout)
+                while running:
+                    for connection in self._ready(running, calls, timeout):
+                        process, index, _ = running.pop(connection)
+                        results[index] = self._receive(process, connection, calls[index])
+                        self._submit(process, waiting, payloads, running, timeout)
+            finally:
+                for process, _, _ in running.values():
+                    self._servers.pop(process).kill()
+            return results
+
+    def close(self) -> None:
+        """End all processes. The next `run` starts new ones."""
+        with self._lock:
+            servers, self._servers = list(self._servers.values()), {}
+        for server in servers:
+            server.stop()
+        deadline = time.monotonic() + _GRACE
+        for server in servers:
+            server.process.join(max(0.0, deadline - time.monotonic()))
+            server.kill()
+
+    def _start(self, process: int) -> None:
+        server = self._servers.get(process)
+        if server is not None and not server.process.is_alive():
+            self._servers.pop(process).kill()
+            server = None
+        if server is None:
+            self._servers[process] = _Server()
+
+    def _submit(
+        self,
+        process: int,
+        waiting: dict[int, deque[int]],
+        payloads: Sequence[bytes],
+        running: dict[Connection, tuple[int, int, float]],
+        timeout: float,
+    ) -> None:
+        if not waiting[process]:
+            return
+        server = self._servers[process]
+        index = waiting[process].popleft()
+        limit = timeout if server.answered else timeout + _FIRST_CALL_ALLOWANCE
+        running[server.connection] = (process, index, time.monotonic() + limit)
+        try:
+            server.connection.send_bytes(payloads[index])
+        except OSError:
+            # It died before it was called; waiting for the answer finds the end of the pipe and says so.
+            return
+
+    def _ready(
+        self, running: dict[Connection, tuple[int, int, float]], calls: Sequence[Call], timeout: float
+    ) -> list[Connection]:
+        deadline = min(limit for _, _, limit in running.values())
+        ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = min(running.values(), key=lambda entry: entry[2])
+            name = getattr(calls[late[1]].function, "__name__", "a call")
+            raise ProcessError(
+                f"process {late[0]} did not finish '{name}' within {timeout:.0f} s; the loader hangs or its epoch is "
+                f"endless. Give make_loader a smaller epoch, or raise timeout="
+            )
+        return [connection for connection in ready if isinstance(connection, Connection)]
+
+    def _receive(self, process: int, connection: Connection, call: Call) -> Any:
+        try:
+            succeeded, result, trace = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            server = self._servers.pop(process)
+            server.process.join(_GRACE)
+            code = server.process.exitcode
+            server.kill()
+            raise ProcessError(
+                f"process {process} died with exit code {code} in '{getattr(call.function, '__name__', 'a call')}'. "
+                f"If it never started: a script that checks a loader needs `if __name__ == '__main__':` around the call"
+            ) from error
+        self._servers[process].answered = True
+        if not succeeded:
+            raise ProcessError(f"process {process}: {result}", trace)
+        return result
+
+
+_shared: ProcessPool | None = None
+
+
+def shared_pool() -> ProcessPool:
+    """The one pool of this session, closed at exit."""
+    global _shared
+    if _shared is None:
+        _shared = ProcessPool()
+        atexit.register(_shared.close)
+    return _shared
+
+
+class _Server:
+    """One spawned process and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.answered = False
+        # Not a daemon: daemons may not have children, and loaders start workers.
+        self.process: SpawnProcess = context.Process(target=_serve, args=(theirs,), daemon=False)
+        self.process.start()
+        theirs.close()
+
+    def stop(self) -> None:
+        try:
+            self.connection.send_bytes(b"")
+        except OSError:
+            return  # it has ended already
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(_GRACE)
+        self.connection.close()
+
+
+def _pack(call: Call) -> bytes:
+    try:
+        payload = pickle.dumps((call.function, call.arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"make_loader and everything given with it must be picklable, because loaders are resumed in other "
+            f"processes ({error}); define it at module level, or use functools.partial of such a function"
+        ) from error
+    return pickle.dumps((_module_files(payload), payload))
+
+
+def _module_files(payload: bytes) -> dict[str, str]:
+    """Module name -> file for the modules a pickle refers to: a test module is seldom on the import path."""
+    files: dict[str, str] = {}
+    for _, argument, _ in pickletools.genops(payload):
+        if isinstance(argument, str) and argument in sys.modules and argument != "__main__":
+            file = getattr(sys.modules[argument], "__file__", None)
+            if file is not None:
+                files[argument] = file
+    return files
+
+
+def _provide_modules(files: dict[str, str]) -> None:
+    for name, file in files.items():
+        if name in sys.modules or _importable(name):
+            continue
+        for parent in _parents(name):
+            sys.modules.setdefault(parent, types.ModuleType(parent))
+        specification = importlib.util.spec_from_file_location(name, file)
+        if specification is None or specification.loader is None:
+            continue
+        module = importlib.util.module_from_spec(specification)
+        sys.modules[name] = module
+        try:
+            specification.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")[:-1]
+    parents = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    return [parent for parent in parents if not _importable(parent)]
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # several ranks share the machine
+    # An interrupt reaches the whole group; the process that asked ends this one by closing the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        if not message:
+            return
+        connection.send_bytes(_answer(message))
+
+
+def _answer(message: bytes) -> bytes:
+    try:
+        files, payload = pickle.loads(message)
+        _provide_modules(files)
+        function, arguments = pickle.loads(payload)
+        return pickle.dumps((True, function(*arguments), ""))
+    except Exception as error:  # noqa: BLE001 - it is passed on whole, to be raised where the call was made
+        return pickle.dumps((False, f"{type(error).__name__}: {error}", traceback.format_exc()))

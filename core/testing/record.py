@@ -1,0 +1,310 @@
+"""Running a loader in a spawned process, and noting what it does in a form that can be sent back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from . import items
+
+__all__ = [
+    "CAPABILITIES",
+    "Failure",
+    "Finding",
+    "Pass",
+    "Plan",
+    "Recording",
+    "Seen",
+    "Settings",
+    "capture_failure",
+    "experiment",
+    "from_midepoch",
+    "in_group",
+    "length_of",
+    "open_loader",
+    "read_capabilities",
+    "record",
+    "record_many",
+    "see",
+]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that may be said about a loader to examine; `check_resumable` documents each.
+
+    It travels to the spawned processes, so all functions in it must be picklable.
+    """
+
+    make_loader: Callable[..., Any]
+    world_sizes: tuple[int, ...] = (1, 2, 3)
+    num_workers: tuple[int, ...] = (0, 2)
+    epochs: int = 2
+    cuts: tuple[int, ...] | None = None
+    quick: bool = False
+    shuffled: bool | None = None
+    tail: Literal["pad", "drop", "uneven"] = "pad"
+    drop_last: bool = False
+    elastic_content: bool = True
+    identify: Callable[[Any], Sequence[Hashable]] | None = None
+    draws: Callable[[Any], Sequence[Hashable]] | None = None
+    gather: Callable[[Any], dict[str, Any]] | None = None
+    reseal: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    state_bytes: int = 16384
+    max_batches: int = 100_000
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.make_loader):
+            raise TypeError(
+                f"make_loader must be a function that builds a fresh loader; got {self.make_loader!r}"
+            )
+        for name, least in (("world_sizes", 1), ("num_workers", 0), ("cuts", 1)):
+            values = getattr(self, name)
+            if values is not None and any(type(value) is not int or value < least for value in values):
+                raise ValueError(f"{name} must be integers of at least {least}; got {values!r}")
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1; got {self.epochs!r}")
+        if self.tail not in ("pad", "drop", "uneven"):
+            raise ValueError(f"tail must be 'pad', 'drop' or 'uneven'; got {self.tail!r}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One batch, as far as it must be known elsewhere.
+
+    ``ids`` names its samples, ``samples`` is the digest of each (None where the batch cannot be split), ``draws`` the
+    random numbers that the caller's ``draws`` found in it.
+    """
+
+    digest: str
+    leaves: tuple[items.Leaf, ...]
+    ids: tuple[Hashable, ...]
+    samples: tuple[str, ...] | None
+    draws: tuple[Hashable, ...] | None
+
+
+@dataclass
+class Pass:
+    """One iteration over a loader: n batches, and n + 1 states where they were asked for."""
+
+    batches: list[Seen] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def digests(self) -> list[str]:
+        """The digest of each batch."""
+        return [seen.digest for seen in self.batches]
+
+    @property
+    def ids(self) -> list[tuple[Hashable, ...]]:
+        """The sample identities of each batch."""
+        return [seen.ids for seen in self.batches]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in another process: the names of its classes, its message and its traceback."""
+
+    kinds: tuple[str, ...]
+    message: str
+    trace: str
+    during: str
+
+    def __str__(self) -> str:
+        return f"{self.kinds[0].rpartition('.')[2]} while {self.during}: {self.message}"
+
+
+@dataclass
+class Recording:
+    """What one fresh loader did: its passes, and the failure that ended them, if any.
+
+    ``loaded`` is the state it gave right after loading one.
+    """
+
+    passes: list[Pass] = field(default_factory=list)
+    loaded: dict[str, Any] | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with a fresh loader.
+
+    ``options`` go to make_loader, ``state`` is loaded first if it is not None, ``passes`` full iterations follow;
+    with ``states`` a state is asked for before the first batch and after every batch. ``limit`` ends a pass that
+    has become longer than any epoch should be.
+    """
+
+    settings: Settings
+    options: Mapping[str, Any]
+    state: dict[str, Any] | None = None
+    passes: int = 1
+    states: bool = False
+    limit: int = 100_000
+
+
+@contextlib.contextmanager
+def open_loader(settings: Settings, options: Mapping[str, Any]) -> Iterator[Any]:
+    """A fresh loader, made as in a new process: the same global seeds every time, warnings off, closed at the end."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = settings.make_loader(**options)
+        try:
+            yield loader
+        finally:
+            close = getattr(loader, "close", None)
+            if callable(close):
+                close()
+
+
+def see(settings: Settings, batch: Any) -> Seen:
+    """Note everything about ``batch`` before the loader can reuse its memory."""
+    parts = tuple(items.leaves(batch))
+    ids = tuple((settings.identify or items.identify)(batch))
+    split = items.samples(batch, len(ids))
+    return Seen(
+        digest=items.digest(batch),
+        leaves=parts[:32],
+        ids=ids,
+        samples=None if split is None else tuple(split),
+        draws=None if settings.draws is None else tuple(settings.draws(batch)),
+    )
+
+
+def capture_failure(error: Exception, during: str) -> Failure:
+    """``error`` in a form that can be sent, whatever class it has."""
+    kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
+    return Failure(kinds, str(error), traceback.format_exc(), during)
+
+
+def record(plan: Plan) -> Recording:
+    """Carry out ``plan``. A failure of the loader is part of the recording, never raised."""
+    recording = Recording()
+    during = "making the loader"
+    try:
+        with open_loader(plan.settings, plan.options) as loader:
+            if plan.state is not None:
+                during = "loading a state"
+                loader.load_state_dict(copy.deepcopy(plan.state))
+                recording.loaded = copy.deepcopy(loader.state_dict())
+            for number in range(plan.passes):
+                during = f"iterating, pass {number}"
+                recording.passes.append(Pass())
+                _record_pass(plan, loader, recording.passes[-1])
+            during = "closing the loader"
+    except Exception as error:  # noqa: BLE001 - the law that asked judges it
+        recording.failure = capture_failure(error, during)
+    return recording
+
+
+def record_many(plans: Sequence[Plan]) -> list[Recording]:
+    """`record` for each plan: one request instead of many."""
+    return [record(plan) for plan in plans]
+
+
+def _record_pass(plan: Plan, loader: Any, into: Pass) -> None:
+    if plan.states:
+        into.states.append(copy.deepcopy(_state_of(plan.settings, loader)))
+    for batch in loader:
+        into.batches.append(see(plan.settings, batch))
+        if plan.states:
+            into.states.append(copy.deepcopy(_state_of(plan.settings, loader)))
+        if len(into.batches) >= plan.limit:
+            break
+
+
+def _state_of(settings: Settings, loader: Any) -> dict[str, Any]:
+    """The state of all ranks together: gathered, where there is a process group and each rank knows only its part."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return dict(loader.state_dict())
+    gather = settings.gather or from_midepoch("gather")
+    return dict(gather(loader))
+
+
+def length_of(loader: Any) -> int | None:
+    """``len(loader)``, or None where it says by a TypeError that it cannot be known."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def in_group(
+    file: str, rank: int, world_size: int, function: Callable[..., Result], *arguments: Any
+) -> Result:
+    """``function(*arguments)`` inside a gloo process group that meets through ``file``."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        return function(*arguments)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def read_capabilities(settings: Settings, options: Mapping[str, Any]) -> dict[str, tuple[bool, str]] | None:
+    """Capability -> (yes or no, reason), or None for a loader that declares none."""
+    with open_loader(settings, options) as loader:
+        declared = getattr(loader, "capabilities", None)
+        if declared is None:
+            return None
+        return {name: _yes_or_no(getattr(declared, name, None)) for name in CAPABILITIES}
+
+
+CAPABILITIES = (
+    "exact_order",
+    "exact_augmentations",
+    "constant_time_resume",
+    "elastic_world",
+    "elastic_workers",
+    "rank_independent",
+)
+
+
+def _yes_or_no(capability: Any) -> tuple[bool, str]:
+    return bool(capability), str(getattr(capability, "reason", "it is not declared"))
+
+
+def from_midepoch(name: str) -> Callable[..., Any]:
+    """A public function of midepoch, looked up when it is needed: this package must not import the whole of it."""
+    function: Callable[..., Any] = getattr(importlib.import_module("midepoch"), name)
+    return function
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that must not be, found by an experiment; the fields are those of `LawError`."""
+
+    expected: str
+    got: str
+    epoch: int | None = None
+    batch: int | None = None
+    cause: str | None = None
+    cure: str | None = None
+
+
+def experiment(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """The result of ``function(*arguments)``, or the `Failure` in which it ended."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001 - the law that asked judges it
+        return capture_failure(error, f"in the experiment '{function.__name__.strip('_').replace('_', ' ')}'")

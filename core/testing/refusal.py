@@ -1,0 +1,258 @@
+"""The law that what does not fit is refused, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from midepoch.errors import MidepochError
+
+from . import items
+from .examine import Examination
+from .record import Finding, Settings, capture_failure, from_midepoch, open_loader
+from .report import HOLDS, Outcome, combined, law, names_all
+
+__all__ = ["refusal"]
+
+_KEYS = (
+    "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
+    "checksum",
+)  # fmt: skip
+_STATE_ERROR = "midepoch.errors.StateError"
+_MISMATCH = "midepoch.errors.StateMismatchError"
+_VERSION = "midepoch.errors.StateVersionError"
+_CORRUPT = "midepoch.errors.StateCorruptError"
+_NONSENSE: dict[str, tuple[Any, ...]] = {
+    "position": (-1, 10**30, math.nan, math.inf, True, "3", 1.5, 1.0, None, [1]),
+    "epoch": (-1, 10**30, math.nan, True, "0", 0.5, 0.0, None),
+    "seed": ("0", None, 1.5, True, math.nan, [0]),
+    "size": (-1, "20", True, math.nan, 20.0),
+    "world_size": (-1, "1", 1.5, math.nan),
+    "batch_size": (-1, "4", 1.5, math.nan),
+    "detail": (None, 0, {}, "!!!"),
+    "version": (None, "1", True, 1.0),
+    "adapter": (None, 0, True),
+    "fingerprint": (None, 0, True),
+}
+
+
+@law(
+    "refusal",
+    cause="load_state_dict trusts its argument, or changes the loader before it has checked everything",
+    cure="check keys, types, ranges, checksum and fingerprint first, raise a StateError, and only then change anything",
+)
+def refusal(examination: Examination) -> Outcome:
+    """What does not fit is refused with a typed error, and the loader goes on as it was."""
+    head = examination.observed()
+    cut = len(head.passes[0].batches) // 2
+    good = head.passes[0].states[cut]
+    ours = all(key in good for key in _KEYS)
+    cases = _damaged(examination, good) if ours else _senseless(good)
+    outcomes = {}
+    if ours:
+        for option in ("seed", "size"):
+            found = _from_variation(examination, option, cut)
+            outcomes[option] = found if isinstance(found, Outcome) else HOLDS
+            if not isinstance(found, Outcome):
+                cases.append(found)
+    else:
+        outcomes["fixed keys"] = Outcome(
+            "holds",
+            "the state is not midepoch's, so only missing keys, wrong types "
+            "and None were tried, and any exception will do",
+        )
+    _refuse_all(examination, cases, cut, good)
+    return combined({"damage": HOLDS, **outcomes})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A state that must be refused: by which error, and with which values in its message."""
+
+    name: str
+    state: Any
+    kind: str = _STATE_ERROR
+    names: tuple[Any, ...] = ()
+    stated_seed: int | None = None
+
+
+def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
+    reseal = examination.settings.reseal or from_midepoch("reseal")
+
+    def resealed(key: str, value: Any, kind: str = _STATE_ERROR, names: tuple[Any, ...] = ()) -> _Case:
+        return _Case(f"{key}={value!r}, resealed", _sealed(reseal, good | {key: value}), kind, names)
+
+    version = good["version"]
+    cases = [
+        resealed("version", version + 1, _VERSION, (version + 1, version)),
+        resealed("adapter", "another", _MISMATCH, ("another", good["adapter"])),
+        _Case("checksum='0'", good | {"checksum": "0"}),
+        _Case("checksum=None", good | {"checksum": None}),
+    ]
+    if isinstance(good["fingerprint"], str):
+        cases.append(resealed("fingerprint", _flip(good["fingerprint"]), _MISMATCH))
+    if type(good["size"]) is int and good["size"] >= 0:
+        size = good["size"]
+        cases += [resealed("size", other, _MISMATCH, (other, size)) for other in (size + 1, size * 2 + 1)]
+        cases.append(resealed("position", size + 1))
+    cases += [resealed(key, value) for key, values in _NONSENSE.items() for value in values]
+    cases += [
+        _Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()
+    ]
+    cases += [
+        _Case(f"without {key}, resealed", _sealed(reseal, _without(good, key)), _CORRUPT)
+        for key in good
+        if key != "checksum"
+    ]
+    cases.append(_Case("an extra key, resealed", _sealed(reseal, good | {"extra": 1}), _CORRUPT))
+    return cases + _senseless(good, _CORRUPT)
+
+
+def _senseless(good: dict[str, Any], kind: str = "builtins.Exception") -> list[_Case]:
+    shapeless: tuple[Any, ...] = (None, [], "", "state", 3, b"state", {})
+    cases = [_Case(repr(value), value, kind) for value in shapeless]
+    return cases + [_Case(f"without {key}", _without(good, key), kind) for key in good]
+
+
+def _sealed(reseal: Callable[[dict[str, Any]], dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` resealed; as it is where the nonsense in it cannot even be sealed, which must be refused as well."""
+    try:
+        return reseal(dict(state))
+    except (TypeError, ValueError, KeyError, OverflowError, MidepochError):
+        return state
+
+
+def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != key}
+
+
+def _flip(value: Any) -> Any:
+    """``value`` with one bit flipped."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value ^ 1
+    if isinstance(value, str) and value:
+        return value[:-1] + chr(ord(value[-1]) ^ 1)
+    return "x"
+
+
+def _from_variation(examination: Examination, option: str, cut: int) -> _Case | Outcome:
+    """The case of a state from a loader with another stated seed or another size of the dataset."""
+    if not examination.takes(option):
+        return Outcome("not applicable", f"the factory takes no {option}")
+    default = examination.default(option)
+    if type(default) is not int:
+        if option == "size":
+            return Outcome("not applicable", "the factory's size has no default to vary")
+        default = 0
+    plan = examination.plan(examination.options(**{option: default + 1}), states=True)
+    other = examination.sound(examination.record([plan])[0], f"a run with {option}={default + 1}")
+    states = other.passes[0].states
+    seed = default if option == "seed" else None
+    return _Case(
+        f"a state of {option}={default + 1}, loaded with {option}={default}",
+        states[min(cut, len(states) - 1)],
+        _MISMATCH,
+        (default + 1, default),
+        seed,
+    )
+
+
+def _refuse_all(examination: Examination, cases: Sequence[_Case], cut: int, good: dict[str, Any]) -> None:
+    """Offer all cases to a loader before, within and after a load; then see that it goes on as it was."""
+    plain = [case for case in cases if case.stated_seed is None]
+    fresh: tuple[str, int, dict[str, Any] | None] = ("before the first batch", 0, None)
+    begun: tuple[str, int, dict[str, Any] | None] = (f"after {cut} batches", cut, None)
+    for place in (fresh, begun, ("after a load", 0, good)):
+        _offer_all(examination, examination.options(), plain, *place)
+    for case in cases:
+        if case.stated_seed is not None:
+            # The good state has the factory's own seed, so it cannot be loaded first.
+            for place in (fresh, begun):
+                _offer_all(examination, examination.options(seed=case.stated_seed), [case], *place)
+
+
+def _offer_all(
+    examination: Examination,
+    options: Mapping[str, Any],
+    cases: Sequence[_Case],
+    when: str,
+    taken: int,
+    loaded: dict[str, Any] | None,
+) -> None:
+    def offer(some: Sequence[_Case]) -> tuple[list[Finding], list[str], bool]:
+        result: tuple[list[Finding], list[str], bool] = examination.investigate(
+            _offer, options, some, taken, loaded
+        )
+        return result
+
+    findings, rest, kept = offer(cases)
+    examination.raise_first([dataclasses.replace(each, got=f"{when}: {each.got}") for each in findings])
+    _, quiet, _ = offer([])
+    if kept and rest == quiet:
+        return
+    culprits = [case.name for case in cases if offer([case])[1:] != (quiet, True)]
+    raise examination.error(
+        "after a refused state the loader goes on as it was",
+        f"{when}: not so after the state '{culprits[0] if culprits else 'of several together'}' was refused",
+        epoch=0,
+        batch=taken,
+        cause="the loader was changed before everything was checked",
+        cure="check the whole state first, and only then change the loader",
+    )
+
+
+def _offer(
+    settings: Settings,
+    options: Mapping[str, Any],
+    cases: Sequence[_Case],
+    taken: int,
+    loaded: dict[str, Any] | None,
+) -> tuple[list[Finding], list[str], bool]:
+    """(what is wrong with the refusals, the digests of the batches that follow, whether the state stayed)."""
+    with open_loader(settings, options) as loader:
+        if loaded is not None:
+            loader.load_state_dict(copy.deepcopy(loaded))
+        iterator: Iterator[Any] = iter(loader) if taken else iter(())
+        for _ in range(taken):
+            next(iterator)
+        before = items.digest(loader.state_dict())
+        for case in cases:
+            found = _refused(loader, case)
+            if found is not None:
+                return [found], [], True
+        kept = items.digest(loader.state_dict()) == before
+        return [], [items.digest(batch) for batch in (iterator if taken else loader)], kept
+
+
+def _refused(loader: Any, case: _Case) -> Finding | None:
+    kind = case.kind.rpartition(".")[2]
+    expected = f"{kind} for a state with {case.name}"
+    try:
+        loader.load_state_dict(copy.deepcopy(case.state))
+    except Exception as error:  # noqa: BLE001 - which exception it is, is what is examined
+        failure = capture_failure(error, "loading a state")
+        if case.kind not in failure.kinds:
+            return Finding(
+                expected,
+                str(failure),
+                0,
+                None,
+                "the error is not of the kind that callers can catch",
+                f"raise {kind}",
+            )
+        if not names_all(failure.message, case.names):
+            return Finding(
+                f"{expected}, its message naming {' and '.join(map(str, case.names))}",
+                str(failure),
+                0,
+                None,
+                "the message does not say what was saved and what is now",
+                "put the saved value beside the current one in the message",
+            )
+        return None
+    return Finding(expected, "it was loaded", 0)

@@ -1,0 +1,163 @@
+"""How a law ends: it holds, is refused clearly, is not applicable, or is broken; and the report of all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .examine import Examination
+
+__all__ = ["HOLDS", "Law", "LawError", "Outcome", "Report", "Verdict", "combined", "law", "names_all"]
+
+Status = Literal["holds", "refused clearly", "not applicable", "failed"]
+
+
+@dataclass(eq=False)
+class LawError(AssertionError):
+    """A loader breaks a law.
+
+    Attributes:
+        law: the name of the law.
+        epoch: the epoch in which it shows, or None where that says nothing.
+        batch: the number of the batch in that epoch, or of batches taken before the cut; None as above.
+        expected: what the law asks for, in words.
+        got: what the loader did.
+        cause: what usually causes this.
+        cure: what to do about it.
+        report: the whole report, where `check_resumable` raised this.
+    """
+
+    law: str
+    epoch: int | None
+    batch: int | None
+    expected: str
+    got: str
+    cause: str
+    cure: str
+    report: Report | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # The arguments make it picklable.
+        super().__init__(self.law, self.epoch, self.batch, self.expected, self.got, self.cause, self.cure)
+
+    def __str__(self) -> str:
+        place = ", ".join(
+            f"{name} {value}"
+            for name, value in (("epoch", self.epoch), ("batch", self.batch))
+            if value is not None
+        )
+        lines = [
+            f"the law '{self.law}' is broken{f' at {place}' if place else ''}",
+            f"  expected: {self.expected}",
+            f"  got:      {self.got}",
+            f"  usually:  {self.cause}",
+            f"  cure:     {self.cure}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a law found when it did not raise; ``reason`` is a sentence, empty where a law simply holds."""
+
+    status: Literal["holds", "refused clearly", "not applicable"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of a `Report`. ``error`` is there if and only if ``status`` is ``"failed"``; ``seconds`` it took."""
+
+    law: str
+    status: Status
+    reason: str
+    error: LawError | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check_resumable` found, one verdict for each law that was asked for, in the order of the laws."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether no law failed. Read ``str(report)`` for those that were not applicable."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[LawError, ...]:
+        """The errors of the laws that failed."""
+        return tuple(verdict.error for verdict in self.verdicts if verdict.error is not None)
+
+    def __getitem__(self, law: str) -> Verdict:
+        for verdict in self.verdicts:
+            if verdict.law == law:
+                return verdict
+        raise KeyError(law)
+
+    def __str__(self) -> str:
+        lines = []
+        for verdict in self.verdicts:
+            lines.append(
+                f"{verdict.law:<14} {verdict.status:<16} {verdict.seconds:6.2f} s  {verdict.reason}".rstrip()
+            )
+            if verdict.error is not None:
+                lines.append(str(verdict.error))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Law:
+    """A property of resumable loaders.
+
+    Attributes:
+        name: as in reports.
+        sentence: what it says.
+        examine: takes an `Examination`; returns an `Outcome` or raises a `LawError`.
+        cause: what usually breaks it.
+        cure: what to do about that.
+    """
+
+    name: str
+    sentence: str
+    examine: Callable[[Examination], Outcome]
+    cause: str
+    cure: str
+
+
+def law(name: str, *, cause: str, cure: str) -> Callable[[Callable[[Examination], Outcome]], Law]:
+    """Make a `Law` of a function; its docstring is the law's sentence."""
+
+    def define(function: Callable[[Examination], Outcome]) -> Law:
+        return Law(name, (function.__doc__ or "").strip(), function, cause, cure)
+
+    return define
+
+
+HOLDS = Outcome("holds")
+
+
+def combined(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """One outcome for the named parts of a law: what does not simply hold is told in the reason."""
+    told = []
+    for name, outcome in outcomes.items():
+        if outcome.reason:
+            status = "" if outcome.status == "holds" else f" {outcome.status}"
+            told.append(f"{name}{status}: {outcome.reason}")
+    statuses = {outcome.status for outcome in outcomes.values()}
+    if "refused clearly" in statuses:
+        return Outcome("refused clearly", "; ".join(told))
+    if "holds" in statuses:
+        return Outcome("holds", "; ".join(told))
+    return Outcome("not applicable", "; ".join(told))
+
+
+def names_all(message: str, values: Iterable[Any]) -> bool:
+    """Whether a message contains every value: numbers as whole numbers, texts as they are."""
+    numbers = re.findall(r"-?\d+", message.replace(",", ""))
+    return all(str(value) in numbers if isinstance(value, int) else str(value) in message for value in values)

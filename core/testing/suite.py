@@ -1,0 +1,162 @@
+"""The laws as tests: subclass `ResumableTests` and say how a loader is built."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Literal
+
+from .examine import Examination
+from .laws import examine_law
+from .record import Settings
+
+__all__ = ["ResumableTests"]
+
+
+class ResumableTests:
+    """One test for each law; pytest collects subclasses whose names begin with ``Test``.
+
+        class TestMyLoader(ResumableTests):
+            make_loader = staticmethod(build_loader)      # a module-level function
+            shuffled = True
+
+    ``make_loader`` and the other attributes are the arguments of `check_resumable`, which documents them. A law that
+    is not applicable is a skipped test with the reason. ``not_applicable`` may name the laws for which this is known:
+    once one of them becomes applicable its test fails, so that the line is removed.
+    """
+
+    make_loader: ClassVar[Callable[..., Any]]
+    world_sizes: ClassVar[Sequence[int]] = (1, 2, 3)
+    num_workers: ClassVar[Sequence[int]] = (0, 2)
+    epochs: ClassVar[int] = 2
+    cuts: ClassVar[Sequence[int] | None] = None
+    quick: ClassVar[bool] = False
+    shuffled: ClassVar[bool | None] = None
+    tail: ClassVar[Literal["pad", "drop", "uneven"]] = "pad"
+    drop_last: ClassVar[bool] = False
+    elastic_content: ClassVar[bool] = True
+    identify: ClassVar[Callable[[Any], Sequence[Hashable]] | None] = None
+    draws: ClassVar[Callable[[Any], Sequence[Hashable]] | None] = None
+    gather: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
+    reseal: ClassVar[Callable[[dict[str, Any]], dict[str, Any]] | None] = None
+    state_bytes: ClassVar[int] = 16384
+    timeout: ClassVar[float] = 120.0
+    not_applicable: ClassVar[frozenset[str]] = frozenset()
+
+    def test_determinism(self) -> None:
+        """Two fresh loaders agree, in another process too; where shuffled, two epochs differ; random columns vary."""
+        self._examine("determinism")
+
+    def test_tail(self) -> None:
+        """Head and resumed tail are together the whole epoch, bit for bit, for every cut, on every rank."""
+        self._examine("tail")
+
+    def test_next_epoch(self) -> None:
+        """After a resumed epoch comes the epoch that would have come, whole."""
+        self._examine("next epoch")
+
+    def test_boundary(self) -> None:
+        """The state after the last batch starts the next epoch; the state before the first equals fresh."""
+        self._examine("boundary")
+
+    def test_round_trip(self) -> None:
+        """A state that was loaded is given back, equal, before anything else happens."""
+        self._examine("round trip")
+
+    def test_observer(self) -> None:
+        """Asking for states, lengths or the next batch changes nothing."""
+        self._examine("observer")
+
+    def test_isolation(self) -> None:
+        """A state never changes later, and loading leaves its argument alone."""
+        self._examine("isolation")
+
+    def test_transport(self) -> None:
+        """A state goes through JSON (and torch.load with weights_only) into another process unharmed."""
+        self._examine("transport")
+
+    def test_chain(self) -> None:
+        """A resume of a resume goes on like the first resume, which was not interrupted again."""
+        self._examine("chain")
+
+    def test_partition(self) -> None:
+        """The ranks together cover each epoch by the declared tail rule, in equal counts."""
+        self._examine("partition")
+
+    def test_topology(self) -> None:
+        """On another world size, number of workers or batch size the rest comes exactly once, or is refused."""
+        self._examine("topology")
+
+    def test_refusal(self) -> None:
+        """What does not fit is refused with a typed error, and the loader goes on as it was."""
+        self._examine("refusal")
+
+    def test_delivery(self) -> None:
+        """What was prefetched does not count, nor does what the caller still has in flight."""
+        self._examine("delivery")
+
+    def test_cost(self) -> None:
+        """A resume reads no sample that it skips."""
+        self._examine("cost")
+
+    def test_guest(self) -> None:
+        """The caller's random generators are left alone, and what the caller draws changes nothing."""
+        self._examine("guest")
+
+    def test_any_item(self) -> None:
+        """None, empty containers and empty tensors pass through like anything else."""
+        self._examine("any item")
+
+    def _examine(self, law: str) -> None:
+        outcome = examine_law(self._examination(), law)
+        expected = law in self.not_applicable
+        if outcome.status == "not applicable":
+            import pytest
+
+            pytest.skip(f"{law}: {outcome.reason}")
+        if expected:
+            raise AssertionError(
+                f"the law '{law}' is applicable and {outcome.status}; take it out of not_applicable"
+            )
+
+    def _examination(self) -> Examination:
+        """The one examination of this class, so that its laws share their runs."""
+        kind = type(self)
+        found = vars(kind).get("_kept")
+        if not isinstance(found, Examination):
+            found = Examination(self._settings())
+            kind._kept = found  # type: ignore[attr-defined]
+        return found
+
+    def _settings(self) -> Settings:
+        cuts = self.cuts
+        return Settings(
+            make_loader=self._function("make_loader"),
+            world_sizes=tuple(self.world_sizes),
+            num_workers=tuple(self.num_workers),
+            epochs=self.epochs,
+            cuts=None if cuts is None else tuple(cuts),
+            quick=self.quick,
+            shuffled=self.shuffled,
+            tail=self.tail,
+            drop_last=self.drop_last,
+            elastic_content=self.elastic_content,
+            identify=self._function("identify"),
+            draws=self._function("draws"),
+            gather=self._function("gather"),
+            reseal=self._function("reseal"),
+            state_bytes=self.state_bytes,
+            timeout=self.timeout,
+        )
+
+    def _function(self, name: str) -> Any:
+        """The function given as this attribute, whether a method, a staticmethod or a bare module-level function."""
+        value = getattr(self, name, None)
+        if name == "make_loader" and value is None:
+            raise TypeError(
+                f"{type(self).__name__} must set make_loader to a function that builds a fresh loader"
+            )
+        if isinstance(value, types.MethodType) and "." not in value.__func__.__qualname__:
+            # A function from module level that was assigned without staticmethod() is not meant to take self.
+            return value.__func__
+        return value

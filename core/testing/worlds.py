@@ -1,0 +1,344 @@
+"""The laws about several ranks: that they share an epoch, and that the rest of it can be shared anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from . import items
+from .examine import Examination
+from .record import Failure, Pass, Recording, Settings, length_of, open_loader
+from .report import HOLDS, Outcome, combined, law, names_all
+
+__all__ = ["partition", "topology"]
+
+_STATE_ERROR = "midepoch.errors.StateError"
+
+
+@law(
+    "partition",
+    cause="every rank reads everything, or the tail is dropped, repeated or handed to one rank",
+    cure="let rank r of n take its own part of each global batch, and state the tail rule (tail=, drop_last=)",
+)
+def partition(examination: Examination) -> Outcome:
+    """The ranks together cover each epoch by the declared tail rule, in equal counts."""
+    if len(examination.worlds) == 1:
+        return Outcome("not applicable", _no_world(examination))
+    alone = examination.heads()
+    for world_size in examination.worlds[1:]:
+        ranks = examination.heads(world_size)
+        for epoch in range(examination.settings.epochs + 1):
+            parts = [recording.passes[epoch] for recording in ranks]
+            _check_counts(examination, parts, epoch, _unit(examination))
+            expected = _count(alone[0].passes[epoch].ids)
+            got = _count(ids for part in parts for ids in part.ids)
+            _check_cover(examination, expected, got, world_size, epoch, None, f"{world_size} ranks together")
+    for world_size in examination.worlds:
+        _check_lengths(examination, world_size)
+    return HOLDS
+
+
+def _no_world(examination: Examination) -> str:
+    if not (examination.takes("rank") and examination.takes("world_size")):
+        return "the factory takes no rank and world_size"
+    return f"world_sizes={examination.settings.world_sizes} names no world of more than one rank"
+
+
+def _count(batches: Iterable[Sequence[Hashable]]) -> Counter[Hashable]:
+    return Counter(sample for ids in batches for sample in ids)
+
+
+def _unit(examination: Examination) -> int:
+    """How many samples at most the smallest thing holds that can be given to a rank: 1, or those of a batch."""
+    part = examination.observed().passes[0]
+    size = part.states[0].get("size")
+    samples = sum(map(len, part.ids))
+    return max(map(len, part.ids)) if size == len(part.ids) != samples else 1
+
+
+def _check_counts(examination: Examination, parts: Sequence[Pass], epoch: int, unit: int) -> None:
+    allowed = 1 if examination.settings.tail == "uneven" else 0
+    batches = [len(part.batches) for part in parts]
+    samples = [sum(map(len, part.ids)) for part in parts]
+    for name, counts in (("batches", batches), ("samples", samples)):
+        if name == "samples" and unit > 1:
+            continue  # whole batches are shared, whatever they hold
+        if max(counts) - min(counts) > allowed:
+            raise examination.error(
+                f"as many {name} on each rank" + (" (one more or less)" if allowed else ""),
+                ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
+                epoch=epoch,
+                cause="the last incomplete global batch is not shared out; collective calls would wait for ever",
+                cure="pad or drop the tail, or state tail='uneven' where the training loop can bear it",
+            )
+
+
+def _check_cover(
+    examination: Examination,
+    expected: Counter[Hashable],
+    got: Counter[Hashable],
+    world_size: int,
+    epoch: int,
+    cut: int | None,
+    who: str,
+) -> None:
+    """Raise unless ``got`` is ``expected`` but for what the tail rule allows a world of this size."""
+    settings = examination.settings
+    ids = examination.observed().passes[0].ids
+    batch = max(map(len, ids))
+    unit = _unit(examination)
+    left_over = batch if unit == 1 else unit
+    may_repeat = (world_size - 1) * unit if settings.tail == "pad" else 0
+    may_lose = (world_size - 1) * unit if settings.tail == "drop" else 0
+    if settings.drop_last:
+        # Which samples are left over depends on the size of the global batch.
+        may_lose += world_size * left_over - 1
+        may_repeat += left_over - 1
+    lost, repeated = expected - got, got - expected
+    rule = f"tail='{settings.tail}', drop_last={settings.drop_last}"
+    for name, found, allowed in (("lost", lost, may_lose), ("repeated", repeated, may_repeat)):
+        if found.total() > allowed:
+            raise examination.error(
+                f"{who}: at most {allowed} samples {name} ({rule})",
+                f"{found.total()} {name}: {_some(found)}",
+                epoch=epoch,
+                batch=cut,
+            )
+
+
+def _some(samples: Counter[Hashable]) -> str:
+    listed = list(samples.elements())
+    return ", ".join(map(str, listed[:10])) + (", ..." if len(listed) > 10 else "")
+
+
+def _check_lengths(examination: Examination, world_size: int) -> None:
+    heads = examination.heads(world_size)
+    for rank, recording in enumerate(heads):
+        length = examination.investigate(_measure, examination.options(rank, world_size), process=rank)
+        if length is None:
+            return
+        for epoch, part in enumerate(recording.passes):
+            if len(part.batches) != length:
+                raise examination.error(
+                    f"len() batches on rank {rank} of {world_size}: {length}",
+                    f"{len(part.batches)} batches",
+                    epoch=epoch,
+                    cause="len() does not follow the tail rule",
+                    cure="compute it from the size, the batch size and the world size",
+                )
+
+
+def _measure(settings: Settings, options: Mapping[str, Any]) -> int | None:
+    with open_loader(settings, options) as loader:
+        return length_of(loader)
+
+
+@law(
+    "topology",
+    cause="the position counts one rank's or one worker's share, so it means something else in another world",
+    cure="count the samples of all ranks together, or refuse naming the saved and the current value",
+)
+def topology(examination: Examination) -> Outcome:
+    """On another world size, number of workers or batch size the rest comes exactly once, or is refused by name."""
+    return combined(
+        {
+            "world": _other_world(examination),
+            "workers": _other_option(examination, "num_workers", "elastic_workers"),
+            "batch size": _other_option(examination, "batch_size", "elastic_world"),
+        }
+    )
+
+
+def _other_world(examination: Examination) -> Outcome:
+    worlds = examination.worlds
+    if len(worlds) == 1:
+        return Outcome("not applicable", _no_world(examination))
+    if examination.capability("rank_independent")[0]:
+        for world_size in worlds[1:]:
+            _check_equal_states(examination, world_size)
+    if examination.gathers():
+        _check_single_refused(examination, worlds[-1])
+    outcomes = []
+    for old in worlds:
+        heads = examination.heads(old)
+        for new in worlds:
+            places = examination.places(heads[0])
+            if new == old or not places:
+                continue
+            resumed = examination.resume_world(heads, places, new)
+            outcomes.append(_judge_change(examination, heads, places, resumed, "elastic_world", (old, new)))
+    if Outcome("holds") in outcomes:
+        for world_size in worlds[1:]:
+            _check_content(examination, examination.heads(world_size), f"on {world_size} ranks")
+    return _agreement(examination, outcomes)
+
+
+def _agreement(examination: Examination, outcomes: Sequence[Outcome]) -> Outcome:
+    if not outcomes:
+        return Outcome(
+            "not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer"
+        )
+    refused = [outcome for outcome in outcomes if outcome.status == "refused clearly"]
+    return refused[0] if refused else HOLDS
+
+
+def _check_equal_states(examination: Examination, world_size: int) -> None:
+    first, *others = examination.heads(world_size)
+    for rank, other in enumerate(others, start=1):
+        for epoch, (one, two) in enumerate(zip(first.passes, other.passes, strict=True)):
+            for cut, (state, same) in enumerate(zip(one.states, two.states, strict=False)):
+                if items.digest(state) != items.digest(same):
+                    texts = items.first_difference(items.leaves(state), items.leaves(same))
+                    raise examination.error(
+                        f"the same state on ranks 0 and {rank}: {texts[0]}", texts[1], epoch=epoch, batch=cut
+                    )
+
+
+def _check_single_refused(examination: Examination, world_size: int) -> None:
+    """Where each rank knows only its part, another rank must not take it for its own."""
+    plan = examination.plan(examination.options(0, world_size), states=True)
+    head = examination.sound(examination.record([plan])[0], f"a run on rank 0 of {world_size}")
+    state = head.passes[0].states[1]
+    loaded = examination.record(
+        [examination.plan(examination.options(1, world_size), state=state)], process=1
+    )[0]
+    change = f"the state of rank 0 alone, loaded on rank 1 of {world_size}"
+    _check_refused(examination, loaded.failure, change, (0,), 0, 1)
+
+
+def _judge_change(
+    examination: Examination,
+    heads: Sequence[Recording],
+    places: Sequence[tuple[int, int]],
+    resumed: Sequence[Sequence[Recording]],
+    capability: str,
+    values: tuple[int, ...],
+) -> Outcome:
+    """Whether the resumes on all new ranks hold or are refused, as the capability says."""
+    declared, reason = examination.capability(capability)
+    failures = [recording.failure for recordings in resumed for recording in recordings]
+    change = f"{capability.removeprefix('elastic_')} {values[0]} -> {values[1]}"
+    if declared is False or (declared is None and all(failures)):
+        for (epoch, cut), failure in zip(list(places) * len(resumed), failures, strict=True):
+            _check_refused(examination, failure, change, values, epoch, cut)
+        return Outcome("refused clearly", reason)
+    for number, (epoch, cut) in enumerate(places):
+        parts = [
+            examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut)
+            for recordings in resumed
+        ]
+        consumed = _count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
+        expected = _count(examination.observed().passes[epoch].ids) - consumed
+        got = _count(ids for part in parts for ids in part.passes[0].ids)
+        world_size = len(resumed)
+        if _starts_next_epoch(examination, expected, world_size):
+            continue
+        _check_cover(
+            examination, expected, got, world_size, epoch, cut, f"the rest of the epoch with {change}"
+        )
+    return HOLDS
+
+
+def _starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_size: int) -> bool:
+    """Whether so little is left that a loader which drops its tail must go on with the next epoch."""
+    settings = examination.settings
+    largest = max(map(len, examination.observed().passes[0].ids))
+    if settings.drop_last:
+        return rest.total() < 2 * world_size * largest
+    return settings.tail == "drop" and rest.total() < world_size * _unit(examination)
+
+
+def _check_refused(
+    examination: Examination,
+    failure: Failure | None,
+    change: str,
+    values: tuple[int, ...],
+    epoch: int,
+    cut: int,
+) -> None:
+    asked = f"a StateError naming what was saved and what is now: {change}"
+    if failure is None:
+        raise examination.error(
+            asked,
+            "the state was loaded",
+            epoch=epoch,
+            batch=cut,
+            cause="what the loader declares it cannot do is not checked at load",
+            cure="compare the saved value with the current one in load_state_dict",
+        )
+    if _STATE_ERROR not in failure.kinds or failure.during != "loading a state":
+        raise examination.error(asked, f"{failure}\n{failure.trace}", epoch=epoch, batch=cut)
+    if not names_all(failure.message, values):
+        raise examination.error(
+            asked,
+            str(failure),
+            epoch=epoch,
+            batch=cut,
+            cause="the message does not say what was saved and what is now",
+            cure="put the saved value beside the current one in the message",
+        )
+
+
+def _other_option(examination: Examination, option: str, capability: str) -> Outcome:
+    """The changes of num_workers or batch_size, in a world of one."""
+    if not examination.takes(option):
+        return Outcome("not applicable", f"the factory takes no {option}")
+    values = _option_values(examination, option)
+    if len(values) < 2:
+        return Outcome("not applicable", f"only one {option} is known: {values}; give another or a default")
+    outcomes = []
+    for old in values:
+        plan = examination.plan(
+            examination.options(**{option: old}), passes=examination.settings.epochs, states=True
+        )
+        head = examination.sound(examination.record([plan])[0], f"a run with {option}={old}")
+        places = examination.places(head)
+        if option == "num_workers":
+            _check_content(examination, [head], f"with num_workers={old}")
+        for new in values:
+            if new == old or not places:
+                continue
+            plans = [
+                examination.plan(
+                    examination.options(**{option: new}),
+                    state=head.passes[epoch].states[cut],
+                    limit=2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1,
+                )
+                for epoch, cut in places
+            ]
+            resumed = [examination.resume(plans)]
+            outcomes.append(_judge_change(examination, [head], places, resumed, capability, (old, new)))
+    return _agreement(examination, outcomes)
+
+
+def _option_values(examination: Examination, option: str) -> list[int]:
+    if option == "num_workers":
+        return sorted(set(examination.settings.num_workers))
+    default = examination.default(option)
+    return [default, default + 1, 2 * default + 1] if type(default) is int and default > 0 else []
+
+
+def _check_content(examination: Examination, heads: Sequence[Recording], where: str) -> None:
+    """A sample's content in the first epoch must not depend on the topology."""
+    if not examination.settings.elastic_content or examination.capability("exact_augmentations")[0] is False:
+        return
+    alone = _contents([examination.observed().passes[0]])
+    for sample, contents in _contents([head.passes[0] for head in heads]).items():
+        if sample in alone and len(alone[sample]) == 1 and not contents <= alone[sample]:
+            raise examination.error(
+                f"sample {sample} with the content it has in a world of one",
+                f"another content {where}",
+                epoch=0,
+                cause="random streams are keyed by rank or worker, or randomness belongs to whole batches",
+                cure="key them by (seed, epoch, position); state elastic_content=False for mixup and its like",
+            )
+
+
+def _contents(parts: Iterable[Pass]) -> dict[Hashable, set[str]]:
+    found: dict[Hashable, set[str]] = {}
+    for part in parts:
+        for seen in part.batches:
+            for sample, content in zip(seen.ids, seen.samples or (), strict=False):
+                found.setdefault(sample, set()).add(content)
+    return found

@@ -1,0 +1,213 @@
+"""Which process this is, and which part of the data is its own.
+
+The batches of all ranks at one step form the **global batch**. Rank r's batch is the r-th contiguous block of it, so the
+ranks' batches in rank order are the global batch, and the order of samples does not depend on the world size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed
+
+from .errors import MidepochError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Share", "Tail", "World", "check_tail"]
+
+Tail = Literal["pad", "drop", "uneven"]
+"""How samples that do not divide by the world size are shared: repeat some, leave some out, or unequal shares."""
+
+
+def check_tail(tail: object) -> None:
+    """Raise ValueError unless `tail` is one of the rules of `Tail`, or None."""
+    if tail is not None and tail not in get_args(Tail):
+        raise ValueError(f"tail must be one of {', '.join(map(repr, get_args(Tail)))} or None, got {tail!r}")
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those that share the data.
+
+    Args:
+        rank: this process, in [0, world_size).
+        world_size: the number of processes that share the data.
+        local_rank: this process among those of its machine; its device follows from it.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "world_size", "local_rank"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"World.{name} must be an int, got {value!r}")
+        if self.world_size < 1:
+            raise ValueError(f"World.world_size must be at least 1, got {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"World.rank must be in [0, {self.world_size}), got {self.rank}")
+        if self.local_rank < 0:
+            raise ValueError(f"World.local_rank must not be negative, got {self.local_rank}")
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of the local rank, or the CPU where there is none."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    @classmethod
+    def current(cls) -> World:
+        """The world as torch.distributed has it, else as RANK, WORLD_SIZE and LOCAL_RANK have it, else one process.
+
+        Raises:
+            MidepochError: the environment is half set, does not parse, or contradicts torch.distributed.
+        """
+        environment = _from_environment(os.environ)
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
+            if len(missing) == 1 and environment.get("WORLD_SIZE") != 1:
+                raise MidepochError(
+                    f"the environment names a world but not {missing[0]} ({_shown(environment)}): set RANK and "
+                    "WORLD_SIZE both (torchrun does), call torch.distributed.init_process_group before the first "
+                    "batch, or pass world=midepoch.World(rank, world_size)"
+                )
+            return cls(
+                environment.get("RANK", 0), environment.get("WORLD_SIZE", 1), environment.get("LOCAL_RANK", 0)
+            )
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+            if environment.get(name, value) != value:
+                raise MidepochError(
+                    f"torch.distributed says {name.lower()} {value}, the environment says {name}="
+                    f"{environment[name]}: pass world=midepoch.World(...) to say which ranks share the data"
+                )
+        return cls(rank, world_size, environment.get("LOCAL_RANK", _local_rank(rank)))
+
+    @classmethod
+    def from_group(cls, group: ProcessGroup) -> World:
+        """The ranks of one process group, for instance the data-parallel one under tensor or pipeline parallelism.
+
+        Raises:
+            MidepochError: this process is not in the group.
+        """
+        rank = torch.distributed.get_rank(group)
+        if rank < 0:
+            raise MidepochError("this process is not in the group given to World.from_group: pass its own data group")
+        local_rank = _from_environment(os.environ).get("LOCAL_RANK", _local_rank(torch.distributed.get_rank()))
+        return cls(rank, torch.distributed.get_world_size(group), local_rank)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> World:
+        """The ranks of a one-dimensional device mesh: ``World.from_mesh(mesh["dp"])``.
+
+        Raises:
+            ValueError: the mesh has more than one dimension.
+        """
+        if mesh.ndim != 1:
+            raise ValueError(f"World.from_mesh needs one dimension, got {mesh.ndim}: index the mesh, as in mesh['dp']")
+        return cls.from_group(mesh.get_group())
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, int]:
+    values = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = environment.get(name)
+        if text is None:
+            continue
+        try:
+            values[name] = int(text)
+        except ValueError:
+            raise MidepochError(f"the environment has {name}={text!r}, which is no integer: unset it or set it") from None
+    return values
+
+
+def _local_rank(rank: int) -> int:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return rank % devices if devices else 0
+
+
+def _shown(environment: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in environment.items())
+
+
+@dataclass(frozen=True)
+class Share:
+    """The batches of one rank in the rest of one epoch, from a position on.
+
+    Counts and coverage are those of DistributedSampler (its ``drop_last`` is the tail here) with DataLoader (its
+    ``drop_last`` is the one here), applied to what is left of the epoch.
+
+    Args:
+        size: units in the whole epoch.
+        start: the position to go on from, in [0, size].
+        batch_size: units in one rank's batch.
+        world: whose share.
+        tail: how units that do not divide by the world size are shared.
+        drop_last: leave out a last batch that is not full.
+    """
+
+    size: int
+    start: int
+    batch_size: int
+    world: World
+    tail: Tail
+    drop_last: bool
+
+    @property
+    def global_batch(self) -> int:
+        """Units that all ranks consume in one step."""
+        return self.batch_size * self.world.world_size
+
+    @property
+    def full_steps(self) -> int:
+        """Steps in which every rank's batch is full and nothing is repeated."""
+        return (self.size - self.start) // self.global_batch
+
+    def _rest(self) -> tuple[int, int]:
+        """First unit, relative to the rest, and number of units of this rank in the step after the full ones."""
+        rest = (self.size - self.start) % self.global_batch
+        world_size, rank = self.world.world_size, self.world.rank
+        if self.tail == "drop":
+            share = rest // world_size
+        else:
+            share = -(-rest // world_size)
+        first = rank * share
+        if self.tail == "uneven":
+            share = max(0, min(share, rest - first))
+        return first, share
+
+    def _delivers(self, share: int) -> bool:
+        return share == self.batch_size or (share > 0 and not self.drop_last)
+
+    @property
+    def steps(self) -> int:
+        """This rank's batches."""
+        return self.full_steps + self._delivers(self._rest()[1])
+
+    @property
+    def global_steps(self) -> int:
+        """The most batches that any rank has; differs from `steps` only where shares are uneven."""
+        if self.tail != "uneven":
+            return self.steps
+        rest = (self.size - self.start) % self.global_batch
+        return self.full_steps + self._delivers(-(-rest // self.world.world_size))
+
+    def span(self, step: int) -> tuple[int, int]:
+        """Positions [start, stop) of this rank's batch at `step`, counted from 0.
+
+        Positions from `size` on are repeats: position ``size + i`` stands for ``i % size``.
+        """
+        base = self.start + step * self.global_batch
+        if step < self.full_steps:
+            start = base + self.world.rank * self.batch_size
+            return start, start + self.batch_size
+        first, share = self._rest()
+        return base + first, base + first + share
