@@ -1,7 +1,9 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
-The user's DataLoader is only read. Its batches are made by a reader (midepoch.indexed, midepoch.driven, midepoch.replay),
-in this process or in the worker processes of a DataLoader of ours with the same settings, whose "dataset" is the reader and
+The user's DataLoader is only read. Its batches are made by a reader (midepoch.indexed, midepoch.driven,
+midepoch.replay),
+in this process or in the worker processes of a DataLoader of ours with the same settings, whose "dataset" is the
+reader and
 whose "sampler" gives requests. So worker processes hold no progress, and nothing but batches comes back through their
 queues.
 """
@@ -14,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from typing_extensions import TypeIs
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
@@ -54,16 +57,15 @@ class MapDataLoaderAdapter(Adapter):
         self._own = options.shard is False
         self.elastic = not self._own
         single = batch_sampler is None
-        self._reader = MapReader(
-            source.dataset, source.collate_fn, single, self._listed_batches, options.streams
-        )
+        self._reader = MapReader(source.dataset, source.collate_fn, single, self._listed_batches, options.streams)
         self._server = _Server(source, options)
 
     def _understand(self) -> None:
         understood = understand(self._sampler)
         if understood.shards and self.options.shard is None:
             raise UnsupportedSourceError(
-                f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or num_replicas): "
+                f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or "
+                "num_replicas): "
                 "pass shard=False to leave that to it, or shard=True if it gives every rank the same list"
             )
         self._order, self._length = understood.order, length_of(self.source.dataset)
@@ -103,8 +105,7 @@ class MapDataLoaderAdapter(Adapter):
             self.options,
             self.source.dataset,
             collate,
-            same_split="random numbers drawn in __getitems__ or collate_fn are those of the batch, so they are exact on the "
-            "same batch size and world size",
+            same_split="numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(
@@ -130,7 +131,8 @@ class MapDataLoaderAdapter(Adapter):
             crc = self._order.epoch(seed, epoch).crc
             if detail != f"crc={crc}":
                 raise StateMismatchError(
-                    f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives crc={crc}; it "
+                    f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
+                    f"crc={crc}; it "
                     "does not repeat itself, or its data has changed: make it as it was, or start this data anew"
                 )
 
@@ -161,7 +163,8 @@ class MapDataLoaderAdapter(Adapter):
         def check() -> None:
             if len(dataset) != expected:
                 raise SourceError(
-                    f"the dataset had {expected} samples when this pass began and has {len(dataset)} now: let it change "
+                    f"the dataset had {expected} samples when this pass began and has {len(dataset)} now: let it "
+                    "change "
                     "between epochs only"
                 )
 
@@ -207,7 +210,7 @@ def _nothing() -> None:
     pass
 
 
-def _is_plain(source: Any) -> bool:
+def _is_plain(source: object) -> TypeIs[DataLoader[Any]]:
     return isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__
 
 

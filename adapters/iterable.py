@@ -29,7 +29,8 @@ class SequenceAdapter(Adapter):
         super().__init__(source, options)
         if options.shard is False:
             raise UnsupportedSourceError(
-                "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank items of its own, "
+                "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank items of "
+                "its own, "
                 "pass world=midepoch.World() and keep one state for each rank"
             )
         # Items of a list exist already: reading one draws nothing.
@@ -39,7 +40,7 @@ class SequenceAdapter(Adapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """Has a length and an index, and is no text."""
-        if isinstance(source, str | bytes | bytearray | memoryview) or isinstance(source, IterableDataset):
+        if isinstance(source, str | bytes | bytearray | memoryview | IterableDataset):
             return False
         indexed = isinstance(source, Sequence) or (isinstance(source, Dataset) and hasattr(source, "__getitem__"))
         return indexed and length_of(source) is not None
@@ -76,7 +77,8 @@ class SequenceAdapter(Adapter):
         def check() -> None:
             if len(source) != expected:
                 raise SourceError(
-                    f"the sequence had {expected} items when this pass began and has {len(source)} now: let it change between "
+                    f"the sequence had {expected} items when this pass began and has {len(source)} now: let it "
+                    "change between "
                     "epochs only"
                 )
 
@@ -108,12 +110,11 @@ def _refuse_what_cannot_restart(source: Any) -> None:
     # A class of the user's own that returns itself may start over in __iter__; what is built in does not.
     if isinstance(source, Iterator) and not isinstance(iterates, types.FunctionType):
         raise UnsupportedSourceError(
-            f"a {kind} is an iterator: what it has given is gone, so it cannot be restarted; wrap the function that makes it, "
+            f"a {kind} is an iterator: what it has given is gone, so it cannot be restarted; wrap the function that "
+            "makes it, "
             "as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
         )
 
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-

@@ -28,7 +28,8 @@ class StatefulAdapter(Adapter):
         super().__init__(source, options)
         if options.shard:
             raise UnsupportedSourceError(
-                f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard what it "
+                f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
+                "what it "
                 "reads, or wrap a plain loader"
             )
 
@@ -56,7 +57,7 @@ class StatefulAdapter(Adapter):
             constant_time_resume=Capability(True, "as fast as the source restores its own state"),
             elastic_world=Capability(False, "the source's own state knows one world size"),
             elastic_workers=Capability(False, "the source's own state decides; midepoch cannot see its workers"),
-            rank_independent=Capability(False, "each rank's source knows only its own part: use midepoch.gather(loader)"),
+            rank_independent=Capability(False, "each rank's source knows its own part: use midepoch.gather(loader)"),
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
@@ -64,7 +65,9 @@ class StatefulAdapter(Adapter):
         if detail:
             decode(detail)
         elif position:
-            raise StateCorruptError(f"the state stands at position {position} without the source's own part: use a whole one")
+            raise StateCorruptError(
+                f"the state stands at position {position} without the source's own part: use a whole one"
+            )
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its own load."""
@@ -86,7 +89,8 @@ class _StatefulSession(Session):
                     self._source.load_state_dict(decode(self._detail))
                 except Exception as error:
                     raise StateError(
-                        f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): make the source "
+                        f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): "
+                        "make the source "
                         "as it was when the state was saved"
                     ) from error
             self._iterator = iter(self._source)

@@ -1,7 +1,9 @@
 """What an adapter is: the one class to write for a new backend.
 
-An adapter holds what only its backend knows: its size, batch size and fingerprint, what it is capable of, and how to open
-an iterator at a cursor. How iteration behaves (epochs that roll over, loading, peeking, refusing) is in `loader.py`, once.
+An adapter holds what only its backend knows: its size, batch size and fingerprint, what it is capable of, and how to
+open
+an iterator at a cursor. How iteration behaves (epochs that roll over, loading, peeking, refusing) is in `loader.py`,
+once.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """What the positions mean, part by part, for the fingerprint: two sources that differ here are not exchangeable."""
+        """What the positions mean, part by part, for the fingerprint: sources that differ are not exchangeable."""
 
     @abstractmethod
     def capabilities(self) -> Capabilities:

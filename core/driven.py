@@ -1,8 +1,9 @@
 """Iterables that expose the samplers that drive them: put anywhere in their epoch by setting where their draws begin.
 
-The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter = iter(self.sampler)``.
-A copy of the dataset is iterated in which the samplers are ours. A jump is right only where each sample draws a constant
-number from each sampler, so draws are counted, first by `probe` and then at every sample.
+The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
+iter(self.sampler)``.
+A copy of the dataset is iterated in which the samplers are ours. A jump is right only where each sample draws a
+constant number from each sampler, so draws are counted, first by `probe` and then at every sample.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from .protocol import RAW
 from .randomness import Purpose, Streams
 from .sampler import Listed, ListedEpoch
 
-__all__ = ["Driven", "DrivenReader", "DrivenRequest", "Path", "driven_requests", "exposed_samplers", "probe", "raw_copy"]
+__all__ = [
+    "Driven",
+    "DrivenReader",
+    "DrivenRequest",
+    "Path",
+    "driven_requests",
+    "exposed_samplers",
+    "probe",
+    "raw_copy",
+]
 
 Path = tuple[str, ...] | tuple[str, Any]
 """Where a sampler hangs on a dataset: an attribute, or an attribute and a key or index in it."""
@@ -58,7 +68,7 @@ def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
         if len(path) == 1:
             attributes[name] = value
             continue
-        container = attributes.get(name)
+        container: Any = attributes.get(name)
         if container is None:
             original = getattr(dataset, name)
             container = attributes[name] = dict(original) if isinstance(original, dict) else list(original)
@@ -202,12 +212,12 @@ def _under(guard: Streams | None, key: int) -> AbstractContextManager[None]:
 
 
 class DrivenRequest(NamedTuple):
-    """One batch of an iterable that exposes its samplers: positions from `start`, `count` of them, of `size`."""
+    """One batch of an iterable that exposes its samplers: `units` positions from `start` on, of `size`."""
 
     seed: int
     epoch: int
     start: int
-    count: int
+    units: int
     size: int
 
 
@@ -229,11 +239,18 @@ class DrivenReader:
         collate: from a list of samples, or from one where `single`, to a batch.
         single: samples are handed out one by one.
         streams: False leaves the caller's generators to the dataset.
-        alone: no other process reads this epoch, so where a sample breaks the count the rest can still be read in a row.
+        alone: no other process reads this epoch, so where a sample breaks the count the rest can still be read in a
+        row.
     """
 
     def __init__(
-        self, driven: Driven, draws: tuple[int, ...], collate: Callable[[Any], Any], single: bool, streams: bool, alone: bool
+        self,
+        driven: Driven,
+        draws: tuple[int, ...],
+        collate: Callable[[Any], Any],
+        single: bool,
+        streams: bool,
+        alone: bool,
     ) -> None:
         self.dataset = driven.dataset
         self._driven, self._draws, self._collate, self._single, self._alone = driven, draws, collate, single, alone
@@ -263,7 +280,7 @@ class DrivenReader:
             self._open(request, streams)
         sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
         samples = []
-        for place in range(request.start, request.start + request.count):
+        for place in range(request.start, request.start + request.units):
             position = place % request.size
             if streams is not None:
                 streams.start(extend_key(sample_key, position))
@@ -306,9 +323,11 @@ class DrivenReader:
             return
         worker = get_worker_info()
         raise SourceError(
-            f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, and {count} times for "
+            f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, and {count} "
+            "times for "
             f"those before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its samplers among "
-            "workers or ranks itself, leave that to midepoch or pass shard=False; if its samples draw unequally, wrap a "
+            "workers or ranks itself, leave that to midepoch or pass shard=False; if its samples draw unequally, "
+            "wrap a "
             "generator function that reads it, with shard=True"
         )
 

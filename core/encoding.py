@@ -44,7 +44,9 @@ def decode(text: str) -> Any:
             raise ValueError("truncated, or larger than any loader's state")
         return _from_json(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, binascii.Error, zlib.error) as error:
-        raise StateCorruptError(f"the source's own part of the state does not decode ({error}): use an older state") from error
+        raise StateCorruptError(
+            f"the source's own part of the state does not decode ({error}): use an older state"
+        ) from error
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> str:
@@ -151,4 +153,4 @@ def _crc_of_array(array: np.ndarray[Any, Any], crc: int) -> int:
         return _crc(array.reshape(-1)[:64].tolist(), crc)
     flat = array.reshape(-1)
     step = max(1, flat.nbytes // _SAMPLED_BYTES)
-    return zlib.crc32(np.ascontiguousarray(flat[::step]).view(np.uint8), crc)
+    return zlib.crc32(np.ascontiguousarray(flat[::step]).tobytes(), crc)

@@ -1,14 +1,14 @@
 """What can be indexed: requests for batches of samples, and the reader that answers them.
 
 A session sends requests; a reader answers them, in the main process or in a worker process that holds a copy of it. A
-request says all that the batch depends on, so readers keep no progress that a state would have to know: whichever worker
-gets a request, the batch is the same.
+request says all that the batch depends on, so readers keep no progress that a state would have to know: whichever
+worker gets a request, the batch is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from torch.utils.data import default_collate, default_convert
@@ -21,7 +21,16 @@ from .randomness import Purpose, Streams
 from .sampler import ListedEpoch, ResumableSampler
 from .world import Share, World
 
-__all__ = ["IndexAdapter", "IteratorSession", "MapReader", "MapRequest", "as_list", "length_of", "map_requests", "spans"]
+__all__ = [
+    "IndexAdapter",
+    "IteratorSession",
+    "MapReader",
+    "MapRequest",
+    "as_list",
+    "length_of",
+    "map_requests",
+    "spans",
+]
 
 
 class IteratorSession(Session):
@@ -169,11 +178,11 @@ class MapReader:
         start, count = request.start, len(request.indices)
         if self._listed_batches:
             key = extend_key(self._sample_key, start % request.size)
-            return derive_keys(key, np.arange(count)).tolist()
+            return cast(list[int], derive_keys(key, np.arange(count)).tolist())
         positions = np.arange(start, start + count)
         if start + count > request.size:
             positions %= request.size
-        return derive_keys(self._sample_key, positions).tolist()
+        return cast(list[int], derive_keys(self._sample_key, positions).tolist())
 
 
 class IndexAdapter(Adapter):

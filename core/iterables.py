@@ -1,4 +1,4 @@
-"""Adapter of iterables, in this process or in worker processes: driven by their samplers where that is right, else replayed."""
+"""Adapter of iterables, here or in worker processes: driven by their samplers where that is right, else replayed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class IterableAdapter(Adapter):
         self._own_streams = options.shard is False
         # A stream of its own has batches of any size, so they are what is counted.
         self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
-        understood = {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
+        understood = (
+            {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
+        )
         self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
         self._draws: tuple[int, ...] | None = None
         self._probed = False
@@ -96,8 +98,10 @@ class IterableAdapter(Adapter):
     def _require_shard(self, among: str) -> None:
         if self.options.shard is None:
             raise UnsupportedSourceError(
-                f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its data among "
-                "them itself: pass shard=True (midepoch divides it: every process reads it whole and keeps its part) or "
+                f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
+                "data among "
+                "them itself: pass shard=True (midepoch divides it: every process reads it whole and keeps its "
+                "part) or "
                 "shard=False (it divides itself, by rank or get_worker_info, as torch's docs teach)"
             )
 
@@ -168,10 +172,13 @@ class IterableAdapter(Adapter):
             saved = tuple(map(int, driven[1].split(",")))
             lengths = self._driven.lengths(seed, epoch)
             if len(saved) != len(lengths) or not any(saved) or any(d > n for d, n in zip(saved, lengths, strict=True)):
-                raise StateCorruptError(f"the state's detail {detail!r} fits no sample of this source: use an undamaged state")
+                raise StateCorruptError(
+                    f"the state's detail {detail!r} fits no sample of this source: use an undamaged state"
+                )
             if self._draws is not None and self._draws != saved:
                 raise StateMismatchError(
-                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; make the "
+                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; "
+                    "make the "
                     "dataset as it was, or start this data anew"
                 )
             return
@@ -179,12 +186,14 @@ class IterableAdapter(Adapter):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(
-                f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a source that "
+                f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
+                "source that "
                 "is replayed goes on with the same number only: set num_workers back for the rest of this epoch"
             )
         if replayed[1] and world.world_size > 1:
             raise StateMismatchError(
-                f"the world size differs: this epoch's samples draw unequally, so it can be continued by 1 process only, the "
+                "the world size differs: this epoch's samples draw unequally, so it can be continued by 1 process "
+                "only, the "
                 f"world has {world.world_size}"
             )
 
@@ -210,7 +219,8 @@ class IterableAdapter(Adapter):
         def check() -> None:
             if length_of(self._stream) != expected:
                 raise SourceError(
-                    f"the dataset had {expected} samples when this pass began and has {length_of(self._stream)} now: let it "
+                    f"the dataset had {expected} samples when this pass began and has {length_of(self._stream)} "
+                    "now: let it "
                     "change between epochs only"
                 )
 
@@ -323,9 +333,7 @@ class _Single:
 
 
 class _DrivenSession(Session):
-    def __init__(
-        self, answers: Iterator[Any], close: Callable[[], None], reader: DrivenReader, detail: str
-    ) -> None:
+    def __init__(self, answers: Iterator[Any], close: Callable[[], None], reader: DrivenReader, detail: str) -> None:
         self.take = answers.__next__
         self._close, self._reader, self._detail = close, reader, detail
 
@@ -398,7 +406,8 @@ class _OwnStreamsSession(_ReplaySession):
             if self._ended_in_a_row == self._slots:
                 if self._consumed:
                     raise SourceError(
-                        f"the source ended {self._consumed} batches before the state's position: it does not repeat itself; "
+                        f"the source ended {self._consumed} batches before the state's position: it does not repeat "
+                        "itself; "
                         "seed it, or start this data anew"
                     )
                 raise StopIteration
@@ -413,7 +422,7 @@ class _OwnStreamsSession(_ReplaySession):
             self._consumed -= 1
             if not self._consumed and self._expected and answer.digest != self._expected:
                 raise SourceError(
-                    "the source does not repeat itself: the last batch that was consumed before differs now; let it depend "
+                    "the source does not repeat itself: the last batch that was consumed before differs now; let "
+                    "it depend "
                     "on midepoch's streams or a seed alone"
                 )
-

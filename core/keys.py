@@ -7,6 +7,8 @@ somebody else's release: the tests pin golden vectors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -41,7 +43,7 @@ def extend_key(key: int, *words: int) -> int:
     return key
 
 
-def derive_keys(key: int, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+def derive_keys(key: int, positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """``[derive_key(*words, p) for p in positions]`` where ``key == derive_key(*words)``, as uint64 of the same shape.
 
     Distinct positions give distinct keys.

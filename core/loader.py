@@ -2,9 +2,11 @@
 
 Rules (docs/design.md tells why):
 
-* `iter()` has no side effect; the first `next()` starts. The first pass after a load goes on from it, every later pass is
+* `iter()` has no side effect; the first `next()` starts. The first pass after a load goes on from it, every later pass
+is
   a new epoch.
-* The position moves when a batch is handed over, not when it is prefetched. Handing over an epoch's last batch moves the
+* The position moves when a batch is handed over, not when it is prefetched. Handing over an epoch's last batch moves
+the
   state to (epoch + 1, 0), so that 'finished' has one spelling.
 * `load_state_dict` checks everything before it changes anything, and takes effect at the next `next()`.
 """
@@ -121,7 +123,8 @@ class Loader:
         if (world.rank, world.world_size) != (by_source.rank, by_source.world_size):
             raise MidepochError(
                 f"the source's sampler is rank {by_source.rank} of {by_source.world_size}, the world is rank "
-                f"{world.rank} of {world.world_size}: make the sampler for this world, or leave it out (midepoch shards)"
+                f"{world.rank} of {world.world_size}: make the sampler for this world, or leave it out (midepoch "
+                "shards)"
             )
         return world
 
@@ -215,7 +218,8 @@ class Loader:
                 return epoch, position, ""
             back -= steps
         raise StateError(
-            f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the number "
+            f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
+            "number "
             "of batches that were taken and not yet trained on"
         )
 
@@ -233,7 +237,9 @@ class Loader:
         if checked["adapter"] != adapter.name:
             _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
         if self._options.seed is not None and checked["seed"] != self._options.seed:
-            _mismatch("the seed", checked["seed"], self._options.seed, "pass that seed, or none: the saved one is adopted")
+            _mismatch(
+                "the seed", checked["seed"], self._options.seed, "pass that seed, or none: the saved one is adopted"
+            )
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         world = self._current_world()
         detail = checked["detail"]
@@ -454,7 +460,8 @@ class Loader:
         if self._begun and self.position > 0:
             if self._resumed and not (previous is not None and previous.exhausted):
                 warnings.warn(
-                    f"a new pass gives up the rest of epoch {self._epoch}, which a loaded state had continued, at position "
+                    f"a new pass gives up the rest of epoch {self._epoch}, which a loaded state had continued, at "
+                    "position "
                     f"{self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
                     MidepochWarning,
                     stacklevel=4,
@@ -491,7 +498,8 @@ class Loader:
         if nothing and batches_before:
             raise SourceError(
                 f"the source gave nothing in epoch {self._epoch}, after {batches_before} batches in the one before: it "
-                "cannot be iterated twice; wrap a function that makes it anew, as in midepoch.wrap(lambda: make_source())"
+                "cannot be iterated twice; wrap a function that makes it anew, as in midepoch.wrap(lambda: "
+                "make_source())"
             ) from None
         return False
 

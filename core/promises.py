@@ -18,11 +18,14 @@ NO_WORKERS = Capability(True, "there are no worker processes")
 def augmentations(options: Options, *roots: object, same_split: str = "") -> Capability:
     """Whether random augmentations continue exactly, from what can be reached from `roots`."""
     if not options.streams:
-        return Capability(False, "randomness='none': samples draw from the caller's generators, which are not restored here")
+        return Capability(
+            False, "randomness='none': samples draw from the caller's generators, which are not restored here"
+        )
     hopeless = find_generators(*roots)[1]
     if hopeless:
         return Capability(
-            False, f"these generators cannot be put under a stream: {', '.join(hopeless)}; use midepoch.sample_generator()"
+            False,
+            f"these generators cannot be put under a stream: {', '.join(hopeless)}; use midepoch.sample_generator()",
         )
     reason = "each sample's generators are keyed by (seed, epoch, position)"
     return Capability(True, f"{reason}; {same_split}" if same_split else reason)

@@ -42,7 +42,9 @@ class StatefulIterable(Protocol):
     In a DataLoader, wrap the DataLoader: worker processes iterate copies of the dataset, of which it knows nothing.
     """
 
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
+        """One pass: one epoch, or the rest of one after a load."""
+        ...
 
     def state_dict(self) -> State:
         """Where the training loop stands; see `midepoch.loader.Loader.state_dict`."""
@@ -82,18 +84,19 @@ def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iter
 
 
 class _Inherited:
-    """What a subclass's object carries: its loader, made at first need, and whether a worker process iterates a copy."""
+    """What a subclass's object carries: its loader, made at first need, and a mark that workers iterate copies."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self._loader: Any = None
         # In shared memory, so that what a worker process writes is seen here.
-        self.iterated_in_worker = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self.iterated_in_worker = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
 
     def loader(self) -> Any:
         if get_worker_info() is not None or self.iterated_in_worker.item():
             raise StateError(
-                f"{type(self.owner).__name__} is iterated by the worker processes of a DataLoader that is not wrapped, so it "
+                f"{type(self.owner).__name__} is iterated by the worker processes of a DataLoader that is not "
+                "wrapped, so it "
                 "does not know where the training loop stands: use wrap(DataLoader(dataset)) and its state"
             )
         if self._loader is None:

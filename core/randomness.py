@@ -1,7 +1,9 @@
 """One random stream for each sample; the caller's generators are left as they were found.
 
-Code inside a dataset draws from generators that it did not choose with resuming in mind: the global ones of python, numpy
-and torch, or some that it owns. While a sample is read, all of them are put under a stream of that sample alone, keyed by
+Code inside a dataset draws from generators that it did not choose with resuming in mind: the global ones of python,
+numpy
+and torch, or some that it owns. While a sample is read, all of them are put under a stream of that sample alone, keyed
+by
 (seed, epoch, position). So the sample's augmentation does not depend on which process reads it, after which others, or
 whether the epoch was interrupted before.
 """
@@ -74,13 +76,16 @@ class OwnedGenerator:
 
     path: str
     generator: Any
+    salt: int
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
     start: Callable[[int], Any]
-    salt: int
 
 
-def _numpy_generator(generator: np.random.Generator | np.random.RandomState) -> tuple[Callable[..., Any], ...]:
+_Controls = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+
+
+def _numpy_generator(generator: np.random.Generator | np.random.RandomState) -> _Controls:
     if isinstance(generator, np.random.RandomState):
         return (
             lambda: generator.get_state(legacy=False),
@@ -91,7 +96,11 @@ def _numpy_generator(generator: np.random.Generator | np.random.RandomState) -> 
             else functools.partial(_start_bit_generator, generator._bit_generator),
         )
     bits = generator.bit_generator
-    return (lambda: bits.state, functools.partial(setattr, bits, "state"), functools.partial(_start_bit_generator, bits))
+    return (
+        lambda: bits.state,
+        functools.partial(setattr, bits, "state"),
+        functools.partial(_start_bit_generator, bits),
+    )
 
 
 def _start_bit_generator(bits: Any, key: int) -> None:
@@ -107,7 +116,7 @@ def _start_bit_generator(bits: Any, key: int) -> None:
         bits.state = type(bits)(key).state
 
 
-def _controls(found: object) -> tuple[Callable[..., Any], ...] | None:
+def _controls(found: object) -> _Controls | None:
     """save, restore, start for a generator object; None for anything that cannot be keyed."""
     if isinstance(found, np.random.Generator | np.random.RandomState):
         return _numpy_generator(found)
@@ -127,7 +136,7 @@ _LARGEST_SEARCH = 100_000  # objects visited; what a dataset of a million small 
 def _is_global(generator: object) -> bool:
     return (
         generator is torch.default_generator
-        or generator is np.random.mtrand._rand  # type: ignore[attr-defined]
+        or generator is np.random.mtrand._rand
         or generator is getattr(random, "_inst", None)
     )
 
@@ -209,7 +218,7 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             if controls is None:
                 hopeless.append(f"{path} ({type(value).__name__})")
             else:
-                found.append(OwnedGenerator(path, value, *controls, salt=zlib.crc32(path.encode())))
+                found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
             continue
         queue.extend((path + step, child) for step, child in _children(value))
     return found, hopeless

@@ -52,12 +52,15 @@ def wrap(
     Args:
         source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything
             that can be iterated more than once. What was wrapped already is returned as it is.
-        seed: of the order and of the random streams, in [0, 2**64). None: the source's own; else torch's initial seed in a
+        seed: of the order and of the random streams, in [0, 2**64). None: the source's own; else torch's initial seed
+        in a
             world of one; else 0. A seed that was not stated gives way to that of a loaded state.
         world: which ranks share the data. None: torch.distributed as it is when iteration starts, else RANK, WORLD_SIZE
             and LOCAL_RANK, else one process.
-        shard: whether midepoch divides the data over ranks and workers (True) or the source does so itself (False). None:
-            midepoch divides what can be indexed; for other sources it has to be stated where there is something to divide.
+        shard: whether midepoch divides the data over ranks and workers (True) or the source does so itself (False).
+        None:
+            midepoch divides what can be indexed; for other sources it has to be stated where there is something to
+            divide.
         randomness: "sample" gives each sample a random stream of its own; "none" leaves the caller's generators to the
             source, which then does not repeat its augmentations.
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
@@ -81,7 +84,8 @@ def wrap(
     check_tail(tail)
     if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
         raise ValueError(
-            f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of longer ones"
+            f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
+            "longer ones"
         )
     options = Options(seed, world, shard, randomness, tail, fingerprint)
     return Loader(_adapter_for(source)(source, options), options)
@@ -90,13 +94,15 @@ def wrap(
 def _adapter_for(source: Any) -> type[Adapter]:
     if isinstance(source, torch.nn.Module | torch.optim.Optimizer | type):
         raise UnsupportedSourceError(
-            f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator function"
+            f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
+            "function"
         )
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
         if adapter.recognises(source):
             return adapter
     raise UnsupportedSourceError(
-        f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator function"
+        f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
+        "function"
     )
 
 
@@ -120,5 +126,3 @@ def _load(path: str) -> type[Adapter]:
 def _registered() -> tuple[type[Adapter], ...]:
     """Adapters of other packages, by entry point; asked before ours, since they know their own better."""
     return tuple(entry.load() for entry in sorted(entry_points(group=_ENTRY_POINTS), key=lambda entry: entry.name))
-
-

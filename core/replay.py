@@ -1,4 +1,4 @@
-"""What can only be read from its start: everything that was consumed is read again, under the same streams, and dropped."""
+"""What can only be read from its start: what was consumed is read again, under the same streams, and dropped."""
 
 from __future__ import annotations
 
@@ -167,14 +167,17 @@ class ReplayReader:
             if not last:
                 if self._read < request.start:
                     raise SourceError(
-                        f"the source ended after {self._read} units, the state stands at {request.start}: it does not repeat "
+                        f"the source ended after {self._read} units, the state stands at {request.start}: it does "
+                        "not repeat "
                         "itself; seed it, or start this data anew"
                     )
                 return End(self._first)
             if self._read == request.start and request.expected and digest(last[0]) != request.expected:
                 raise SourceError(
-                    f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs from the "
-                    "one that was consumed before; let it depend on midepoch's streams or a seed alone, and if it divides "
+                    f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs "
+                    "from the "
+                    "one that was consumed before; let it depend on midepoch's streams or a seed alone, and if it "
+                    "divides "
                     "its data by rank or worker itself, pass shard=False"
                 )
         units = self._units(global_batch)
@@ -193,7 +196,8 @@ class ReplayReader:
             return
         if ended and reached < request.size:
             raise SourceError(
-                f"the source ended after {reached} units, its len() is {request.size}: if it divides its data by rank or "
+                f"the source ended after {reached} units, its len() is {request.size}: if it divides its data by "
+                "rank or "
                 "worker itself, pass shard=False; otherwise mend its __len__"
             )
         if reached == request.size and self._units(1):

@@ -92,7 +92,8 @@ class Listed:
                 again = self._build(seed, epoch)
                 if again.crc != listed.crc:
                     raise SourceError(
-                        f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under one seed "
+                        f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under "
+                        "one seed "
                         "differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or python's "
                         "generators, and keep nothing from the epoch before"
                     )
@@ -112,7 +113,8 @@ class Listed:
             items = list(itertools.islice(iter(sampler), limit + 1))
         if len(items) > limit:
             raise SourceError(
-                f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, one for "
+                f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
+                "one for "
                 "each epoch, or wrap a generator function that reads it"
             )
         return ListedEpoch(items)
@@ -229,8 +231,8 @@ class ResumableSampler(Sampler[int]):
         # Built at first need: a sampler is made before a trainer starts its processes.
         if self._resumable is None:
             from .adapter import Options
-            from .loader import Loader
             from .indexed import IndexAdapter
+            from .loader import Loader
 
             options = Options(seed=self.seed, world=self.world, tail=self.tail)
             alone = (self.world or World.current()).world_size == 1
@@ -279,5 +281,3 @@ def sized(source: object) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
-
-

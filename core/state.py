@@ -25,7 +25,17 @@ import torch.distributed
 from .errors import MidepochError, StateCorruptError, StateMismatchError, StateVersionError
 from .protocol import State, StatefulIterable
 
-__all__ = ["VERSION", "build", "check", "compare_fingerprints", "gather", "join_parts", "part_of", "reseal", "single_part"]
+__all__ = [
+    "VERSION",
+    "build",
+    "check",
+    "compare_fingerprints",
+    "gather",
+    "join_parts",
+    "part_of",
+    "reseal",
+    "single_part",
+]
 
 VERSION = 1
 
@@ -84,7 +94,9 @@ def _check_keys(state: object) -> None:
     missing = [name for name in _FIELDS if name not in state]
     extra = [repr(name) for name in state if name not in _FIELDS]
     if missing or extra:
-        problems = [f"misses {', '.join(missing)}"] * bool(missing) + [f"has unknown keys {', '.join(extra)[:200]}"] * bool(extra)
+        problems = [f"misses {', '.join(missing)}"] * bool(missing) + [
+            f"has unknown keys {', '.join(extra)[:200]}"
+        ] * bool(extra)
         raise StateCorruptError(f"the state {' and '.join(problems)}: pass what state_dict() returned, whole")
 
 

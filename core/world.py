@@ -1,7 +1,7 @@
 """Which process this is, and which part of the data is its own.
 
-The batches of all ranks at one step form the **global batch**. Rank r's batch is the r-th contiguous block of it, so the
-ranks' batches in rank order are the global batch, and the order of samples does not depend on the world size.
+The batches of all ranks at one step form the **global batch**. Rank r's batch is the r-th contiguous block of it, so
+the ranks' batches in rank order are the global batch, and the order of samples does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed
@@ -79,9 +79,7 @@ class World:
                     "WORLD_SIZE both (torchrun does), call torch.distributed.init_process_group before the first "
                     "batch, or pass world=midepoch.World(rank, world_size)"
                 )
-            return cls(
-                environment.get("RANK", 0), environment.get("WORLD_SIZE", 1), environment.get("LOCAL_RANK", 0)
-            )
+            return cls(environment.get("RANK", 0), environment.get("WORLD_SIZE", 1), environment.get("LOCAL_RANK", 0))
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
             if environment.get(name, value) != value:
@@ -125,7 +123,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, int]:
         try:
             values[name] = int(text)
         except ValueError:
-            raise MidepochError(f"the environment has {name}={text!r}, which is no integer: unset it or set it") from None
+            raise MidepochError(
+                f"the environment has {name}={text!r}, which is no integer: unset it, or let torchrun set it"
+            ) from None
     return values
 
 

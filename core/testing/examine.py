@@ -127,13 +127,9 @@ class Examination:
         if len(expected) != len(got):
             at = first + min(len(expected), len(got))
             surplus = (
-                f", the first of them too many: samples {got[len(expected)].ids}"
-                if len(got) > len(expected)
-                else ""
+                f", the first of them too many: samples {got[len(expected)].ids}" if len(got) > len(expected) else ""
             )
-            raise self.error(
-                f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}", epoch=epoch, batch=at
-            )
+            raise self.error(f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}", epoch=epoch, batch=at)
 
     # Running.
 
@@ -157,19 +153,13 @@ class Examination:
         """Carry out plans in processes other than 0, side by side, in their order."""
         processes = [number for number in range(1, max(2, *self.worlds)) if number < 3] or [1]
         shares = [plans[number :: len(processes)] for number in range(len(processes))]
-        calls = [
-            (process, record_many, (share,))
-            for process, share in zip(processes, shares, strict=True)
-            if share
-        ]
+        calls = [(process, record_many, (share,)) for process, share in zip(processes, shares, strict=True) if share]
         results: list[Recording] = [Recording()] * len(plans)
         for number, recordings in enumerate(self.run(calls)):
             results[number :: len(processes)] = recordings
         return results
 
-    def on_ranks(
-        self, world_size: int, plans: Callable[[int], Sequence[Plan]], group: bool
-    ) -> list[list[Recording]]:
+    def on_ranks(self, world_size: int, plans: Callable[[int], Sequence[Plan]], group: bool) -> list[list[Recording]]:
         """``plans(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
         if not group:
             calls = [(rank, record_many, (list(plans(rank)),)) for rank in range(world_size)]
@@ -210,8 +200,7 @@ class Examination:
         self.sound(recording, "an uninterrupted run")
         if not recording.passes[0].batches:
             raise ValueError(
-                "make_loader gives a loader without a single batch, so there is nothing to resume; "
-                "make it larger"
+                "make_loader gives a loader without a single batch, so there is nothing to resume; make it larger"
             )
         return recording
 
@@ -253,9 +242,7 @@ class Examination:
 
         recordings: list[Recording] = self._once(("heads", world_size, group), run)
         for rank, recording in enumerate(recordings):
-            self.sound(
-                recording, f"an uninterrupted run that asks for states, on rank {rank} of {world_size}"
-            )
+            self.sound(recording, f"an uninterrupted run that asks for states, on rank {rank} of {world_size}")
         return recordings
 
     def interior(self, recording: Recording, epoch: int, *, few: bool = False) -> list[int]:
@@ -268,11 +255,7 @@ class Examination:
 
     def places(self, head: Recording) -> list[tuple[int, int]]:
         """A few (epoch, cut) inside each epoch."""
-        return [
-            (epoch, cut)
-            for epoch in range(self.settings.epochs)
-            for cut in self.interior(head, epoch, few=True)
-        ]
+        return [(epoch, cut) for epoch in range(self.settings.epochs) for cut in self.interior(head, epoch, few=True)]
 
     def resume_world(
         self, heads: Sequence[Recording], places: Sequence[tuple[int, int]], world_size: int

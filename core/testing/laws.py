@@ -160,9 +160,7 @@ def determinism(examination: Examination) -> Outcome:
         other = examination.sound(examination.record([twin], process)[0], "a second fresh loader")
         for epoch, (expected, got) in enumerate(zip(whole.passes, other.passes, strict=True)):
             where = "in the same process" if process == 0 else "in another process"
-            examination.same(
-                expected.batches, got.batches, f"the same batch from a fresh loader {where}", epoch=epoch
-            )
+            examination.same(expected.batches, got.batches, f"the same batch from a fresh loader {where}", epoch=epoch)
     _compare_epochs(examination, whole.passes)
     _check_draws(examination, whole.passes)
     unsaid = [name for name in ("shuffled", "draws") if getattr(examination.settings, name) is None]
@@ -227,9 +225,7 @@ def tail(examination: Examination) -> Outcome:
     for world_size in examination.worlds[1:]:
         cuts += _tail_of_world(examination, world_size)
     if not cuts:
-        return Outcome(
-            "not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer"
-        )
+        return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
     return HOLDS
 
 
@@ -305,9 +301,7 @@ def boundary(examination: Examination) -> Outcome:
     for epoch in range(examination.settings.epochs):
         count = len(head.passes[epoch].batches)
         for cut, expected in ((0, head.passes[epoch]), (count, head.passes[epoch + 1])):
-            recording = examination.sound(
-                examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut
-            )
+            recording = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
             when = "before the first batch" if cut == 0 else "after the last batch"
             examination.same(
                 expected.batches,
@@ -370,9 +364,7 @@ def observer(examination: Examination) -> Outcome:
     counts = [len(part.batches) for part in whole.passes]
     passes: list[list[Seen]] = examination.investigate(_ask_everything, examination.options(), counts)
     for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
-        examination.same(
-            expected.batches, got, "with states asked for, the batch of the run without", epoch=epoch
-        )
+        examination.same(expected.batches, got, "with states asked for, the batch of the run without", epoch=epoch)
     peeked = examination.investigate(_peek_always, examination.options(), counts)
     if peeked is None:
         return Outcome("holds", "the loader has no peek()")
@@ -390,9 +382,7 @@ def _ask(loader: Any) -> None:
     length_of(loader)
 
 
-def _ask_everything(
-    settings: Settings, options: Mapping[str, Any], counts: Sequence[int]
-) -> list[list[Seen]]:
+def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[list[Seen]]:
     passes: list[list[Seen]] = []
     with open_loader(settings, options) as loader:
         for count in counts:
@@ -531,9 +521,7 @@ def transport(examination: Examination) -> Outcome:
     places = [(0, 0), *examination.places(head)]
     states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
-    plans = [
-        examination.plan(examination.options(), state=state, passes=2, limit=longest) for state in states
-    ]
+    plans = [examination.plan(examination.options(), state=state, passes=2, limit=longest) for state in states]
     for (epoch, cut), recording in zip(places, examination.resume(plans), strict=True):
         examination.sound(recording, "a resume from a state that went through JSON", epoch=epoch, batch=cut)
         direct = examination.sound(resumed[epoch, cut], "a resume", epoch=epoch, batch=cut)
@@ -570,9 +558,7 @@ def _through_json(examination: Examination, state: dict[str, Any], epoch: int, c
     torch.save(state, file)
     file.seek(0)
     if items.digest(torch.load(file, weights_only=True)) != items.digest(state):
-        raise examination.error(
-            "the same state after torch.load(weights_only=True)", "another", epoch=epoch, batch=cut
-        )
+        raise examination.error("the same state after torch.load(weights_only=True)", "another", epoch=epoch, batch=cut)
     return through
 
 
@@ -612,9 +598,7 @@ def chain(examination: Examination) -> Outcome:
     )
     links: list[tuple[int, int, int, list[Seen], Plan]] = []
     for (epoch, cut), second in zip(places, seconds, strict=True):
-        examination.sound(
-            second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut
-        )
+        examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
         batches, states = second.passes[0].batches, second.passes[0].states
         for more in range(1, len(batches)):
             plan = examination.plan(examination.options(), state=states[more])
@@ -641,9 +625,7 @@ def delivery(examination: Examination) -> Outcome:
     if not examination.takes("num_workers"):
         notes["workers"] = Outcome("not applicable", "the factory takes no num_workers")
     elif not workers:
-        notes["workers"] = Outcome(
-            "not applicable", f"num_workers={examination.settings.num_workers} names none"
-        )
+        notes["workers"] = Outcome("not applicable", f"num_workers={examination.settings.num_workers} names none")
     else:
         options = examination.options(num_workers=workers)
         notes["workers"] = _deliver(examination, options)
@@ -696,9 +678,7 @@ def _resume_with_workers(examination: Examination, options: Mapping[str, Any], w
     head = examination.sound(examination.record([plan])[0], f"a run with num_workers={workers}")
     places = examination.places(head)
     plans = [
-        examination.plan(
-            options, state=head.passes[epoch].states[cut], limit=len(head.passes[epoch].batches) + 1
-        )
+        examination.plan(options, state=head.passes[epoch].states[cut], limit=len(head.passes[epoch].batches) + 1)
         for epoch, cut in places
     ]
     for (epoch, cut), recording in zip(places, examination.resume(plans), strict=True):
@@ -744,9 +724,7 @@ def cost(examination: Examination) -> Outcome:
     # What a fresh loader reads beyond what it delivers (a first look at the dataset, say) is not the resume's.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
     surplus = max(0, reads[0] - needed[0])
-    for (epoch, cut), recording, read, need in zip(
-        places, recordings[1:], reads[1:], needed[1:], strict=True
-    ):
+    for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
         examination.sound(recording, "a resume", epoch=epoch, batch=cut)
         if read > need + surplus:
             raise examination.error(
@@ -774,9 +752,7 @@ def guest(examination: Examination) -> Outcome:
     examination.raise_first(findings)
     passes = examination.investigate(_draw_between, examination.options(), len(whole.passes))
     for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
-        examination.same(
-            expected.batches, got, "although the caller draws random numbers, the same batch", epoch=epoch
-        )
+        examination.same(expected.batches, got, "although the caller draws random numbers, the same batch", epoch=epoch)
     return HOLDS
 
 
@@ -886,9 +862,7 @@ def any_item(examination: Examination) -> Outcome:
                 epoch=epoch,
                 batch=len(part.batches),
             )
-    plans = [
-        Plan(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]
-    ]
+    plans = [Plan(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]]
     for cut, recording in enumerate(examination.resume(plans)):
         examination.sound(recording, f"a resume after {cut} odd items", epoch=0, batch=cut)
         examination.same(

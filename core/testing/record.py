@@ -69,9 +69,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not callable(self.make_loader):
-            raise TypeError(
-                f"make_loader must be a function that builds a fresh loader; got {self.make_loader!r}"
-            )
+            raise TypeError(f"make_loader must be a function that builds a fresh loader; got {self.make_loader!r}")
         for name, least in (("world_sizes", 1), ("num_workers", 0), ("cuts", 1)):
             values = getattr(self, name)
             if values is not None and any(type(value) is not int or value < least for value in values):
@@ -248,9 +246,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def in_group(
-    file: str, rank: int, world_size: int, function: Callable[..., Result], *arguments: Any
-) -> Result:
+def in_group(file: str, rank: int, world_size: int, function: Callable[..., Result], *arguments: Any) -> Result:
     """``function(*arguments)`` inside a gloo process group that meets through ``file``."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)

@@ -99,9 +99,7 @@ def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
         cases += [resealed("size", other, _MISMATCH, (other, size)) for other in (size + 1, size * 2 + 1)]
         cases.append(resealed("position", size + 1))
     cases += [resealed(key, value) for key, values in _NONSENSE.items() for value in values]
-    cases += [
-        _Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()
-    ]
+    cases += [_Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()]
     cases += [
         _Case(f"without {key}, resealed", _sealed(reseal, _without(good, key)), _CORRUPT)
         for key in good
@@ -185,9 +183,7 @@ def _offer_all(
     loaded: dict[str, Any] | None,
 ) -> None:
     def offer(some: Sequence[_Case]) -> tuple[list[Finding], list[str], bool]:
-        result: tuple[list[Finding], list[str], bool] = examination.investigate(
-            _offer, options, some, taken, loaded
-        )
+        result: tuple[list[Finding], list[str], bool] = examination.investigate(_offer, options, some, taken, loaded)
         return result
 
     findings, rest, kept = offer(cases)

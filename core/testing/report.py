@@ -45,9 +45,7 @@ class LawError(AssertionError):
 
     def __str__(self) -> str:
         place = ", ".join(
-            f"{name} {value}"
-            for name, value in (("epoch", self.epoch), ("batch", self.batch))
-            if value is not None
+            f"{name} {value}" for name, value in (("epoch", self.epoch), ("batch", self.batch)) if value is not None
         )
         lines = [
             f"the law '{self.law}' is broken{f' at {place}' if place else ''}",
@@ -103,9 +101,7 @@ class Report:
     def __str__(self) -> str:
         lines = []
         for verdict in self.verdicts:
-            lines.append(
-                f"{verdict.law:<14} {verdict.status:<16} {verdict.seconds:6.2f} s  {verdict.reason}".rstrip()
-            )
+            lines.append(f"{verdict.law:<14} {verdict.status:<16} {verdict.seconds:6.2f} s  {verdict.reason}".rstrip())
             if verdict.error is not None:
                 lines.append(str(verdict.error))
         return "\n".join(lines)

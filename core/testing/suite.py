@@ -115,9 +115,7 @@ class ResumableTests:
 
             pytest.skip(f"{law}: {outcome.reason}")
         if expected:
-            raise AssertionError(
-                f"the law '{law}' is applicable and {outcome.status}; take it out of not_applicable"
-            )
+            raise AssertionError(f"the law '{law}' is applicable and {outcome.status}; take it out of not_applicable")
 
     def _examination(self) -> Examination:
         """The one examination of this class, so that its laws share their runs."""
@@ -153,9 +151,7 @@ class ResumableTests:
         """The function given as this attribute, whether a method, a staticmethod or a bare module-level function."""
         value = getattr(self, name, None)
         if name == "make_loader" and value is None:
-            raise TypeError(
-                f"{type(self).__name__} must set make_loader to a function that builds a fresh loader"
-            )
+            raise TypeError(f"{type(self).__name__} must set make_loader to a function that builds a fresh loader")
         if isinstance(value, types.MethodType) and "." not in value.__func__.__qualname__:
             # A function from module level that was assigned without staticmethod() is not meant to take self.
             return value.__func__

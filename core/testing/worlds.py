@@ -176,9 +176,7 @@ def _other_world(examination: Examination) -> Outcome:
 
 def _agreement(examination: Examination, outcomes: Sequence[Outcome]) -> Outcome:
     if not outcomes:
-        return Outcome(
-            "not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer"
-        )
+        return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
     refused = [outcome for outcome in outcomes if outcome.status == "refused clearly"]
     return refused[0] if refused else HOLDS
 
@@ -200,9 +198,7 @@ def _check_single_refused(examination: Examination, world_size: int) -> None:
     plan = examination.plan(examination.options(0, world_size), states=True)
     head = examination.sound(examination.record([plan])[0], f"a run on rank 0 of {world_size}")
     state = head.passes[0].states[1]
-    loaded = examination.record(
-        [examination.plan(examination.options(1, world_size), state=state)], process=1
-    )[0]
+    loaded = examination.record([examination.plan(examination.options(1, world_size), state=state)], process=1)[0]
     change = f"the state of rank 0 alone, loaded on rank 1 of {world_size}"
     _check_refused(examination, loaded.failure, change, (0,), 0, 1)
 
@@ -234,9 +230,7 @@ def _judge_change(
         world_size = len(resumed)
         if _starts_next_epoch(examination, expected, world_size):
             continue
-        _check_cover(
-            examination, expected, got, world_size, epoch, cut, f"the rest of the epoch with {change}"
-        )
+        _check_cover(examination, expected, got, world_size, epoch, cut, f"the rest of the epoch with {change}")
     return HOLDS
 
 
@@ -289,9 +283,7 @@ def _other_option(examination: Examination, option: str, capability: str) -> Out
         return Outcome("not applicable", f"only one {option} is known: {values}; give another or a default")
     outcomes = []
     for old in values:
-        plan = examination.plan(
-            examination.options(**{option: old}), passes=examination.settings.epochs, states=True
-        )
+        plan = examination.plan(examination.options(**{option: old}), passes=examination.settings.epochs, states=True)
         head = examination.sound(examination.record([plan])[0], f"a run with {option}={old}")
         places = examination.places(head)
         if option == "num_workers":
