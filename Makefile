@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p midepoch
 	$(BIN)/mypy $(TYPED)
+
+bench: setup ## every script in benchmarks/, one after the other
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 clean: ## remove all that the set-up, the builds and the demonstration made
 	rm -rf .venv build dist demo-output .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
