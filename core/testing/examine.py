@@ -174,10 +174,24 @@ class Examination:
 
     def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
         """The result of ``function(settings, *arguments)`` there; an exception is the law's error."""
-        result = self.run([(process, experiment, (function, (self.settings, *arguments)))])[0]
-        if isinstance(result, Failure):
-            raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
-        return result
+        return self._succeeded(self.run([(process, experiment, (function, (self.settings, *arguments)))]))[0]
+
+    def investigate_each(self, function: Callable[..., Any], variants: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The results of ``function(settings, options)`` for several options, side by side."""
+        return self._succeeded(
+            self.run(
+                [
+                    (process, experiment, (function, (self.settings, options)))
+                    for process, options in enumerate(variants)
+                ]
+            )
+        )
+
+    def _succeeded(self, results: list[Any]) -> list[Any]:
+        for result in results:
+            if isinstance(result, Failure):
+                raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
+        return results
 
     def raise_first(self, findings: Sequence[Finding]) -> None:
         """Raise the law's error for the first finding, if there is one."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Leaf", "digest", "first_difference", "identify", "leaves", "samples"]
+__all__ = ["Leaf", "combine", "digest", "first_difference", "identify", "leaves", "samples"]
 
 _SHOWN_VALUES = 64
 
@@ -43,7 +43,7 @@ def digest(item: Any) -> str:
     Tensors, numpy arrays, dicts, sequences, named tuples, dataclasses and scalars are looked into; anything else is
     compared by its pickle. Raises ``TypeError`` for what cannot be pickled.
     """
-    return _combine(leaves(item))
+    return combine(leaves(item))
 
 
 def leaves(item: Any) -> Iterator[Leaf]:
@@ -138,7 +138,8 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _combine(parts: Iterable[Leaf]) -> str:
+def combine(parts: Iterable[Leaf]) -> str:
+    """The `digest` of the item that has these leaves."""
     whole = hashlib.blake2b(digest_size=16)
     for part in parts:
         whole.update(f"{part.path}\0{part.digest}\n".encode())

@@ -211,7 +211,7 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
     cure="count what the training loop has received, and key each sample's stream by (seed, epoch, position)",
 )
 def tail(examination: Examination) -> Outcome:
-    """Head and resumed tail are together the whole epoch, bit for bit, for every cut, on every rank of every world."""
+    """Head and resumed tail are together the whole epoch, bit for bit, at every cut on every rank."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -620,23 +620,22 @@ def chain(examination: Examination) -> Outcome:
 )
 def delivery(examination: Examination) -> Outcome:
     """What was prefetched does not count, nor does what the caller still has in flight."""
-    notes = {"in process": _deliver(examination, examination.options())}
     workers = max(examination.settings.num_workers, default=0)
+    outcomes = {}
+    variants = [examination.options()]
     if not examination.takes("num_workers"):
-        notes["workers"] = Outcome("not applicable", "the factory takes no num_workers")
+        outcomes["workers"] = Outcome("not applicable", "the factory takes no num_workers")
     elif not workers:
-        notes["workers"] = Outcome("not applicable", f"num_workers={examination.settings.num_workers} names none")
+        reason = f"num_workers={examination.settings.num_workers} names none"
+        outcomes["workers"] = Outcome("not applicable", reason)
     else:
-        options = examination.options(num_workers=workers)
-        notes["workers"] = _deliver(examination, options)
-        _resume_with_workers(examination, options, workers)
-    return combined(notes)
-
-
-def _deliver(examination: Examination, options: Mapping[str, Any]) -> Outcome:
-    findings, in_flight = examination.investigate(_take_slowly, options)
-    examination.raise_first(findings)
-    return HOLDS if in_flight else Outcome("holds", "state_dict takes no in_flight")
+        variants.append(examination.options(num_workers=workers))
+    for findings, in_flight in examination.investigate_each(_take_slowly, variants):
+        examination.raise_first(findings)
+        outcomes["in flight"] = HOLDS if in_flight else Outcome("not applicable", "state_dict takes no in_flight")
+    if len(variants) == 2:
+        _resume_with_workers(examination, variants[1], workers)
+    return combined({"prefetched": HOLDS, **outcomes})
 
 
 def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> tuple[list[Finding], bool]:

@@ -180,7 +180,7 @@ def see(settings: Settings, batch: Any) -> Seen:
     ids = tuple((settings.identify or items.identify)(batch))
     split = items.samples(batch, len(ids))
     return Seen(
-        digest=items.digest(batch),
+        digest=items.combine(parts),
         leaves=parts[:32],
         ids=ids,
         samples=None if split is None else tuple(split),

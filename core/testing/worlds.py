@@ -14,6 +14,7 @@ from .report import HOLDS, Outcome, combined, law, names_all
 __all__ = ["partition", "topology"]
 
 _STATE_ERROR = "midepoch.errors.StateError"
+_CAPABILITY = {"world_size": "elastic_world", "num_workers": "elastic_workers", "batch_size": "elastic_world"}
 
 
 @law(
@@ -33,7 +34,8 @@ def partition(examination: Examination) -> Outcome:
             _check_counts(examination, parts, epoch, _unit(examination))
             expected = _count(alone[0].passes[epoch].ids)
             got = _count(ids for part in parts for ids in part.ids)
-            _check_cover(examination, expected, got, world_size, epoch, None, f"{world_size} ranks together")
+            who = f"{world_size} ranks together"
+            _check_cover(examination, expected, got, world_size, _largest(alone), epoch, None, who)
     for world_size in examination.worlds:
         _check_lengths(examination, world_size)
     return HOLDS
@@ -47,6 +49,11 @@ def _no_world(examination: Examination) -> str:
 
 def _count(batches: Iterable[Sequence[Hashable]]) -> Counter[Hashable]:
     return Counter(sample for ids in batches for sample in ids)
+
+
+def _largest(heads: Iterable[Recording]) -> int:
+    """The largest number of samples in a batch."""
+    return max(len(ids) for head in heads for ids in head.passes[0].ids)
 
 
 def _unit(examination: Examination) -> int:
@@ -79,14 +86,16 @@ def _check_cover(
     expected: Counter[Hashable],
     got: Counter[Hashable],
     world_size: int,
+    batch: int,
     epoch: int,
     cut: int | None,
     who: str,
 ) -> None:
-    """Raise unless ``got`` is ``expected`` but for what the tail rule allows a world of this size."""
+    """Raise unless ``got`` is ``expected`` but for what the tail rule allows a world of this size.
+
+    ``batch`` is the largest number of samples in a batch, which decides what ``drop_last`` leaves over.
+    """
     settings = examination.settings
-    ids = examination.observed().passes[0].ids
-    batch = max(map(len, ids))
     unit = _unit(examination)
     left_over = batch if unit == 1 else unit
     may_repeat = (world_size - 1) * unit if settings.tail == "pad" else 0
@@ -140,12 +149,12 @@ def _measure(settings: Settings, options: Mapping[str, Any]) -> int | None:
     cure="count the samples of all ranks together, or refuse naming the saved and the current value",
 )
 def topology(examination: Examination) -> Outcome:
-    """On another world size, number of workers or batch size the rest comes exactly once, or is refused by name."""
+    """On another world size, number of workers or batch size the rest comes once, or is refused."""
     return combined(
         {
             "world": _other_world(examination),
-            "workers": _other_option(examination, "num_workers", "elastic_workers"),
-            "batch size": _other_option(examination, "batch_size", "elastic_world"),
+            "workers": _other_option(examination, "num_workers"),
+            "batch size": _other_option(examination, "batch_size"),
         }
     )
 
@@ -167,7 +176,7 @@ def _other_world(examination: Examination) -> Outcome:
             if new == old or not places:
                 continue
             resumed = examination.resume_world(heads, places, new)
-            outcomes.append(_judge_change(examination, heads, places, resumed, "elastic_world", (old, new)))
+            outcomes.append(_judge_change(examination, heads, places, resumed, "world_size", (old, new)))
     if Outcome("holds") in outcomes:
         for world_size in worlds[1:]:
             _check_content(examination, examination.heads(world_size), f"on {world_size} ranks")
@@ -177,8 +186,11 @@ def _other_world(examination: Examination) -> Outcome:
 def _agreement(examination: Examination, outcomes: Sequence[Outcome]) -> Outcome:
     if not outcomes:
         return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
-    refused = [outcome for outcome in outcomes if outcome.status == "refused clearly"]
-    return refused[0] if refused else HOLDS
+    for status in ("refused clearly", "holds"):
+        for outcome in outcomes:
+            if outcome.status == status:
+                return outcome
+    return outcomes[0]
 
 
 def _check_equal_states(examination: Examination, world_size: int) -> None:
@@ -208,38 +220,41 @@ def _judge_change(
     heads: Sequence[Recording],
     places: Sequence[tuple[int, int]],
     resumed: Sequence[Sequence[Recording]],
-    capability: str,
+    option: str,
     values: tuple[int, ...],
 ) -> Outcome:
     """Whether the resumes on all new ranks hold or are refused, as the capability says."""
-    declared, reason = examination.capability(capability)
+    declared, reason = examination.capability(_CAPABILITY[option])
     failures = [recording.failure for recordings in resumed for recording in recordings]
-    change = f"{capability.removeprefix('elastic_')} {values[0]} -> {values[1]}"
+    change = f"{option} {values[0]} -> {values[1]}"
     if declared is False or (declared is None and all(failures)):
         for (epoch, cut), failure in zip(list(places) * len(resumed), failures, strict=True):
             _check_refused(examination, failure, change, values, epoch, cut)
         return Outcome("refused clearly", reason)
+    world_size = len(resumed)
+    batch = max(_largest(heads), _largest([examination.observed()]), values[-1] if option == "batch_size" else 0)
+    compared = False
     for number, (epoch, cut) in enumerate(places):
         parts = [
             examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut)
             for recordings in resumed
         ]
         consumed = _count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
-        expected = _count(examination.observed().passes[epoch].ids) - consumed
+        rest = _count(examination.observed().passes[epoch].ids) - consumed
         got = _count(ids for part in parts for ids in part.passes[0].ids)
-        world_size = len(resumed)
-        if _starts_next_epoch(examination, expected, world_size):
+        if _starts_next_epoch(examination, rest, world_size, batch):
             continue
-        _check_cover(examination, expected, got, world_size, epoch, cut, f"the rest of the epoch with {change}")
-    return HOLDS
+        who = f"the rest of the epoch with {change}"
+        _check_cover(examination, rest, got, world_size, batch, epoch, cut, who)
+        compared = True
+    return HOLDS if compared else Outcome("not applicable", f"too little is left after each cut for {change}")
 
 
-def _starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_size: int) -> bool:
-    """Whether so little is left that a loader which drops its tail must go on with the next epoch."""
+def _starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_size: int, batch: int) -> bool:
+    """Whether so little may be left that a loader which drops its tail must go on with the next epoch."""
     settings = examination.settings
-    largest = max(map(len, examination.observed().passes[0].ids))
     if settings.drop_last:
-        return rest.total() < 2 * world_size * largest
+        return rest.total() < world_size * batch
     return settings.tail == "drop" and rest.total() < world_size * _unit(examination)
 
 
@@ -274,7 +289,7 @@ def _check_refused(
         )
 
 
-def _other_option(examination: Examination, option: str, capability: str) -> Outcome:
+def _other_option(examination: Examination, option: str) -> Outcome:
     """The changes of num_workers or batch_size, in a world of one."""
     if not examination.takes(option):
         return Outcome("not applicable", f"the factory takes no {option}")
@@ -300,7 +315,7 @@ def _other_option(examination: Examination, option: str, capability: str) -> Out
                 for epoch, cut in places
             ]
             resumed = [examination.resume(plans)]
-            outcomes.append(_judge_change(examination, [head], places, resumed, capability, (old, new)))
+            outcomes.append(_judge_change(examination, [head], places, resumed, option, (old, new)))
     return _agreement(examination, outcomes)
 
 

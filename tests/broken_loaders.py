@@ -1,0 +1,519 @@
+"""Loaders broken on purpose, each in one way that has been seen in the wild; each must fail exactly its law."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from reference_loader import ReferenceLoader, RigidLoader, reseal
+
+from midepoch.errors import StateCorruptError, StateMismatchError
+
+BROKEN: list[tuple[str, type[ReferenceLoader]]] = []
+
+
+def breaks(law: str) -> Any:
+    def note(kind: type[ReferenceLoader]) -> type[ReferenceLoader]:
+        BROKEN.append((law, kind))
+        return kind
+
+    return note
+
+
+# Determinism.
+
+
+@breaks("determinism")
+class SeedsFromTheProcess(ReferenceLoader):
+    """From the second epoch on the random columns depend on the process; the state carries that along."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, **more: Any) -> None:
+        super().__init__(rank, world_size, **more)
+        self.salt = os.getpid() if world_size == 1 else 0
+
+    def key(self, epoch: int, position: int) -> list[int]:
+        return [*super().key(epoch, position), self.salt if epoch else 0]
+
+    def detail(self) -> str:
+        return str(self.salt)
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if not state["detail"].isdigit():
+            raise StateCorruptError("the detail is a process's number")
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.salt = int(state["detail"])
+
+
+@breaks("determinism")
+class SameOrderInEachEpoch(ReferenceLoader):
+    def order(self, epoch: int) -> list[int]:
+        return super().order(0)
+
+
+@breaks("determinism")
+class SameDrawsForEachSample(ReferenceLoader):
+    """As when every worker seeds numpy with the same number."""
+
+    def key(self, epoch: int, position: int) -> list[int]:
+        return [self.seed, epoch]
+
+
+# Tail.
+
+
+class ForgetsTheStream(ReferenceLoader):
+    """The pass that goes on after a load draws other random columns."""
+
+    loaded = salted = False
+
+    def forgets(self, epoch: int, position: int) -> bool:
+        raise NotImplementedError
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.loaded = True
+
+    def begin(self) -> tuple[int, int]:
+        epoch, position = super().begin()
+        self.salted = self.loaded and self.forgets(epoch, position)
+        self.loaded = False
+        return epoch, position
+
+    def key(self, epoch: int, position: int) -> list[int]:
+        return [*super().key(epoch, position), int(self.salted)]
+
+
+@breaks("tail")
+class ForgetsTheStreamInTheFirstEpoch(ForgetsTheStream):
+    def forgets(self, epoch: int, position: int) -> bool:
+        return epoch == 0 and position > 0
+
+
+@breaks("tail")
+class ForgetsTheStreamInALaterEpoch(ForgetsTheStream):
+    def forgets(self, epoch: int, position: int) -> bool:
+        return epoch == 1 and position > 0
+
+
+@breaks("tail")
+class ForgetsTheStreamOnOtherRanks(ForgetsTheStream):
+    def forgets(self, epoch: int, position: int) -> bool:
+        return self.rank > 0 and position > 0
+
+
+# Next epoch, boundary, round trip.
+
+
+@breaks("next epoch")
+class SkipsTheEpochAfterAResumedOne(ReferenceLoader):
+    passes_since_load: float = -math.inf
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.passes_since_load = 0
+
+    def begin(self) -> tuple[int, int]:
+        self.passes_since_load += 1
+        if self.passes_since_load == 2:
+            self.cursor = (self.cursor[0] + 1, 0)
+        return super().begin()
+
+
+@breaks("boundary")
+class KeepsTheFullPosition(ReferenceLoader):
+    """'Finished' is the full position of the old epoch, so a resume from there finds an empty epoch."""
+
+    def deliver(self, epoch: int, after: int) -> None:
+        self.history.append(self.cursor)
+        self.cursor = (epoch, after)
+
+    def peek(self) -> Any:
+        epoch, position = self.cursor
+        if position == self.size:
+            return next(self.fetch(epoch + 1, 0))[0]
+        return super().peek()
+
+
+@breaks("boundary")
+class BeginsInIter(ReferenceLoader):
+    """The state after iter() is not that before it."""
+
+    opened = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened = self.cursor == (0, 0) and self.passes == 0
+        return self.run()
+
+    def run(self) -> Iterator[Any]:
+        self.opened = False
+        yield from super().__iter__()
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        return reseal(state | {"position": 1}) if self.opened else state
+
+
+@breaks("round trip")
+class IsFreshUntilStarted(ReferenceLoader):
+    """As two published loaders do: right after a load the state is that of a fresh loader."""
+
+    pending = False
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.pending = True
+
+    def begin(self) -> tuple[int, int]:
+        self.pending = False
+        return super().begin()
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        return reseal(state | {"epoch": 0, "position": 0}) if self.pending else state
+
+
+# Observer, isolation, transport, chain.
+
+
+@breaks("observer")
+class PeekTakes(ReferenceLoader):
+    def peek(self) -> Any:
+        epoch, position = self.cursor
+        batch, after = next(self.fetch(epoch, position))
+        self.deliver(epoch, after)
+        return batch
+
+
+@breaks("observer")
+class StateStartsThePass(ReferenceLoader):
+    """Asked for between iter() and the first next(), state_dict() costs a batch."""
+
+    waiting = skips = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.waiting, self.skips = True, False
+        return self.run()
+
+    def run(self) -> Iterator[Any]:
+        self.waiting = False
+        batches = super().__iter__()
+        if self.skips:
+            next(batches)
+        yield from batches
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        self.skips = self.skips or self.waiting
+        return super().state_dict(in_flight)
+
+
+@breaks("isolation")
+class SharesItsState(ReferenceLoader):
+    def __init__(self, rank: int = 0, world_size: int = 1, **more: Any) -> None:
+        super().__init__(rank, world_size, **more)
+        self.shared: dict[str, Any] = {}
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        self.shared.update(super().state_dict(in_flight))
+        return self.shared
+
+
+@breaks("isolation")
+class KeepsItsArgument(ReferenceLoader):
+    """Reads the loaded state only when the pass begins."""
+
+    kept: dict[str, Any] | None = None
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.kept = state
+
+    def begin(self) -> tuple[int, int]:
+        if self.kept is not None:
+            self.cursor = (self.kept.get("epoch", 0), self.kept.get("position", 0))
+            self.kept = None
+        return super().begin()
+
+
+@breaks("isolation")
+class PopsFromItsArgument(ReferenceLoader):
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        state.pop("checksum")
+
+
+@breaks("transport")
+class SavesATuple(ReferenceLoader):
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        return reseal(super().state_dict(in_flight) | {"detail": ("",)})
+
+    def check_shape(self, state: Any) -> None:
+        if isinstance(state, dict) and "detail" in state:
+            if state["detail"] != ("",) or reseal(state) != state:
+                raise StateCorruptError("the detail is another tuple, or the checksum does not fit")
+            state = reseal(state | {"detail": ""})
+        super().check_shape(state)
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        super().check_topology(state | {"detail": ""})
+
+
+@breaks("transport")
+class SavesTheWholeOrder(ReferenceLoader):
+    def detail(self) -> str:
+        return "-".join(map(str, range(5000)))
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if state["detail"] != self.detail():
+            raise StateCorruptError("the order is another")
+
+
+@breaks("chain")
+class CountsFromTheResume(ReferenceLoader):
+    base = (0, 0)
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.base = self.cursor
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        epoch, position = self.base
+        if state["epoch"] == epoch and state["position"] > position:
+            return reseal(state | {"position": state["position"] - position})
+        return state
+
+
+# Partition and topology.
+
+
+@breaks("partition")
+class GivesTheTailToOneRank(ReferenceLoader):
+    def blocks(self, position: int) -> Iterator[tuple[range, int]]:
+        for positions, after in super().blocks(position):
+            start = positions.start - self.rank * len(positions)
+            if after - start == self.world_size * self.batch_size:
+                yield positions, after
+            elif self.rank == 0:
+                yield range(start, after), after
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        epoch, position = self.cursor
+        self.cursor = (epoch + bool(position), 0)
+
+
+@breaks("partition")
+class EveryRankReadsEverything(ReferenceLoader):
+    """In the third epoch, say because set_epoch undid the sharding."""
+
+    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
+        if epoch >= 2:
+            positions = [position - self.rank * len(positions) for position in positions]
+        return super().read(epoch, positions, order)
+
+
+@breaks("partition")
+class LengthOfTheWorld(ReferenceLoader):
+    """Its length is that of all ranks together."""
+
+    def __len__(self) -> int:
+        return super().__len__() * self.world_size
+
+
+@breaks("topology")
+class CountsItsOwnShare(ReferenceLoader):
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        return reseal(state | {"position": state["position"] // self.world_size})
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state | {"position": state["position"] * self.world_size})
+
+
+@breaks("topology")
+class DiffersOnEachRank(ReferenceLoader):
+    """Declares that any rank's state will do, but its states differ."""
+
+    def detail(self) -> str:
+        return f"rank {self.rank}"
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if not state["detail"].startswith("rank "):
+            raise StateCorruptError("the detail names a rank")
+
+
+@breaks("topology")
+class AugmentsByRank(ReferenceLoader):
+    def key(self, epoch: int, position: int) -> list[int]:
+        return [*super().key(epoch, position), self.rank]
+
+
+@breaks("topology")
+class RefusesWithoutNames(RigidLoader):
+    def check_topology(self, state: dict[str, Any]) -> None:
+        try:
+            super().check_topology(state)
+        except StateMismatchError:
+            raise StateMismatchError("the state does not fit") from None
+
+
+@breaks("topology")
+class TakesWhatItDeclines(ReferenceLoader):
+    """Declares that it goes on only in the same world, but does not check."""
+
+    elastic = False
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if state["detail"]:
+            raise StateCorruptError("the detail is empty")
+
+
+# Refusal, delivery, cost, guest, any item.
+
+
+@breaks("refusal")
+class TakesAnyPosition(ReferenceLoader):
+    def check(self, state: Any) -> None:
+        self.check_shape(state)
+        super().check(reseal(state | {"position": max(0, state["position"])}))
+
+
+@breaks("refusal")
+class ChangesBeforeItChecks(ReferenceLoader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(state, dict) and type(state.get("position")) is int:
+            self.cursor = (self.cursor[0], state["position"] % self.size)
+        super().load_state_dict(state)
+
+
+@breaks("refusal")
+class RaisesKeyError(ReferenceLoader):
+    def check(self, state: Any) -> None:
+        if isinstance(state, dict) and state:
+            state["position"]
+        super().check(state)
+
+
+@breaks("refusal")
+class AdoptsAnySeed(ReferenceLoader):
+    def check(self, state: Any) -> None:
+        stated, self.stated_seed = self.stated_seed, None
+        try:
+            super().check(state)
+        finally:
+            self.stated_seed = stated
+
+
+@breaks("refusal")
+class NamesOneSizeOnly(ReferenceLoader):
+    def check(self, state: Any) -> None:
+        self.check_shape(state)
+        if state["version"] == 1 and state["size"] != self.size:
+            raise StateMismatchError(f"the dataset should have {self.size} samples")
+        super().check(state)
+
+
+@breaks("delivery")
+class IgnoresWhatIsInFlight(ReferenceLoader):
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        return super().state_dict(0)
+
+
+@breaks("delivery")
+class CountsWhatItPrefetched(ReferenceLoader):
+    """While the training loop is busy, a prefetcher goes on and takes the position with it."""
+
+    delivered_at = math.inf
+
+    def deliver(self, epoch: int, after: int) -> None:
+        super().deliver(epoch, after)
+        self.delivered_at = time.monotonic()
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        if time.monotonic() - self.delivered_at < 0.2:
+            return state
+        return reseal(state | {"position": state["position"] + self.batch_size})
+
+
+@breaks("cost")
+class ReplaysInSecret(ReferenceLoader):
+    replays = True
+
+
+@breaks("guest")
+class DrawsABaseSeed(ReferenceLoader):
+    """As torch's DataLoader does at each iter()."""
+
+    def begin(self) -> tuple[int, int]:
+        torch.empty((), dtype=torch.int64).random_()
+        return super().begin()
+
+
+@breaks("guest")
+class SeedsNumpy(ReferenceLoader):
+    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
+        np.random.seed(epoch)
+        return super().read(epoch, positions, order)
+
+
+@breaks("guest")
+class ListensToTheCaller(ReferenceLoader):
+    """Whoever draws from python's generator between two passes changes their content."""
+
+    def key(self, epoch: int, position: int) -> list[int]:
+        # What python's generator gives after random.seed(0), as in each fresh process of the tests.
+        undisturbed = random.Random(0).getstate()
+        return [*super().key(epoch, position), int(random.getstate() != undisturbed)]
+
+
+@breaks("any item")
+class StopsAtNone(ReferenceLoader):
+    def fetch(self, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
+        for batch, after in super().fetch(epoch, position):
+            if batch is None:
+                return
+            yield batch, after
+
+
+@breaks("any item")
+class DropsWhatIsEmpty(ReferenceLoader):
+    def fetch(self, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
+        for batch, after in super().fetch(epoch, position):
+            if not isinstance(batch, (tuple, list)) or batch:
+                yield batch, after
+
+
+# Not of one law: what the examination itself must survive.
+
+
+class Hangs(ReferenceLoader):
+    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
+        time.sleep(3600)
+
+
+class Dies(ReferenceLoader):
+    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
+        os._exit(7)
+
+
+class Raises(ReferenceLoader):
+    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
+        raise OSError("the disk is gone")
+
+
+class NeverEnds(ReferenceLoader):
+    """Resumed, its epoch has no end."""
+
+    def blocks(self, position: int) -> Iterator[tuple[range, int]]:
+        while position:
+            yield range(position, position + 1), position
+        yield from super().blocks(position)

@@ -1,0 +1,411 @@
+"""The laws are examined: a correct loader satisfies all of them, and each broken one fails exactly its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import broken_loaders
+import reference_loader
+from broken_loaders import BROKEN, Dies, Hangs, NeverEnds, Raises
+from reference_loader import BareLoader, PartialLoader, ReferenceLoader, ReplayingLoader, RigidLoader
+
+from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest
+from midepoch.testing.examine import Examination
+from midepoch.testing.items import first_difference, identify, leaves, samples
+from midepoch.testing.laws import examine_law
+from midepoch.testing.pool import Call, ProcessError, ProcessPool, shared_pool
+from midepoch.testing.record import Settings
+
+check = functools.partial(
+    check_resumable,
+    identify=reference_loader.identify,
+    draws=reference_loader.draws,
+    shuffled=True,
+    gather=reference_loader.gather,
+    reseal=reference_loader.reseal,
+    raise_on_failure=False,
+)
+
+
+def statuses(report: Report) -> dict[str, str]:
+    return {verdict.law: verdict.status for verdict in report.verdicts}
+
+
+# The correct loaders.
+
+
+class TestReference(ResumableTests):
+    make_loader = ReferenceLoader
+    identify = staticmethod(reference_loader.identify)
+    draws = reference_loader.draws  # without staticmethod(), as one forgets it
+    reseal = staticmethod(reference_loader.reseal)
+    shuffled = True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tail": "drop"},
+        {"tail": "uneven"},
+        {"drop_last": True},
+        {"tail": "drop", "drop_last": True, "size": 23},
+        {"num_workers": 2, "batch_size": 1, "size": 8},
+        {"size": 18, "shuffle": False},
+    ],
+    ids=str,
+)
+def test_correct_loaders_satisfy_every_law(options: dict[str, Any]) -> None:
+    rule = {name: options[name] for name in ("tail", "drop_last") if name in options}
+    make_loader = functools.partial(ReferenceLoader, **options)
+    report = check(make_loader, quick=True, shuffled=options.get("shuffle", True), **rule)
+    assert set(statuses(report).values()) == {"holds"}, str(report)
+    assert list(statuses(report)) == list(LAWS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "law", "reason"),
+    [
+        (RigidLoader, "topology", "it was told not to"),
+        (PartialLoader, "topology", "it was told not to"),
+        (ReplayingLoader, "cost", "constant_time_resume is declared no: it was told not to"),
+    ],
+)
+def test_what_a_loader_declines_must_be_refused_clearly(
+    kind: Callable[..., Any], law: str, reason: str
+) -> None:
+    report = check(kind)
+    assert report[law].status == "refused clearly"
+    assert reason in report[law].reason
+    assert set(statuses(report).values()) == {"holds", "refused clearly"}, str(report)
+
+
+def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
+    report = check(BareLoader)
+    assert report.holds, str(report)
+    not_applicable = {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "not applicable"}
+    assert not_applicable == {
+        "cost": "the factory takes no read_log",
+        "any item": "the factory takes no items",
+    }
+    assert "the factory takes no batch_size" in report["topology"].reason
+    assert "state_dict takes no in_flight" in report["delivery"].reason
+    assert "not midepoch's" in report["refusal"].reason
+
+
+def lone_loader(size: int = 6, batch_size: int = 6) -> ReferenceLoader:
+    return ReferenceLoader(size=size, batch_size=batch_size)
+
+
+def test_what_cannot_be_examined_says_why() -> None:
+    report = check(lone_loader)
+    assert "no more than one batch" in report["tail"].reason
+    assert "fewer than three batches" in report["chain"].reason
+    assert report["partition"].reason == "the factory takes no rank and world_size"
+    assert {report[law].status for law in ("tail", "chain", "partition")} == {"not applicable"}
+    assert report.holds
+
+
+# The broken loaders.
+
+
+def test_there_is_a_broken_loader_for_each_law() -> None:
+    assert {law for law, _ in BROKEN} == set(LAWS)
+
+
+@pytest.mark.parametrize(("law", "kind"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
+def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[ReferenceLoader]) -> None:
+    report = check(kind)
+    assert [error.law for error in report.failures] == [law], str(report)
+    error = report.failures[0]
+    assert all((error.expected, error.got, error.cause, error.cure))
+    assert "Traceback" not in error.expected
+    assert report[law].error is error
+    assert not report.holds
+
+
+def test_a_failure_is_raised_with_the_report_and_survives_pickling() -> None:
+    with pytest.raises(LawError) as caught:
+        check(broken_loaders.IsFreshUntilStarted, laws=["round trip", "tail"], raise_on_failure=True)
+    error = caught.value
+    assert (error.law, error.epoch, error.batch) == ("round trip", 0, 1)
+    assert error.report is not None
+    assert list(statuses(error.report).items()) == [("tail", "holds"), ("round trip", "failed")]
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    for part in ("'round trip'", "epoch 0, batch 1", error.expected, error.got, error.cause, error.cure):
+        assert part in str(error)
+        assert part in str(error.report) or part == "'round trip'"
+
+
+def test_the_first_difference_is_told() -> None:
+    report = check(broken_loaders.ForgetsTheStreamInTheFirstEpoch, laws=["tail"])
+    error = report["tail"].error
+    assert error is not None
+    assert (error.epoch, error.batch) == (0, 1)
+    assert "after a cut at batch 1" in error.expected
+    assert "float64 tensor 3x3, value 1: 0." in error.expected
+    assert "float64 tensor 3x3, value 1: 0." in error.got
+
+
+# What the examination itself must survive.
+
+
+def test_a_hang_is_told_and_the_next_examination_works() -> None:
+    report = check(Hangs, laws=["determinism"], timeout=1.0)
+    error = report["determinism"].error
+    assert error is not None
+    assert "did not finish" in error.got
+    assert "raise timeout=" in error.got
+    assert check(ReferenceLoader, laws=["determinism"]).holds
+
+
+def test_a_process_that_dies_is_told() -> None:
+    error = check(Dies, laws=["tail"])["tail"].error
+    assert error is not None
+    assert "died with exit code 7" in error.got
+
+
+def test_an_exception_in_a_loader_is_told_with_its_traceback() -> None:
+    error = check(Raises, laws=["tail"])["tail"].error
+    assert error is not None
+    assert "OSError while iterating, pass 0: the disk is gone" in error.got
+    assert "broken_loaders.py" in error.got
+
+
+def test_a_resumed_epoch_without_end_is_cut_short() -> None:
+    error = check(NeverEnds, laws=["tail"])["tail"].error
+    assert error is not None
+    assert error.got
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"make_loader": lambda rank, world_size: None}, TypeError, "must be picklable"),
+        ({"make_loader": 3}, TypeError, "make_loader must be a function"),
+        ({"laws": ["tail", "gravity"]}, ValueError, "no law 'gravity'"),
+        ({"make_loader": functools.partial(ReferenceLoader, size=0)}, ValueError, "without a single batch"),
+        ({"world_sizes": (0,)}, ValueError, "world_sizes"),
+        ({"num_workers": (-1,)}, ValueError, "num_workers"),
+        ({"cuts": (0,)}, ValueError, "cuts"),
+        ({"epochs": 0}, ValueError, "epochs"),
+        ({"tail": "cut"}, ValueError, "tail"),
+        ({"timeout": 0}, ValueError, "timeout"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        check(**cast(Any, {"make_loader": ReferenceLoader, "laws": ["determinism"]} | wrong))
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+def fail(value: int) -> int:
+    raise ValueError(f"not {value}")
+
+
+def test_a_pool_runs_calls_in_order_and_names_failures() -> None:
+    pool = shared_pool()
+    results = pool.run([Call(number % 2, double, (number,)) for number in range(7)], timeout=60)
+    assert results == [2 * number for number in range(7)]
+    with pytest.raises(ProcessError, match=r"ValueError: not 5[\s\S]*in fail"):
+        pool.run([Call(1, fail, (5,))], timeout=60)
+    assert pool.run([Call(1, double, (4,))], timeout=60) == [8]
+
+
+def test_a_pool_finds_modules_off_the_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As pytest imports test modules: under a name that no other process could import.
+    file = tmp_path / "elsewhere.py"
+    file.write_text("def answer(): return __name__\n")
+    name = "folder_off_the_path.elsewhere"
+    monkeypatch.setitem(sys.modules, "folder_off_the_path", types.ModuleType("folder_off_the_path"))
+    specification = importlib.util.spec_from_file_location(name, file)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, name, module)
+    specification.loader.exec_module(module)
+    assert shared_pool().run([Call(0, module.answer)], timeout=60) == [name]
+
+
+def test_a_closed_pool_leaves_no_process() -> None:
+    pool = ProcessPool()
+    assert pool.run([Call(0, double, (1,))], timeout=60) == [2]
+    processes = [server.process for server in pool._servers.values()]
+    pool.close()
+    assert [process.exitcode for process in processes] == [0]
+
+
+# The pytest base class.
+
+
+def test_the_suite_has_one_test_for_each_law() -> None:
+    tests = {name: function for name, function in vars(ResumableTests).items() if name.startswith("test_")}
+    assert [name.removeprefix("test_").replace("_", " ") for name in tests] == list(LAWS)
+    assert {function.__doc__ for function in tests.values()} == {law.sentence for law in LAWS.values()}
+    assert all("\n" not in law.sentence and law.sentence for law in LAWS.values())
+
+
+def test_the_suite_fails_and_skips_as_the_laws_do() -> None:
+    class Broken(ResumableTests):
+        make_loader = broken_loaders.IsFreshUntilStarted
+        reseal = reference_loader.reseal
+
+    class Short(ResumableTests):
+        make_loader = lone_loader
+        not_applicable = frozenset({"partition", "determinism"})
+
+    class Forgotten(ResumableTests):
+        pass
+
+    with pytest.raises(LawError, match="round trip"):
+        Broken().test_round_trip()
+    Broken().test_boundary()
+    with pytest.raises(pytest.skip.Exception, match="partition: the factory takes no rank"):
+        Short().test_partition()
+    with pytest.raises(AssertionError, match="take it out of not_applicable"):
+        Short().test_determinism()
+    with pytest.raises(TypeError, match="must set make_loader"):
+        Forgotten().test_tail()
+
+
+def test_the_knobs_of_the_suite_are_those_of_the_function() -> None:
+    arguments = inspect.signature(check_resumable).parameters
+    knobs = set(arguments) - {"laws", "raise_on_failure"}
+    assert knobs | {"not_applicable"} == {name for name in ResumableTests.__annotations__ if name[0] != "_"}
+    for name in knobs - {"make_loader", "num_workers"}:
+        assert getattr(ResumableTests, name) == arguments[name].default, name
+
+
+def test_laws_share_their_runs() -> None:
+    calls = []
+
+    class CountingPool(ProcessPool):
+        def run(self, some: Any, *, timeout: float) -> list[Any]:
+            calls.append(len(some))
+            return shared_pool().run(some, timeout=timeout)
+
+    settings = Settings(ReferenceLoader, identify=reference_loader.identify)
+    examination = Examination(settings, CountingPool())
+    for law in ("tail", "next epoch", "round trip"):
+        before = len(calls)
+        examine_law(examination, law)
+        assert (len(calls) > before) == (law == "tail")
+
+
+def test_the_functions_need_no_pytest() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import midepoch.testing; print(len(midepoch.testing.LAWS))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(len(LAWS))), done.stderr
+
+
+# Comparing items.
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+
+
+DIFFERENT: list[Any] = [
+    None, True, False, 1, 0, 1.0, 0.0, -0.0, float("nan"), "1", b"1", "", b"", (), [], {}, set(), {1}, (1,), [1],
+    {1: 1}, {"1": 1}, [[1], 2], [1, [2]], torch.tensor(1), torch.tensor([1]), torch.tensor([1.0]), torch.tensor([True]),
+    torch.tensor([1], dtype=torch.int32), torch.tensor([[1]]), torch.empty(0), torch.empty(0, 3), torch.empty(3, 0),
+    torch.tensor([float("nan")]), torch.tensor([-0.0]), torch.tensor([0.0]), torch.tensor([1.0], dtype=torch.bfloat16),
+    torch.tensor([1 + 2j]), np.array([1]), np.array([1.0]), np.float32(1), np.float64(1), np.int64(1),
+    np.array(["a"]), np.array([None]), np.array([(1, 2)], dtype=[("x", "i4"), ("y", "i4")]), Pair(1, 2), (1, 2),
+    Sample(1), Sample(2), Path("a"), torch.eye(2).to_sparse(), torch.eye(2),
+]  # fmt: skip
+
+
+def test_different_items_have_different_digests() -> None:
+    digests = [digest(item) for item in DIFFERENT]
+    twins = [(i, j) for i, one in enumerate(digests) for j, other in enumerate(digests) if i < j and one == other]
+    assert not twins, [(DIFFERENT[i], DIFFERENT[j]) for i, j in twins]
+
+
+def test_equal_items_have_equal_digests() -> None:
+    for item in DIFFERENT:
+        assert digest(pickle.loads(pickle.dumps(item))) == digest(item), item
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.arange(6).reshape(2, 3).T.contiguous())
+    assert digest(torch.tensor([1 + 2j]).conj()) == digest(torch.tensor([1 - 2j]))
+
+
+def test_what_cannot_be_compared_is_named() -> None:
+    with pytest.raises(TypeError, match=r"function at '\['f'\]'"):
+        digest({"f": lambda: None})
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "texts"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), ("int64 tensor 2, value 1: 2", "int64 tensor 2, value 1: 3")),
+        ({"x": [1, 2]}, {"x": [1, 5]}, ("['x'][1]: int: 2", "['x'][1]: int: 5")),
+        ([1, 2], [1, 2, 3], ("list of 2", "list of 3")),
+        (torch.zeros(2), np.zeros(2), ("float32 tensor 2: 0.0, 0.0", "<f8 numpy 2: 0.0, 0.0")),
+    ],
+    ids=str,
+)
+def test_the_first_difference_is_readable(expected: Any, got: Any, texts: tuple[str, str]) -> None:
+    assert first_difference(leaves(expected), leaves(got)) == texts
+
+
+def test_a_difference_far_back_is_told() -> None:
+    one, other = torch.zeros(1000), torch.zeros(1000)
+    other[900] = 1
+    assert "differs after its first 64 values" in first_difference(leaves(one), leaves(other))[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "ids"),
+    [
+        (torch.tensor([3, 1]), [3, 1]),
+        (np.array([3, 1]), [3, 1]),
+        ([torch.tensor([3, 1]), torch.zeros(2, 5)], [3, 1]),
+        ({"index": torch.tensor([[3], [1]]), "x": torch.zeros(2)}, [3, 1]),
+        (["a", "b"], ["a", "b"]),
+        ("a", ["a"]),
+        (7, [7]),
+        (None, [digest(None)]),
+        ((), [digest(())]),
+        (torch.zeros(2, 3), [digest(torch.zeros(3))] * 2),
+    ],
+    ids=str,
+)
+def test_the_default_identity(batch: Any, ids: list[Any]) -> None:
+    assert identify(batch) == ids
+
+
+def test_batches_are_split_into_samples() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    for batch in ((x, y), [x, y], {"x": x, "y": y}, x, [(x[0], 1), (x[1], 2), (x[2], 3)], ["a", "b", "c"]):
+        split = samples(batch, 3)
+        assert split is not None
+        assert len(set(split)) == 3
+        assert samples(batch, 4) is None
+    assert samples((x, y), 3) == samples((x.clone(), y.clone()), 3)
+    assert samples(None, 1) is None
