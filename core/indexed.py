@@ -32,6 +32,8 @@ __all__ = [
     "spans",
 ]
 
+_KEY_BLOCK = 512
+
 
 class IteratorSession(Session):
     """A session over any iterator whose batches need nothing done to them."""
@@ -128,6 +130,8 @@ class MapReader:
         self._streams = Streams(dataset, collate) if streams else None
         self._epoch_key: tuple[int, int] | None = None
         self._sample_key = self._batch_key = 0
+        self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
+        self._key_block_start = 0
         self._unread = True  # in this process
 
     def __call__(self, request: MapRequest) -> Any:
@@ -138,6 +142,7 @@ class MapReader:
             self._epoch_key = (request.seed, request.epoch)
             self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
             self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
+            self._key_block = []
             self._streams.refresh()
         batch = self._read_under_streams(request, self._streams)
         if self._unread:
@@ -149,11 +154,10 @@ class MapReader:
 
     def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
         start, dataset = streams.start, self.dataset
-        batch_key = extend_key(self._batch_key, request.start)
         streams.begin()
         try:
             if self._whole:
-                start(batch_key)
+                start(extend_key(self._batch_key, request.start))
                 samples = dataset.__getitems__(request.indices)
             else:
                 samples = []
@@ -161,7 +165,7 @@ class MapReader:
                     start(key)
                     samples.append(dataset[index])
             if not self._plain_collate:
-                start(extend_key(batch_key, Purpose.BATCH))
+                start(extend_key(self._batch_key, request.start, Purpose.BATCH))
             return self._collate(samples[0] if self._single else samples)
         finally:
             streams.end()
@@ -179,10 +183,12 @@ class MapReader:
         if self._listed_batches:
             key = extend_key(self._sample_key, start % request.size)
             return cast(list[int], derive_keys(key, np.arange(count)).tolist())
-        positions = np.arange(start, start + count)
-        if start + count > request.size:
-            positions %= request.size
-        return cast(list[int], derive_keys(self._sample_key, positions).tolist())
+        place = start - self._key_block_start
+        if not 0 <= place <= len(self._key_block) - count:
+            positions = np.arange(start, start + max(count, _KEY_BLOCK)) % max(request.size, 1)
+            self._key_block = derive_keys(self._sample_key, positions).tolist()
+            self._key_block_start, place = start, 0
+        return self._key_block[place : place + count]
 
 
 class IndexAdapter(Adapter):

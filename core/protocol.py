@@ -55,7 +55,7 @@ class StatefulIterable(Protocol):
         """Go on from `state` at the next ``next()``; see `midepoch.loader.Loader.load_state_dict`."""
         _inherited(self).loader().load_state_dict(state)
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:  # noqa: D102  # nothing for users
         made = super().__new__(cls)
         # Before any worker process is forked, so that the mark in it is shared with them.
         object.__setattr__(made, _INHERITED, _Inherited(made))
