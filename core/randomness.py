@@ -239,7 +239,7 @@ class _PythonGlobal:
     _BYTES = 4 * 625
 
     def __init__(self) -> None:
-        self._generator: Any = random._inst  # type: ignore[attr-defined]
+        self._generator: Any = random._inst
         # Without the argument handling of random.seed.
         self._seed = super(random.Random, self._generator).seed
         self._address = id(self._generator) + object.__basicsize__ if _state_is_memory() else None
