@@ -109,7 +109,7 @@ def check(state: object) -> State:
     """
     if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] != VERSION:
         raise StateVersionError(
-            f"the state has format version {state['version']}, this midepoch reads version {VERSION}: "
+            f"the state has format version {_shown(state['version'])}, this midepoch reads version {VERSION}: "
             "load it with the midepoch that wrote it"
         )
     _check_keys(state)
@@ -125,8 +125,7 @@ def check(state: object) -> State:
         measured = len(value) if isinstance(value, str) else value
         if measured is not None and not least <= measured < bound + isinstance(value, str):
             what = "length" if isinstance(value, str) else "value"
-            shown = str(measured) if measured < _LARGEST_INTEGER << 2 else "an absurdly large number"
-            raise StateCorruptError(f"{name} has an impossible {what}, {shown}: use an undamaged state")
+            raise StateCorruptError(f"{name} has an impossible {what}, {_shown(measured)}: use an undamaged state")
     if copy["size"] is not None and copy["position"] > copy["size"]:
         raise StateCorruptError(
             f"position {copy['position']} lies beyond the state's own size {copy['size']}: use an undamaged state"
@@ -138,6 +137,11 @@ def check(state: object) -> State:
             "one, or midepoch.reseal(state) if it was edited on purpose"
         )
     return copy
+
+
+def _shown(number: int) -> str:
+    # Python refuses to write out integers of thousands of digits.
+    return str(number) if abs(number) < 1 << 128 else "an absurdly large number"
 
 
 def _parsed(fingerprint: str) -> dict[str, str]:
