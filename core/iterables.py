@@ -184,6 +184,11 @@ class IterableAdapter(Adapter):
             return
         if not replayed or (replayed[1] and self._driven is None and self._probed):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
+        if not replayed[1] and self._drive(seed) is not None:
+            raise StateMismatchError(
+                f"how the source is read differs: the state was saved by a replay, this source can jump ({self._why}); "
+                "make the dataset as it was, or start this data anew"
+            )
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
