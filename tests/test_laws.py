@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -243,6 +244,12 @@ def test_a_pool_finds_modules_off_the_import_path(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, name, module)
     specification.loader.exec_module(module)
     assert shared_pool().run([Call(0, module.answer)], timeout=60) == [name]
+
+
+def test_a_pool_starts_workers_as_its_caller_does() -> None:
+    here = multiprocessing.get_start_method()
+    assert shared_pool().run([Call(0, multiprocessing.get_start_method)], timeout=60) == [here]
+    assert here == "fork" or sys.platform != "linux" or sys.version_info >= (3, 14)
 
 
 def test_a_closed_pool_leaves_no_process() -> None:
