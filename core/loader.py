@@ -74,6 +74,7 @@ class Loader:
         self._last: int | None = None  # step whose batch ends the epoch
         self._global_batch = 1
         self._peeked: list[Any] = []
+        self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
         self._active: _Pass | None = None  # the pass that owns the cursor
         self._running: _Pass | None = None  # the same, while the session is open and nothing else is to be done
         self._trail: deque[tuple[int, int, int, int]] = deque(maxlen=_REMEMBERED_PASSES)
@@ -98,7 +99,10 @@ class Loader:
     @property
     def position(self) -> int:
         """Units of this epoch that all ranks together have been handed."""
-        missing = self._session.missing if self._session is not None else 0
+        if self._peeked:
+            missing = self._unmoved[0]
+        else:
+            missing = self._session.missing if self._session is not None else 0
         return self._first + self._step * self._global_batch - missing
 
     @property
@@ -206,7 +210,7 @@ class Loader:
         session, ended = self._session, self._last == 0
         if in_flight <= self._step:
             position = self._first + (self._step - in_flight) * self._global_batch if in_flight else self.position
-            return self._epoch, position, self._detail if session is None else session.detail(in_flight, ended)
+            return self._epoch, position, self._session_detail(in_flight)
         back = in_flight - self._step
         for epoch, first, steps, global_batch in reversed(self._trail):
             if back <= steps:
@@ -222,6 +226,14 @@ class Loader:
             "number "
             "of batches that were taken and not yet trained on"
         )
+
+    def _session_detail(self, back: int) -> str:
+        session = self._session
+        if session is None:
+            return self._detail
+        if self._peeked:
+            return session.detail(back + 1, False) if back else self._unmoved[1]
+        return session.detail(back, self._last == 0)
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state` at the next ``next()``, whatever was going on.
@@ -329,8 +341,10 @@ class Loader:
         if not self._peeked:
             if self._last == 0:
                 self._close_session()  # the epoch that ended; the next batch is the next epoch's first
+            detail = self._session_detail(0)
             if self._session is None:
                 self._open()
+            missing = 0 if self._session is None else self._session.missing
             try:
                 self._peeked.append(self._next())
             except StopIteration:
@@ -338,6 +352,7 @@ class Loader:
             except BaseException:
                 self._close_session(keep_detail=self._step > 0)
                 raise
+            self._unmoved = missing, detail
             self._running = None
         return self._peeked[0]
 
@@ -363,7 +378,7 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in ("_session", "_next", "_step", "_last", "_peeked", "_active", "_running", "_trail"):
+        for name in ("_session", "_next", "_step", "_last", "_peeked", "_unmoved", "_active", "_running", "_trail"):
             del attributes[name]
         return attributes
 
@@ -401,18 +416,18 @@ class Loader:
         self._last = None if share is None else share.global_steps or -1
 
     def _close_session(self, keep_detail: bool = True) -> None:
-        session, ended = self._session, self._last == 0
+        session = self._session
         self._running = None
-        self._peeked.clear()
         if session is None:
             return
         try:
             if keep_detail:
-                self._detail = session.detail(0, ended)
+                self._detail = self._session_detail(0)
         finally:
             if self._step:
                 self._trail.append((self._epoch, self._first, self._step, self._global_batch))
             self._first, self._step = self.position, 0
+            self._peeked.clear()
             self._session, self._next, self._last = None, self._no_session, None
             session.close()
 
