@@ -433,7 +433,7 @@ class Loader:
 
     def _start(self, current: _Pass) -> Any:
         """The next batch where something has to be done first."""
-        if current.exhausted:
+        if current.exhausted or (current.ended and (current.superseded or current.closed)):
             raise StopIteration
         if current.closed:
             raise MidepochError("the loader was closed while this pass ran: iterate it anew")
