@@ -108,8 +108,9 @@ class _StatefulSession(Session):
         """The source's own state, as it is now."""
         if back or self._failed:
             raise StateError(
-                "the source's own state is that of now, "
-                + ("after a batch that failed" if self._failed else f"not of {back} batches ago")
-                + ": save it when no batch is in flight"
+                "the source's own state is that of now, after a batch that failed: load an older state to go on"
+                if self._failed
+                else f"the source's own state is that of now, not of {back} batches ago: save it when no batch is in "
+                "flight"
             )
         return encode(self._source.state_dict()) if self._handed_out else self._detail

@@ -64,6 +64,7 @@ class Loader:
         self._resumed = False  # the pass that runs went on from a load
         self._loaded: State | None = None  # what was loaded, until a batch is handed out
         self._detail = ""  # of the position, while no session is open
+        self._lost = ""  # why it is not known
         self._world: World | None = None  # of the last pass
         self._reset_runtime()
 
@@ -230,6 +231,8 @@ class Loader:
     def _session_detail(self, back: int) -> str:
         session = self._session
         if session is None:
+            if self._lost:
+                raise StateError(self._lost)
             return self._detail
         if self._peeked:
             return session.detail(back + 1, False) if back else self._unmoved[1]
@@ -282,7 +285,7 @@ class Loader:
         self._epoch, self._first, self._step = epoch, position, 0
         self._begun = self._resumed = self._fresh = False
         self._loaded = None
-        self._detail = ""
+        self._detail = self._lost = ""
         self._trail.clear()
         if self._active is not None:
             self._active.ended = False
@@ -398,6 +401,8 @@ class Loader:
                 f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
                 "use, or load a state to go on in another world"
             )
+        if self._lost:
+            raise StateError(self._lost)
         seed, position, adapter = self._current_seed(world), self.position, self._adapter
         adapter.prepare(seed, self._epoch)
         share = self._share(world, self._epoch, position)
@@ -423,6 +428,8 @@ class Loader:
         try:
             if keep_detail:
                 self._detail = self._session_detail(0)
+        except StateError as error:
+            self._lost = str(error)
         finally:
             if self._step:
                 self._trail.append((self._epoch, self._first, self._step, self._global_batch))
@@ -482,7 +489,7 @@ class Loader:
                     stacklevel=4,
                 )
             self._close_session(keep_detail=False)
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, ""
+            self._epoch, self._first, self._detail, self._lost = self._epoch + 1, 0, "", ""
         elif self._last == 0:
             self._close_session()
         if self._begun:
