@@ -268,10 +268,10 @@ class Loader:
             )
         if detail and not adapter.rank_independent:
             detail = states.part_of(detail, world.rank, world.world_size)
-        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
+        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         self._move(checked["epoch"], checked["position"])
         self._seed = checked["seed"]
         self._detail = detail
