@@ -73,6 +73,7 @@ class Loader:
         self._next: Callable[[], Any] = self._no_session
         self._step = 0  # batches handed out by the session
         self._last: int | None = None  # step whose batch ends the epoch
+        self._own_steps = 0  # batches of this rank in the session, where their number is known
         self._global_batch = 1
         self._peeked: list[Any] = []
         self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
@@ -381,7 +382,7 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in ("_session", "_next", "_step", "_last", "_peeked", "_unmoved", "_active", "_running", "_trail"):
+        for name in ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved", "_active", "_running", "_trail"):
             del attributes[name]
         return attributes
 
@@ -419,6 +420,7 @@ class Loader:
         self._global_batch = adapter.batch_size * world.world_size
         # An epoch of no batches is not over before StopIteration says so: -1 is never reached.
         self._last = None if share is None else share.global_steps or -1
+        self._own_steps = 0 if share is None else share.steps
 
     def _close_session(self, keep_detail: bool = True) -> None:
         session = self._session
@@ -505,6 +507,13 @@ class Loader:
             self._close_session(keep_detail=self._step > 0)
             return False
         if self._last is not None:
+            if self._step < self._own_steps and not session.varies:
+                given, expected = self._step, self._own_steps
+                self._close_session(keep_detail=self._step > 0)
+                raise SourceError(
+                    f"the source ended after {given} of the {expected} batches that were left: mend its __len__, or "
+                    "the StopIteration that its code raises or lets through"
+                ) from None
             # An epoch of no batches, or a rank without a part in the last global batch.
             current.exhausted = True
             self._roll()
