@@ -8,7 +8,7 @@ from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.encoding import decode, encode
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.indexed import length_of
-from midepoch.protocol import Capabilities, Capability
+from midepoch.protocol import RAW, Capabilities, Capability
 from midepoch.world import World
 
 __all__ = ["StatefulAdapter"]
@@ -37,7 +37,8 @@ class StatefulAdapter(Adapter):
     def recognises(cls, source: object) -> bool:
         """Has the three methods, and is iterable as data is: modules and optimizers are not."""
         methods = all(callable(getattr(source, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
-        return methods and not isinstance(source, type)
+        # What derives from StatefulIterable has the methods from us.
+        return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Batches of all ranks, where the source knows its own."""

@@ -61,6 +61,10 @@ class StatefulIterable(Protocol):
         object.__setattr__(made, _INHERITED, _Inherited(made))
         return made
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        # The one that Protocol would lend ends the chain of super().__init__() calls without a word.
+        super().__init__(*arguments, **keywords)
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         own = cls.__dict__.get("__iter__")

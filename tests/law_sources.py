@@ -119,20 +119,19 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Groups(Sampler[list[int]]):
-    """A user's own batch sampler: batches of 1, 2, 3, 1, ... indices."""
+    """A user's own batch sampler: so many batches, of 1, 2, 3, 1, ... indices."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, batches: int) -> None:
+        self.lengths = [place % 3 + 1 for place in range(batches)]
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = torch.randperm(self.size).tolist()
-        length = 1
-        while indices:
+        indices = torch.randperm(sum(self.lengths)).tolist()
+        for length in self.lengths:
             yield indices[:length]
-            indices, length = indices[length:], length % 3 + 1
+            indices = indices[length:]
 
     def __len__(self) -> int:
-        return (self.size // 6) * 3 + (0, 1, 2, 2, 3, 3)[self.size % 6]
+        return len(self.lengths)
 
 
 def as_it_is(value: Any) -> Any:
@@ -198,10 +197,11 @@ def map_distributed(
 
 
 def map_batch_sampler(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE,
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = 7,
     read_log: str | None = None,
 ) -> Any:  # fmt: skip
-    loader = DataLoader(Samples(size, read_log), batch_sampler=Groups(size), num_workers=num_workers)
+    groups = Groups(size)
+    loader = DataLoader(Samples(sum(groups.lengths), read_log), batch_sampler=groups, num_workers=num_workers)
     return _wrap(loader, rank, world_size, seed)
 
 

@@ -26,7 +26,7 @@ import torch
 
 from . import items
 from .examine import Examination
-from .record import Finding, Pass, Plan, Recording, Seen, Settings, length_of, open_loader, see
+from .record import Finding, Pass, Plan, Recording, Seen, Settings, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
 from .report import HOLDS, Law, LawError, Outcome, Report, Verdict, combined, law
 from .worlds import partition, topology
@@ -647,8 +647,11 @@ def delivery(examination: Examination) -> Outcome:
     for options, slow in zip(variants, found, strict=True):
         examination.raise_first(slow.findings)
         _resume_in_flight(examination, options, slow)
-        told = "" if slow.in_flight else "state_dict takes no in_flight"
-        outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
+        if slow.refused:
+            outcomes["in flight"] = Outcome("refused clearly", slow.refused)
+        else:
+            told = "" if slow.in_flight else "state_dict takes no in_flight"
+            outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
     if len(variants) == 2:
         _resume_with_workers(examination, variants[1], workers)
     return combined({"prefetched": HOLDS, **outcomes})
@@ -657,14 +660,15 @@ def delivery(examination: Examination) -> Outcome:
 @dataclasses.dataclass
 class _Slow:
     """A slow training loop: the ids of its batches, what moved the state although nothing was taken, whether the
-    loader knows ``in_flight``, and (epoch, batches taken, of them in flight, state) for each state that is not the
-    one given at that time.
+    loader knows ``in_flight``, (epoch, batches taken, of them in flight, state) for each state that is not the one
+    given at that time, and why a backend's own state, which is that of now, was refused for an earlier batch.
     """
 
     ids: list[list[tuple[Hashable, ...]]]
     findings: list[Finding]
     in_flight: bool
     other: list[tuple[int, int, int, dict[str, Any]]]
+    refused: str = ""
 
 
 def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
@@ -685,7 +689,13 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
                 # Where 'finished' has two spellings, the first state of a later epoch may be either.
                 oldest = number if epoch == 0 else number - 1
                 for held in range(1, min(oldest, _READ_AHEAD) + 1 if slow.in_flight else 1):
-                    state = copy.deepcopy(loader.state_dict(in_flight=held))
+                    try:
+                        state = copy.deepcopy(loader.state_dict(in_flight=held))
+                    except from_midepoch("StateError") as error:  # type: ignore[misc]
+                        if getattr(getattr(loader, "capabilities", None), "rank_independent", True):
+                            raise
+                        slow.refused = str(error)
+                        break
                     if items.digest(state) != notes[number - held]:
                         slow.other.append((epoch, number, held, state))
     return slow
