@@ -213,12 +213,19 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
-"""Modules whose globals are not searched: they are large, and draw from no generator but the global ones."""
+_OURS_AND_THEIRS = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
+"""Modules that are not searched: they are large, and draw from no generator but the global ones."""
 
 
 def _is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
+    return (module or "").partition(".")[0] in _OURS_AND_THEIRS
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """True for the code of installed packages, of which there is too much to follow all that it names."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -228,10 +235,14 @@ def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """
     if _is_library(function.__module__):
         return
+    installed = _is_installed((function.__module__ or "").partition(".")[0])
     names = list(_names(function.__code__))
     for name in names:
         found = function.__globals__.get(name)
-        if isinstance(found, types.ModuleType):
+        if installed:
+            if isinstance(found, _GENERATORS):
+                yield f" -> {name}", found
+        elif isinstance(found, types.ModuleType):
             if not _is_library(found.__name__):
                 yield from ((f" -> {name}.{each}", vars(found)[each]) for each in names if each in vars(found))
         elif isinstance(found, type):
