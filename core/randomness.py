@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import random
+import struct
 import sys
 import threading
 import types
@@ -356,39 +357,59 @@ class _NumpyGlobal:
     """numpy's global RandomState, lent a bit generator of ours and given back its own.
 
     Swapping is 300 times cheaper than ``get_state`` and ``set_state``. It has one catch: the second value of a pair of
-    normal numbers, which RandomState keeps, is lost with it. ``get_state`` alone can tell whether there is one, so it
-    is asked only when the caller has drawn since the last look, which the position in its state tells.
+    normal numbers, which RandomState keeps, is lost with it. So that is copied as memory, ``struct { int has_gauss;
+    double gauss; }``; where a test object shows another layout, the slow way is taken.
     """
+
+    _BYTES = 16
 
     def __init__(self) -> None:
         self._ours = np.random.MT19937(0)
         self._theirs: Any = None
-        self._words: Any = None
-        self._seen = (-1, -1)
-        self._pair: dict[str, Any] | None = None
+        offset = _offset_of_pair()
+        self._address = None if offset is None else id(np.random.mtrand._rand) + offset
+        self._copy = ctypes.create_string_buffer(self._BYTES)
+        self._pair: Any = None
 
     def borrow(self) -> None:
-        theirs = np.random.get_bit_generator()
-        if theirs is not self._theirs:
-            self._theirs = theirs
-            self._words = None
-            if isinstance(theirs, np.random.MT19937):
-                # struct mt19937_state { uint32_t key[624]; int pos; }, at the address numpy publishes for it
-                self._words = (ctypes.c_uint32 * 625).from_address(theirs.ctypes.state_address)
-            self._seen = (-1, -1)
-        words = self._words
-        if words is None or self._seen != (words[0], words[624]) or self._pair is not None:
-            state = np.random.get_state(legacy=False)
-            assert isinstance(state, dict)  # what legacy=False is for
-            self._pair = state if state.get("has_gauss") else None
-            if words is not None:
-                self._seen = (words[0], words[624])
+        self._theirs = np.random.get_bit_generator()
+        if self._address is None:
+            self._pair = np.random.get_state(legacy=False)
+        else:
+            ctypes.memmove(self._copy, self._address, self._BYTES)
         np.random.set_bit_generator(self._ours)
 
     def give_back(self) -> None:
         np.random.set_bit_generator(self._theirs)
-        if self._pair is not None:
+        if self._address is None:
             np.random.set_state(self._pair)
+        else:
+            ctypes.memmove(self._address, self._copy, self._BYTES)
+
+
+@functools.cache
+def _offset_of_pair() -> int | None:
+    """Where in a RandomState `_NumpyGlobal` finds the second normal number; None if that cannot be told."""
+    if sys.implementation.name != "cpython":
+        return None
+    state = np.random.RandomState(1)
+    size = type(state).__basicsize__
+
+    def memory() -> bytes:
+        return ctypes.string_at(id(state), size)
+
+    state.standard_normal()
+    with_pair = memory()
+    kept = state.get_state(legacy=False)
+    assert isinstance(kept, dict)  # what legacy=False is for
+    offsets = [
+        offset - 8 for offset in range(8, size - 7, 8) if with_pair[offset : offset + 8] == struct.pack("d", kept["gauss"])
+    ]
+    state.standard_normal()
+    without = memory()
+    if len(offsets) != 1 or [struct.unpack_from("i", each, offsets[0])[0] for each in (with_pair, without)] != [1, 0]:
+        return None
+    return offsets[0]
 
 
 class Streams:
