@@ -36,7 +36,8 @@ def main(checkpoint: Path) -> None:
     while loader.epoch < EPOCHS:
         for features, target in loader:
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(features), target).backward()
+            loss: torch.Tensor = torch.nn.functional.mse_loss(model(features), target)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if torch.distributed.get_rank() == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}

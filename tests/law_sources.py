@@ -1,11 +1,11 @@
-"""Factories of wrapped loaders over every source of the core, for the laws. Each sample says who it is and what it drew."""
+"""Factories of loaders over every source of the core, for the laws. Each sample says who it is and what it drew."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class ExposingGenerator(IterableDataset[torch.Tensor]):
             yield torch.cat([read, torch.tensor([next(pairs) + next(pairs)], dtype=read.dtype)])
 
 
-class Inheriting(midepoch.StatefulIterable, Exposing):  # type: ignore[misc]
+class Inheriting(midepoch.StatefulIterable, Exposing):
     """The same, as a subclass."""
 
     def __init__(self, size: int, read_log: str | None = None) -> None:
@@ -147,7 +147,7 @@ def map_shuffled(
     size: int = SIZE, read_log: str | None = None, items: list[Any] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     if items is not None:
-        loader: Any = DataLoader(items, batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
+        loader = DataLoader(cast(Any, items), batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
     else:
         loader = DataLoader(Samples(size, read_log), batch_size=batch_size, shuffle=True, num_workers=num_workers)
     return _wrap(loader, rank, world_size, seed, **options)
@@ -243,9 +243,7 @@ def inheriting(rank: int = 0, world_size: int = 1, size: int = SIZE, read_log: s
 def batches_list(
     rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None
 ) -> Any:
-    return _wrap(
-        [torch.tensor([[index]]) for index in range(size)] if items is None else items, rank, world_size, seed
-    )
+    return _wrap([torch.tensor([[index]]) for index in range(size)] if items is None else items, rank, world_size, seed)
 
 
 class GeneratorFunction:
