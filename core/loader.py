@@ -17,6 +17,7 @@ import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -125,7 +126,7 @@ class Loader:
         if by_source is None:
             return world
         if stated is None and world.world_size == 1:
-            return by_source
+            return replace(by_source, local_rank=world.local_rank)
         if (world.rank, world.world_size) != (by_source.rank, by_source.world_size):
             raise MidepochError(
                 f"the source's sampler is rank {by_source.rank} of {by_source.world_size}, the world is rank "

@@ -175,7 +175,7 @@ def understand(sampler: Any) -> Understood:
             Shuffled(size) if sampler.shuffle else Sequential(size),
             seed=sampler.seed % (1 << 64),
             tail="drop" if sampler.drop_last else "pad",
-            world=World(sampler.rank, sampler.num_replicas, World.current().local_rank),
+            world=World(sampler.rank, sampler.num_replicas),
         )
     if kind is ResumableSampler:
         return Understood(sampler.order, seed=sampler.seed, world=sampler.world)
