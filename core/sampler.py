@@ -178,7 +178,7 @@ def understand(sampler: Any) -> Understood:
             world=World(sampler.rank, sampler.num_replicas),
         )
     if kind is ResumableSampler:
-        return Understood(sampler.order, seed=sampler.seed, world=sampler.world)
+        return Understood(sampler.order, seed=sampler.seed, tail=sampler.tail, world=sampler.world)
     ranked = isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank"))
     return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=ranked)
 
