@@ -218,6 +218,8 @@ class ResumableSampler(Sampler[int]):
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size must be an int of at least 1, got {batch_size!r}")
         order = (Shuffled(size) if shuffle else Sequential(size)) if isinstance(shuffle, bool) else shuffle
+        if not callable(getattr(order, "epoch", None)):
+            raise TypeError(f"shuffle must be True, False or an order of midepoch.order, got {shuffle!r}")
         if order.size != size:
             raise ValueError(f"the order is over {order.size} positions, size is {size}: make them equal")
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
