@@ -81,7 +81,7 @@ def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
 class _Driven(Sampler[Any]):
     """Stands in for a sampler of the user's: gives the indices of our order from wherever it is put.
 
-    It is its own iterator, so that its position can be set between two samples.
+    Its iterators share its position, so that this can be set between two samples.
     """
 
     _AHEAD = 256  # positions taken from the order at once
@@ -95,13 +95,14 @@ class _Driven(Sampler[Any]):
         self.position = 0
         self.passes = 0
 
-    def __iter__(self) -> _Driven:
+    def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         if self.passes > 1:
             self.position = 0  # as a sampler does; `probe` and the reader notice
-        return self
+        return _Draws(self.draw)
 
-    def __next__(self) -> Any:
+    def draw(self) -> Any:
+        """The next index."""
         position = self.position
         if position >= self._length:
             raise StopIteration
@@ -119,6 +120,21 @@ class _Driven(Sampler[Any]):
         if name.startswith("__") or name == "_original":
             raise AttributeError(name)
         return getattr(self._original, name)
+
+
+class _Draws:
+    """One pass over a `_Driven`. Asked for an iterator, it is one already: that is no second pass."""
+
+    __slots__ = ("_draw",)
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> _Draws:
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
 
 
 class Driven:
