@@ -110,7 +110,7 @@ class IterableAdapter(Adapter):
     def _drive(self, seed: int) -> tuple[int, ...] | None:
         """Draws from each sampler, a sample; None where the source has to be replayed."""
         if self._driven is not None and not self._probed:
-            self._draws, self._why = probe(self._driven, self.options.streams, seed)
+            self._draws, self._why = probe(self._driven, seed)
             self._probed = True
             if self._draws is None:
                 self._driven = None
@@ -143,6 +143,7 @@ class IterableAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """As the table in docs/capabilities.md has it."""
         exact = promises.augmentations(self.options, self._stream, self._collate)
+        self._drive(self.options.seed if self.options.seed is not None else self.seed or 0)
         if self._driven is not None:
             return Capabilities(
                 exact_order=promises.OUR_ORDER,
