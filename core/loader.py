@@ -383,7 +383,8 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved", "_active", "_running", "_trail"):
+        opened = ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved")
+        for name in (*opened, "_active", "_running", "_trail"):
             del attributes[name]
         return attributes
 
