@@ -226,8 +226,7 @@ class Loader:
             back -= steps
         raise StateError(
             f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
-            "number "
-            "of batches that were taken and not yet trained on"
+            "number of batches that were taken and not yet trained on"
         )
 
     def _session_detail(self, back: int) -> str:
@@ -487,8 +486,7 @@ class Loader:
             if self._resumed and not (previous is not None and previous.exhausted):
                 warnings.warn(
                     f"a new pass gives up the rest of epoch {self._epoch}, which a loaded state had continued, at "
-                    "position "
-                    f"{self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
+                    f"position {self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
                     MidepochWarning,
                     stacklevel=4,
                 )
