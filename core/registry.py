@@ -105,7 +105,7 @@ def _adapter_for(source: Any) -> type[Adapter]:
     package = type(source).__module__.partition(".")[0]
     if package in _WITHOUT_ADAPTER and not any(adapter.recognises(source) for adapter in _registered()):
         raise UnsupportedSourceError(
-            f"there is no adapter for {type(source).__name__} of {package} yet ({_WITHOUT_ADAPTER[package]}): keep its own "
+            f"there is no adapter for {type(source).__name__} yet ({_WITHOUT_ADAPTER[package]}): keep its own "
             "state, or wrap a DataLoader over the same data"
         )
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
