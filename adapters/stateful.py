@@ -86,15 +86,17 @@ class _StatefulSession(Session):
     def take(self) -> Any:
         """The source's next batch."""
         if self._iterator is None:
-            if self._opened:
+            if not self._opened:
+                self._iterator = iter(self._source)
+            else:
                 try:
                     self._source.load_state_dict(decode(self._opened))
+                    self._iterator = iter(self._source)
                 except Exception as error:
                     raise StateError(
                         f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): "
                         "make the source as it was when the state was saved"
                     ) from error
-            self._iterator = iter(self._source)
         try:
             batch = next(self._iterator)
         except StopIteration:
