@@ -45,8 +45,14 @@ class StatefulAdapter(Adapter):
         return None if length is None else length * world.world_size
 
     def describe(self) -> dict[str, str]:
-        """The kind of source: another's state means nothing to it."""
-        return {"source": f"{type(self.source).__module__}.{type(self.source).__qualname__}"}
+        """The kind of source, since another's state means nothing to it, and what loaders' states depend on."""
+        described = {"source": f"{type(self.source).__module__}.{type(self.source).__qualname__}"}
+        for name in ("batch_size", "drop_last", "num_workers"):
+            value = getattr(self.source, name, None)
+            if isinstance(value, int):
+                described[name] = str(value)
+        samples = length_of(getattr(self.source, "dataset", None))
+        return described if samples is None else {**described, "samples": str(samples)}
 
     def capabilities(self) -> Capabilities:
         """As the source's own state has it."""
