@@ -80,7 +80,8 @@ class Loader:
         self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
         self._active: _Pass | None = None  # the pass that owns the cursor
         self._running: _Pass | None = None  # the same, while the session is open and nothing else is to be done
-        self._trail: deque[tuple[int, int, int, int]] = deque(maxlen=_REMEMBERED_PASSES)
+        # Epoch, first position, batches and global batch of each, and whether its draws varied.
+        self._trail: deque[tuple[int, int, int, int, bool]] = deque(maxlen=_REMEMBERED_PASSES)
 
     # --- what it is ---
 
@@ -215,12 +216,12 @@ class Loader:
             position = self._first + (self._step - in_flight) * self._global_batch if in_flight else self.position
             return self._epoch, position, self._session_detail(in_flight)
         back = in_flight - self._step
-        for epoch, first, steps, global_batch in reversed(self._trail):
+        for epoch, first, steps, global_batch, varied in reversed(self._trail):
             if back <= steps:
                 position = first + (steps - back) * global_batch
                 if session is not None and ended and back == in_flight:
                     return epoch, position, session.detail(in_flight, False)
-                if not self._adapter.rank_independent:
+                if varied or not self._adapter.rank_independent:
                     break
                 return epoch, position, ""
             back -= steps
@@ -435,7 +436,7 @@ class Loader:
             self._lost = str(error)
         finally:
             if self._step:
-                self._trail.append((self._epoch, self._first, self._step, self._global_batch))
+                self._remember(session)
             self._first, self._step = self.position, 0
             self._peeked.clear()
             self._session, self._next, self._last = None, self._no_session, None
@@ -534,9 +535,13 @@ class Loader:
             ) from None
         return False
 
+    def _remember(self, session: Session | None) -> None:
+        varied = session is not None and session.varies
+        self._trail.append((self._epoch, self._first, self._step, self._global_batch, varied))
+
     def _roll(self) -> None:
         """The epoch's last batch has been handed out: the state is the next epoch's beginning."""
-        self._trail.append((self._epoch, self._first, self._step, self._global_batch))
+        self._remember(self._session)
         self._epoch += 1
         self._first = self._step = self._last = 0
         self._detail = ""
