@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, IterableDataset
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.errors import SourceError, UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests
+from midepoch.errors import UnsupportedSourceError
+from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests, unchanged
 from midepoch.iterables import IterableAdapter
 from midepoch.order import Sequential
 from midepoch.protocol import Capabilities, Capability
@@ -68,19 +68,7 @@ class SequenceAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Items from the position on."""
         order = Sequential(len(self.source)).epoch(run.seed, run.epoch)
-        return IteratorSession(map(self._reader, map_requests(run, order, self._unchanged())))
-
-    def _unchanged(self) -> Callable[[], None]:
-        source, expected = self.source, len(self.source)
-
-        def check() -> None:
-            if len(source) != expected:
-                raise SourceError(
-                    f"the sequence had {expected} items when this pass began and has {len(source)} now: let it "
-                    "change between epochs only"
-                )
-
-        return check
+        return IteratorSession(map(self._reader, map_requests(run, order, unchanged(self.source, len(self.source)))))
 
 
 class PlainIterableAdapter(IterableAdapter):

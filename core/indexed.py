@@ -14,6 +14,7 @@ import numpy as np
 from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 
 from .adapter import Adapter, Options, Run, Session
+from .errors import SourceError
 from .keys import derive_key, derive_keys, extend_key
 from .order import EpochOrder
 from .protocol import Capabilities, Capability
@@ -31,6 +32,7 @@ __all__ = [
     "map_requests",
     "reads_whole_batches",
     "spans",
+    "unchanged",
 ]
 
 _KEY_BLOCK = 512
@@ -246,3 +248,21 @@ def length_of(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
+
+
+def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
+    """What a session calls before each request: raises SourceError once `source` has another length than `expected`."""
+
+    def check() -> None:
+        length = length_of(source)
+        if length != expected:
+            raise SourceError(
+                f"the source had {expected} items when this pass began and has {length} now: let it change between "
+                "epochs only"
+            )
+
+    return _nothing if expected is None else check
+
+
+def _nothing() -> None:
+    pass

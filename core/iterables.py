@@ -19,7 +19,7 @@ from .errors import (
     StateMismatchError,
     UnsupportedSourceError,
 )
-from .indexed import length_of
+from .indexed import length_of, unchanged
 from .protocol import RAW, Capabilities, Capability
 from .replay import End, Replayed, ReplayReader, ReplayRequest
 from .sampler import Understood, understand
@@ -216,18 +216,6 @@ class IterableAdapter(Adapter):
             self._require_shard(f"{run.world.world_size} ranks")
         return self._open_replay(run)
 
-    def _unchanged(self) -> Callable[[], None]:
-        expected = length_of(self._stream)
-
-        def check() -> None:
-            if length_of(self._stream) != expected:
-                raise SourceError(
-                    f"the dataset had {expected} samples when this pass began and has {length_of(self._stream)} now: "
-                    "let it change between epochs only"
-                )
-
-        return check if expected is not None else _nothing
-
     def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
         alone = run.world.world_size == 1 and self._workers == 0
         key = "driven alone" if alone else "driven"
@@ -237,7 +225,7 @@ class IterableAdapter(Adapter):
             collate = self._collate or _as_it_is
             reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone)
             self._readers[key] = reader
-        answers, close = self.serve(reader, driven_requests(run, self._unchanged()), run)
+        answers, close = self.serve(reader, driven_requests(run, unchanged(self._stream, length_of(self._stream))), run)
         return _DrivenSession(answers, close, reader, f"draws={','.join(map(str, draws))}")
 
     def _open_replay(self, run: Run) -> Session:
@@ -281,9 +269,9 @@ class IterableAdapter(Adapter):
             run.world.world_size, run.tail, size, False,
         )  # fmt: skip
         steps = itertools.count() if run.share is None else range(run.share.steps)
-        unchanged = self._unchanged()
+        check = unchanged(self._stream, length_of(self._stream))
         for step in steps:
-            unchanged()
+            check()
             yield request._replace(step=step, skip=self._own_streams and step < consumed)
 
 
