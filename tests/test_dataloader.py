@@ -503,6 +503,25 @@ def test_draws_that_vary_fall_back_to_a_replay(when: str) -> None:
     assert sources.quiet_resume(make, sources.heads(make, len(whole))[1]) == later
 
 
+def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
+    """Within the epoch they are known; from the next one on they are refused rather than guessed."""
+    out = rejected("later")
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
+
+    whole = sources.taken(make())
+    loader = make()
+    batches = iter(loader)
+    for _ in range(15):
+        next(batches)
+    assert sources.quiet_resume(make, loader.state_dict(in_flight=2)) == whole[13:]
+    list(batches)
+    next(iter(loader))
+    with pytest.raises(StateError, match="in_flight"):
+        loader.state_dict(in_flight=3)
+
+
 def test_draws_that_vary_are_admitted() -> None:
     loader = midepoch.wrap(sources.Rejecting(20, rejected("from the start")), seed=5)
     assert not loader.capabilities.constant_time_resume
