@@ -23,6 +23,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
@@ -216,6 +217,23 @@ class Told(sources.Exposing):
     def __next__(self) -> Any:
         super().__next__()
         return self.told
+
+
+class WorkerSeed(sources.Indices):
+    """What code that seeds by worker sees."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed
+
+
+def test_the_seeds_of_workers_repeat_themselves() -> None:
+    source = DataLoader(WorkerSeed(4), batch_size=2, num_workers=2, collate_fn=list)
+    with midepoch.wrap(source, seed=5) as first, midepoch.wrap(source, seed=5) as second:
+        seeds = sources.taken(first)
+        assert sources.taken(second) == seeds
+        assert sources.taken(first) != seeds  # another epoch
 
 
 def test_persistent_workers_persist_and_end() -> None:
