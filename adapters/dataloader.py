@@ -21,12 +21,12 @@ from typing_extensions import TypeIs
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.errors import StateMismatchError, UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests, unchanged
+from midepoch.indexed import IteratorSession, MapReader, map_requests, unchanged
 from midepoch.iterables import IterableAdapter
 from midepoch.keys import derive_key
 from midepoch.protocol import Capabilities, Capability
 from midepoch.randomness import Purpose
-from midepoch.sampler import Listed, ListedEpoch, understand
+from midepoch.sampler import Listed, ListedEpoch, length_of, understand
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
@@ -130,6 +130,7 @@ class MapDataLoaderAdapter(Adapter):
         elif detail:
             crc = self._order.epoch(seed, epoch).crc
             if detail != f"crc={crc}":
+                self._order.forget()  # the user may mend the sampler
                 raise StateMismatchError(
                     f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
                     f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
@@ -196,7 +197,10 @@ def _nothing() -> None:
 
 
 def _is_plain(source: object) -> TypeIs[DataLoader[Any]]:
-    return isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__
+    kind: Any = type(source)
+    return isinstance(source, DataLoader) and (
+        kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    )
 
 
 class _Server:

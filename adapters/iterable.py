@@ -11,10 +11,11 @@ from torch.utils.data import Dataset, IterableDataset
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.errors import UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests, unchanged
+from midepoch.indexed import IteratorSession, MapReader, map_requests, unchanged
 from midepoch.iterables import IterableAdapter
 from midepoch.order import Sequential
 from midepoch.protocol import Capabilities, Capability
+from midepoch.sampler import length_of
 from midepoch.world import World
 
 __all__ = ["PlainIterableAdapter", "SequenceAdapter"]

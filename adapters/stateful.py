@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.encoding import decode, encode
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
-from midepoch.indexed import length_of
 from midepoch.protocol import RAW, Capabilities, Capability
+from midepoch.sampler import length_of
 from midepoch.world import World
 
 __all__ = ["StatefulAdapter"]

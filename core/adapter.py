@@ -148,5 +148,9 @@ class Adapter(ABC):
         if detail:
             raise StateCorruptError(f"a state of {self.name} has no detail, this one has: use an undamaged state")
 
+    def bare_detail(self) -> str:
+        """The detail of a place inside an epoch that iterating has not led to, or that is not remembered."""
+        return ""
+
     def close(self) -> None:  # noqa: B027  # most adapters hold nothing
         """Let go of what outlives sessions, such as persistent worker processes."""

@@ -49,9 +49,9 @@ def main() -> None:
 
 
 def demo(
-    output: Annotated[
-        Path, typer.Option(help="Folder for images, logs, snapshots, result.json and loss.png.")
-    ] = Path("demo-output"),
+    output: Annotated[Path, typer.Option(help="Folder for images, logs, snapshots, result.json and loss.png.")] = Path(
+        "demo-output"
+    ),
     backend: Annotated[str, typer.Option(help="What reads the images: torch.")] = "torch",
     kills: Annotated[int, typer.Option(help="How often a run is killed.")] = 3,
     world_sizes: Annotated[
@@ -81,9 +81,7 @@ def demo(
     from .demo.train import LOADERS
 
     if backend not in LOADERS:
-        raise typer.BadParameter(
-            f"there is no {backend!r}: choose one of {', '.join(LOADERS)}", param_hint="--backend"
-        )
+        raise typer.BadParameter(f"there is no {backend!r}: choose one of {', '.join(LOADERS)}", param_hint="--backend")
     try:
         settings = Settings(
             output=output,

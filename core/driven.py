@@ -9,6 +9,7 @@ constant number from each sampler, so draws are counted, first by `probe` and th
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +17,13 @@ from torch.utils.data import Sampler, default_collate, default_convert, get_work
 
 from .adapter import Run
 from .encoding import digest
-from .errors import SourceError
-from .indexed import as_list, length_of, spans
+from .errors import MidepochWarning, SourceError
+from .indexed import as_list, spans
 from .keys import derive_key, extend_key
 from .order import EpochOrder, Order
 from .protocol import RAW
 from .randomness import Purpose, Streams
-from .sampler import Listed, ListedEpoch
+from .sampler import Listed, ListedEpoch, length_of
 
 __all__ = [
     "Driven",
@@ -251,7 +252,8 @@ class DrivenReader:
         single: samples are handed out one by one.
         streams: False leaves the caller's generators to the dataset.
         alone: no other process reads this epoch, so where a sample breaks the count the rest can still be read in a
-        row.
+            row.
+        proved: samples of this very dataset were counted; otherwise `draws` is what a state says.
     """
 
     def __init__(
@@ -262,6 +264,7 @@ class DrivenReader:
         single: bool,
         streams: bool,
         alone: bool,
+        proved: bool,
     ) -> None:
         self.dataset = driven.dataset
         self._driven, self._draws, self._collate, self._single, self._alone = driven, draws, collate, single, alone
@@ -270,25 +273,43 @@ class DrivenReader:
         self._opened: tuple[int, int] | None = None
         self._iterator: Iterator[Any] = iter(())
         self._samplers: list[_Driven] = []
+        self._proved = proved
+        self._searched = False  # behind what this session's iterator has made while it read
         self.varies = False
 
     def __call__(self, request: DrivenRequest) -> Any:
         """The batch. StopIteration where an epoch that `varies` is over early."""
         streams = self._streams
+        if self._opened != request[:2]:
+            if streams is None:
+                self._open(request)
+            else:
+                with streams.under(derive_key(Purpose.OPENING, request.seed, request.epoch)):
+                    self._open(request)
+                streams.refresh(self._iterator)
         if streams is None:
             return self._read(request, None)
         streams.begin()
         try:
-            return self._read(request, streams)
+            batch = self._read(request, streams)
         except BaseException:
             self._opened = None  # a generator that has raised is over
             raise
         finally:
             streams.end()
+        if not self._searched:
+            self._searched = True
+            if streams.refresh(self._iterator):
+                warnings.warn(
+                    f"{type(self.dataset).__name__} makes a random generator while it is read, too late for the "
+                    "first batch "
+                    "after a resume to be exact: make it in __init__, or use midepoch.sample_generator()",
+                    MidepochWarning,
+                    stacklevel=2,
+                )
+        return batch
 
     def _read(self, request: DrivenRequest, streams: Streams | None) -> Any:
-        if self._opened != request[:2]:
-            self._open(request, streams)
         sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
         samples = []
         for place in range(request.start, request.start + request.units):
@@ -310,12 +331,10 @@ class DrivenReader:
             streams.start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
         return self._collate(samples[0] if self._single else samples)
 
-    def _open(self, request: DrivenRequest, streams: Streams | None) -> None:
-        if streams is not None:
-            streams.start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+    def _open(self, request: DrivenRequest) -> None:
         self._iterator, self._samplers = self._driven.open(request.seed, request.epoch)
         self._opened = (request.seed, request.epoch)
-        self.varies = False
+        self.varies = self._searched = False
 
     def _sample(self, position: int) -> Any:
         samplers, draws = self._samplers, self._draws
@@ -326,9 +345,16 @@ class DrivenReader:
         for sampler, count in zip(samplers, draws, strict=True):
             if sampler.position != (position + 1) * count or sampler.passes > 1:
                 self._broken(position, sampler.position - position * count, count)
+                return item
+        self._proved = True
         return item
 
     def _broken(self, position: int, drawn: int, count: int) -> None:
+        if not self._proved:
+            raise SourceError(
+                f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, the state was "
+                f"saved with {count} draws a sample: make the dataset as it was, or start this data anew"
+            )
         if self._alone:
             self.varies = True
             return

@@ -7,6 +7,7 @@ worker gets a request, the batch is the same.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -14,12 +15,12 @@ import numpy as np
 from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 
 from .adapter import Adapter, Options, Run, Session
-from .errors import SourceError
+from .errors import MidepochWarning, SourceError
 from .keys import derive_key, derive_keys, extend_key
 from .order import EpochOrder
 from .protocol import Capabilities, Capability
 from .randomness import Purpose, Streams
-from .sampler import ListedEpoch, ResumableSampler
+from .sampler import ListedEpoch, ResumableSampler, length_of
 from .world import Share, World
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "MapReader",
     "MapRequest",
     "as_list",
-    "length_of",
     "map_requests",
     "reads_whole_batches",
     "spans",
@@ -135,7 +135,7 @@ class MapReader:
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
         self._key_block_start = 0
-        self._unread = True  # in this process
+        self._reads, self._next_search = 0, 1  # batches in this process
 
     def __call__(self, request: MapRequest) -> Any:
         """The batch."""
@@ -148,10 +148,21 @@ class MapReader:
             self._key_block = []
             self._streams.refresh()
         batch = self._read_under_streams(request, self._streams)
-        if self._unread:
-            self._unread = False
+        self._reads += 1
+        if self._reads == self._next_search:
+            # Ever more seldom: generators that a dataset makes while it reads are mostly made at once.
+            self._next_search *= 2
             if self._streams.refresh():
-                # The dataset made generators of its own while it read: now that they are known, once more.
+                if self._reads > 1:
+                    warnings.warn(
+                        f"{type(self.dataset).__name__} made a random generator after its first batch, so samples "
+                        "before "
+                        "may not be drawn alike after a resume: make it in __init__, or use "
+                        "midepoch.sample_generator()",
+                        MidepochWarning,
+                        stacklevel=2,
+                    )
+                # Now that they are known, once more.
                 batch = self._read_under_streams(request, self._streams)
         return batch
 
@@ -240,14 +251,6 @@ class IndexAdapter(Adapter):
         """Lists of indices."""
         order = self._order.epoch(run.seed, run.epoch)
         return IteratorSession(request.indices for request in map_requests(run, order, lambda: None))
-
-
-def length_of(source: Any) -> int | None:
-    """`len(source)`, or None where there is none."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def unchanged(source: Any, expected: int | None) -> Callable[[], None]:

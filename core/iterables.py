@@ -19,10 +19,10 @@ from .errors import (
     StateMismatchError,
     UnsupportedSourceError,
 )
-from .indexed import length_of, unchanged
+from .indexed import unchanged
 from .protocol import RAW, Capabilities, Capability
 from .replay import End, Replayed, ReplayReader, ReplayRequest
-from .sampler import Understood, understand
+from .sampler import Understood, length_of, understand
 from .world import World
 
 __all__ = ["IterableAdapter"]
@@ -64,6 +64,7 @@ class IterableAdapter(Adapter):
         super().__init__(source, options)
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
+        self._exposes = bool(exposed_samplers(stream)) and options.shard is None
         self.drop_last = drop_last
         self._own_streams = options.shard is False
         # A stream of its own has batches of any size, so they are what is counted.
@@ -74,6 +75,7 @@ class IterableAdapter(Adapter):
         self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
         self._draws: tuple[int, ...] | None = None
         self._probed = False
+        self._proved = False  # by reading, not by what a state says
         self._why = "it exposes no samplers" if not understood else "it has not been tried yet"
         if options.shard is not None and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
@@ -110,7 +112,7 @@ class IterableAdapter(Adapter):
         """Draws from each sampler, a sample; None where the source has to be replayed."""
         if self._driven is not None and not self._probed:
             self._draws, self._why = probe(self._driven, seed)
-            self._probed = True
+            self._probed, self._proved = True, self._draws is not None
             if self._draws is None:
                 self._driven = None
                 self.elastic = False
@@ -140,7 +142,7 @@ class IterableAdapter(Adapter):
         return {"order": "stream of its own" if self._own_streams else "stream"}
 
     def capabilities(self) -> Capabilities:
-        """As the table in docs/capabilities.md has it."""
+        """As the table in the README has it."""
         exact = promises.augmentations(self.options, self._stream, self._collate)
         self._drive(self.options.seed if self.options.seed is not None else self.seed or 0)
         if self._driven is not None:
@@ -163,9 +165,19 @@ class IterableAdapter(Adapter):
             rank_independent=promises.ONE_STATE,
         )
 
+    def bare_detail(self) -> str:
+        """The draws a sample, or the number of workers, without which a state would fit what it must not."""
+        if self._driven is not None:
+            return "" if self._draws is None else _told(self._draws)
+        return f"workers={self._workers};digest="
+
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """The draws a sample, or the workers and the digest of a replay."""
         if not detail:
+            if position:
+                raise StateCorruptError(
+                    f"the state stands at position {position} without the detail that belongs to it: use a whole one"
+                )
             return
         driven, replayed = _DRIVEN_DETAIL.fullmatch(detail), _REPLAY_DETAIL.fullmatch(detail)
         if driven and self._driven is not None:
@@ -181,7 +193,7 @@ class IterableAdapter(Adapter):
                     "the dataset as it was, or start this data anew"
                 )
             return
-        if not replayed or (replayed[1] and self._driven is None and self._probed):
+        if not replayed or (replayed[1] and not self._exposes):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
         if not replayed[1] and self._drive(seed) is not None:
             raise StateMismatchError(
@@ -223,10 +235,10 @@ class IterableAdapter(Adapter):
         if reader is None:
             single = self._samples_in_batch is None
             collate = self._collate or _as_it_is
-            reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone)
+            reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone, self._proved)
             self._readers[key] = reader
         answers, close = self.serve(reader, driven_requests(run, unchanged(self._stream, length_of(self._stream))), run)
-        return _DrivenSession(answers, close, reader, f"draws={','.join(map(str, draws))}")
+        return _DrivenSession(answers, close, reader, _told(draws))
 
     def _open_replay(self, run: Run) -> Session:
         varies = run.detail.startswith("varies")
@@ -273,6 +285,10 @@ class IterableAdapter(Adapter):
         for step in steps:
             check()
             yield request._replace(step=step, skip=self._own_streams and step < consumed)
+
+
+def _told(draws: tuple[int, ...]) -> str:
+    return f"draws={','.join(map(str, draws))}"
 
 
 def _nothing() -> None:
@@ -378,6 +394,7 @@ class _SharedStreamSession(_ReplaySession):
             )
         if isinstance(answer, End):
             self._ended = True
+            self.missing -= answer.units  # handed to other ranks, so they lie behind
             raise StopIteration
         self._digests.append(answer.digest)
         self.missing = answer.missing

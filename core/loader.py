@@ -31,7 +31,6 @@ from .world import Share, Tail, World
 
 __all__ = ["Loader"]
 
-_LONGEST_FINGERPRINT = 64  # characters of the user's own; longer ones are refused so that states stay small
 _REMEMBERED_PASSES = 4  # for in_flight batches that were taken before an epoch rolled over
 
 
@@ -223,7 +222,7 @@ class Loader:
                     return epoch, position, session.detail(in_flight, False)
                 if varied or not self._adapter.rank_independent:
                     break
-                return epoch, position, ""
+                return epoch, position, self._adapter.bare_detail() if position else ""
             back -= steps
         raise StateError(
             f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
@@ -316,7 +315,10 @@ class Loader:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         if not self._adapter.rank_independent:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
+        here = (epoch, position) == (self._epoch, self.position)
+        detail = self._place(0)[2] if here else self._adapter.bare_detail() if position else ""
         self._move(epoch, position)
+        self._detail = detail
 
     def set_epoch(self, epoch: int) -> None:
         """What trainers call before each epoch. The current epoch changes nothing; a later one ends what was begun.
@@ -338,7 +340,10 @@ class Loader:
         return _Pass(self)
 
     def peek(self) -> Any:
-        """The next batch, without taking it: the next ``next()`` returns it, and the state does not move.
+        """The next batch at the current place, without taking it: the state does not move.
+
+        The pass that runs, or the one that goes on from here, returns it next. A pass that is begun after a `break` is
+        a new epoch, and begins with that epoch's first batch.
 
         Raises:
             StopIteration: this epoch's data has ended (only where its length is unknown).
@@ -391,6 +396,14 @@ class Loader:
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self._reset_runtime()
         self.__dict__.update(attributes)
+
+    def __copy__(self) -> Self:
+        # With an adapter of its own: worker processes are not to be shared.
+        twin = type(self)(type(self._adapter)(self.source, self._options), self._options)
+        attributes = self.__getstate__()
+        del attributes["_adapter"]
+        twin.__dict__.update(attributes)
+        return twin
 
     def _no_session(self) -> NoReturn:
         raise RuntimeError("midepoch: no session is open")  # pragma: no cover  # _start opens one
@@ -542,6 +555,8 @@ class Loader:
     def _roll(self) -> None:
         """The epoch's last batch has been handed out: the state is the next epoch's beginning."""
         self._remember(self._session)
+        self._loaded = None
+        self._begun, self._fresh = True, False
         self._epoch += 1
         self._first = self._step = self._last = 0
         self._detail = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -82,7 +83,7 @@ def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iter
             return own(self)
         inherited = _inherited(self)
         if get_worker_info() is not None:
-            inherited.iterated_in_worker.fill_(1)
+            inherited.mark()
             return own(self)
         return iter(inherited.loader())
 
@@ -95,11 +96,25 @@ class _Inherited:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self._loader: Any = None
-        # In shared memory, so that what a worker process writes is seen here.
-        self.iterated_in_worker = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        # Shared with forked worker processes: what they write is seen here.
+        self._mark: Any = mmap.mmap(-1, 1)
+        # The same for spawned ones, made when the owner is sent to the first: each takes a file descriptor.
+        self._sent_mark: torch.Tensor | None = None
+
+    def mark(self) -> None:
+        """This worker process iterates a copy of the owner."""
+        if self._mark is not None:
+            self._mark[0] = 1
+        if self._sent_mark is not None:
+            self._sent_mark.fill_(1)
+
+    def _marked(self) -> bool:
+        return bool(self._mark is not None and self._mark[0]) or bool(
+            self._sent_mark is not None and self._sent_mark.item()
+        )
 
     def loader(self) -> Any:
-        if get_worker_info() is not None or self.iterated_in_worker.item():
+        if get_worker_info() is not None or self._marked():
             raise StateError(
                 f"{type(self.owner).__name__} is iterated by the worker processes of a DataLoader that is not "
                 "wrapped, so it does not know where the training loop stands: use wrap(DataLoader(dataset)) and its "
@@ -115,8 +130,10 @@ class _Inherited:
         return None  # a copy of the owner makes its own
 
     def __getstate__(self) -> dict[str, Any]:
-        # The loader stays here; a worker process needs the shared mark alone.
-        return {"owner": self.owner, "_loader": None, "iterated_in_worker": self.iterated_in_worker}
+        # The loader stays here; a worker process needs a shared mark alone.
+        if self._sent_mark is None:
+            self._sent_mark = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        return {"owner": self.owner, "_loader": None, "_mark": None, "_sent_mark": self._sent_mark}
 
 
 def _inherited(owner: Any) -> _Inherited:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import random
 import struct
 import sys
@@ -167,6 +168,13 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__func__", value.__func__
     elif isinstance(value, types.BuiltinMethodType):
         yield ".__self__", value.__self__
+    elif isinstance(value, types.GeneratorType):
+        if value.gi_frame is not None:
+            yield from ((f".{name}", local) for name, local in list(value.gi_frame.f_locals.items()))
+    elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        # map, zip, itertools.cycle, iter(function, sentinel): they show what they hold to the garbage collector only.
+        for place, child in enumerate(gc.get_referents(value)):
+            yield f"<{place}>", child
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # a cell that is still empty
@@ -291,6 +299,9 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             hopeless.append(f"{path} and what lies behind it (more than {_LARGEST_SEARCH} objects)")
             break
         seen[id(value)] = value
+        if isinstance(value, np.random.SeedSequence):
+            hopeless.append(f"{path} (SeedSequence, which counts what it has spawned)")
+            continue
         if isinstance(value, _GENERATORS):
             if _is_global(value):
                 continue
@@ -438,10 +449,10 @@ class Streams:
         self._saved: tuple[Any, list[Any]] | None = None
         self._outer: tuple[int | None, np.random.Generator | None] = (None, None)
 
-    def refresh(self) -> bool:
-        """Look for owned generators again; True if there are some that were not known."""
+    def refresh(self, *more: object) -> bool:
+        """Look for owned generators again, behind `more` too; True if there are some that were not known."""
         known = {id(owned.generator) for owned in self._owned or ()}
-        self._owned = find_generators(*self._roots)[0]
+        self._owned = find_generators(*self._roots, *more)[0]
         return any(id(owned.generator) not in known for owned in self._owned)
 
     def begin(self) -> None:

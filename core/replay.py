@@ -60,9 +60,15 @@ class Replayed(NamedTuple):
 
 
 class End(NamedTuple):
-    """The answer where the stream has no such batch."""
+    """The answer where the stream has no such batch for this rank.
+
+    Attributes:
+        first: as in `Replayed`.
+        units: of the last global batch, which other ranks have been given.
+    """
 
     first: str
+    units: int = 0
 
 
 class ReplayReader:
@@ -184,7 +190,8 @@ class ReplayReader:
         last_digest = digest(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
-            return End(self._first)
+            # Without a part where shares are uneven; dropped by every rank otherwise.
+            return End(self._first, len(units) if request.tail == "uneven" and not self._drop_last else 0)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         return Replayed(self._collated(own, key), last_digest, self._first, global_batch - len(units))
 

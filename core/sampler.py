@@ -6,7 +6,7 @@ import collections
 import copy
 import itertools
 import zlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any, cast
@@ -30,10 +30,19 @@ from .randomness import Purpose, Streams
 from .state import reseal
 from .world import Share, Tail, World
 
-__all__ = ["Listed", "ListedEpoch", "ResumableSampler", "Understood", "sized", "understand"]
+__all__ = ["Listed", "ListedEpoch", "ResumableSampler", "Understood", "length_of", "understand"]
 
 _INDEX_BLOCK = 512
+_DEEPEST_NESTING = 8  # samplers inside samplers
 _LONGEST_LIST = 50_000_000  # of a sampler without a length; a longer list would not fit a process anyway
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)`, or None where there is none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class ListedEpoch:
@@ -63,17 +72,13 @@ class Listed:
         self._streams = Streams(sampler)
         self._lists: dict[tuple[int, int], ListedEpoch] = {}
         # torch's own repeat themselves; the others have to show it once.
-        self._trusted = _is_pure(sampler)
+        self._pure = self._trusted = _is_pure(sampler)
 
     def length(self, seed: int, epoch: int) -> int:
-        """Exact for an epoch that was built, else what the sampler's ``len`` says."""
-        known = self._lists.get((seed, epoch))
-        if known is not None:
-            return len(known)
-        try:
-            return len(self._sampler)
-        except TypeError:
-            return len(self.epoch(seed, epoch))
+        """Indices in one epoch."""
+        # The len of a sampler that midepoch does not know may be an estimate, as of one that fills batches with tokens.
+        length = length_of(self._sampler) if self._pure else None
+        return len(self.epoch(seed, epoch)) if length is None else length
 
     def describe(self) -> str:
         """For the fingerprint. What the list holds is compared by its CRC."""
@@ -102,6 +107,10 @@ class Listed:
             self._lists[seed, epoch] = listed
         return listed
 
+    def forget(self) -> None:
+        """Build the lists anew when they are asked for."""
+        self._lists.clear()
+
     def _build(self, seed: int, epoch: int) -> ListedEpoch:
         sampler = _at_epoch(self._sampler, epoch)
         try:
@@ -118,7 +127,7 @@ class Listed:
         return ListedEpoch(items)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sampler": self._sampler, "_streams": self._streams, "_lists": {}, "_trusted": self._trusted}
+        return {**self.__dict__, "_lists": {}}
 
 
 def _is_pure(sampler: object) -> bool:
@@ -177,8 +186,16 @@ def understand(sampler: Any) -> Understood:
         )
     if kind is ResumableSampler:
         return Understood(sampler.order, seed=sampler.seed, tail=sampler.tail, world=sampler.world)
-    ranked = isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank"))
-    return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=ranked)
+    return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=_is_ranked(sampler))
+
+
+def _is_ranked(sampler: Any) -> bool:
+    """True if the sampler, or one inside it, knows a rank, and so may give each rank a list of its own."""
+    for _ in range(_DEEPEST_NESTING):
+        if isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank")):
+            return True
+        sampler = getattr(sampler, "sampler", None)
+    return False
 
 
 def _seed_of(generator: object) -> int | None:
@@ -223,30 +240,38 @@ class ResumableSampler(Sampler[int]):
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
         self.tail: Tail = "drop" if drop_last else "pad"
         self._resumable: Any = None
-        self._partial = False  # the state may lie inside a block
+        self._alone = True  # so the state may lie inside a block
         self._block_length = 0
         self._rest: Iterator[int] = iter(())
 
     def _loader(self) -> Any:
-        # Built at first need: a sampler is made before a trainer starts its processes.
-        if self._resumable is None:
+        # Built at first need, and anew once the world is known: trainers start their processes later.
+        alone = (self.world or World.current()).world_size == 1
+        before = self._resumable
+        if before is None or alone is not self._alone:
             from .adapter import Options
             from .indexed import IndexAdapter
             from .loader import Loader
 
             options = Options(seed=self.seed, world=self.world, tail=self.tail)
-            alone = (self.world or World.current()).world_size == 1
             # Alone, the batch size does not matter to the order, and long blocks make an index cheap.
             block = max(self.batch_size, _INDEX_BLOCK) if alone else self.batch_size
             self._resumable = Loader(IndexAdapter(self, options, block), options)
-            self._partial = alone
+            self._alone = alone
+            if before is not None:
+                self._resumable.load_state_dict(before.state_dict())
         return self._resumable
 
     def __iter__(self) -> Iterator[int]:
+        self._drop_block()  # an older pass goes no further, and says why
         for block in self._loader():
             self._block_length = len(block)
             self._rest = iter(block)
             yield from self._rest
+
+    def _drop_block(self) -> None:
+        """The pass that runs has no more of its block to give: its next index is the loader's."""
+        collections.deque(self._rest, maxlen=0)
 
     def __len__(self) -> int:
         """Indices of one full epoch on this rank."""
@@ -256,12 +281,14 @@ class ResumableSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """As `DistributedSampler.set_epoch`; not needed: each pass is a new epoch."""
+        if length_hint(self._rest) and epoch > self.state_dict()["epoch"]:
+            self._drop_block()  # it is the rest of an epoch that this ends
         self._loader().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands: after the last index given out, or, in a larger world, after its batch."""
         loader, rest = self._loader(), length_hint(self._rest)
-        if not rest or not self._partial:
+        if not rest or not self._alone:
             return cast(dict[str, Any], loader.state_dict())
         state = loader.state_dict(in_flight=1)
         return reseal({**state, "position": state["position"] + self._block_length - rest})
@@ -269,15 +296,4 @@ class ResumableSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state` at the next index; see `midepoch.loader.Loader.load_state_dict`."""
         self._loader().load_state_dict(state)
-        collections.deque(self._rest, maxlen=0)  # a pass that runs goes on from the state too
-
-
-def sized(source: object) -> bool:
-    """True if `len(source)` is defined and works."""
-    if not isinstance(source, Sized):
-        return False
-    try:
-        len(source)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
+        self._drop_block()  # a pass that runs goes on from the state too

@@ -39,7 +39,7 @@ __all__ = [
 
 VERSION = 1
 
-_LARGEST_INTEGER = 1 << 63
+_LARGEST_INTEGER = 1 << 62  # room for the epoch after the largest
 _LARGEST_DETAIL = 64 << 20
 
 # name: (accepted types, exclusive upper bound of integers or largest length of texts, lower bound)

@@ -245,7 +245,6 @@ def exposing_plain(
 
 
 def inheriting(rank: int = 0, world_size: int = 1, size: int = SIZE, read_log: str | None = None) -> Any:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     return Inheriting(size, read_log)
 
 

@@ -84,6 +84,7 @@ class TestExposingPlain(_Sampled):
 
 class TestInheriting(_Sampled):
     make_loader = staticmethod(sources.inheriting)
+    world_sizes = (1,)  # an object of the class takes its world from the process
 
 
 class TestBatchesList(_Sampled):

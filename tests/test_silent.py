@@ -1,0 +1,220 @@
+"""Ways to lose, repeat or change a sample in silence, each of which was possible once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+import midepoch
+from midepoch import ResumableSampler, SourceError, UnsupportedSourceError, World, wrap
+
+
+def numbers(size: int) -> Any:
+    return TensorDataset(torch.arange(size))
+
+
+class OwnBatchSampler(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_distributed_sampler_inside_another_sampler_is_found(own: bool) -> None:
+    inner: Any = DistributedSampler(numbers(32), num_replicas=2, rank=0)
+    source = (
+        DataLoader(numbers(32), batch_sampler=OwnBatchSampler(inner, 4, False))
+        if own
+        else DataLoader(numbers(32), sampler=BatchSampler(inner, 4, False), batch_size=None)
+    )
+    with pytest.raises(UnsupportedSourceError, match="shard=False"):
+        wrap(source)
+
+
+class Estimating(Sampler[list[int]]):
+    """Batches of four; its len is a bound, as that of samplers which fill batches with tokens."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(32).tolist()
+        return iter([order[start : start + 4] for start in range(0, 32, 4)])
+
+
+def test_a_sampler_whose_length_is_an_estimate_resumes_in_a_fresh_loader() -> None:
+    loaders = [wrap(DataLoader(numbers(32), batch_sampler=Estimating()), seed=0) for _ in range(2)]
+    iterator = iter(loaders[0])
+    next(iterator), next(iterator)
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    assert len(loaders[1]) == 8
+    assert [batch[0].tolist() for batch in loaders[1]] == [batch[0].tolist() for batch in iterator]
+
+
+def test_a_sampler_that_was_touched_before_the_world_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = ResumableSampler(64, seed=1, batch_size=4)
+    sampler.set_epoch(0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expected = list(ResumableSampler(64, seed=1, batch_size=4, world=World(1, 2)))
+    assert list(sampler) == expected
+
+
+def test_set_epoch_in_the_middle_of_a_samplers_block_ends_the_pass() -> None:
+    sampler = ResumableSampler(1000, seed=0)
+    iterator = iter(sampler)
+    next(iterator)
+    sampler.set_epoch(3)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (3, 0)
+    assert list(iterator) == []
+
+
+def test_a_second_pass_over_a_sampler_ends_the_first_with_an_error() -> None:
+    sampler = ResumableSampler(1000)
+    first, second = iter(sampler), iter(sampler)
+    next(first), next(second)
+    with pytest.raises(midepoch.MidepochError, match="another pass"):
+        next(first)
+
+
+class Drawing(IterableDataset[list[int]]):
+    def __init__(self, size: int, draws: int) -> None:
+        self.sampler, self.draws = SequentialSampler(range(size)), draws
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.iterator = iter(self.sampler)
+        return self
+
+    def __next__(self) -> list[int]:
+        return [next(self.iterator) for _ in range(self.draws)]
+
+
+def test_another_number_of_draws_than_the_states_is_named() -> None:
+    saved = wrap(Drawing(12, 2), seed=0)
+    next(iter(saved))
+    loader = wrap(Drawing(12, 1), seed=0)
+    loader.load_state_dict(saved.state_dict())
+    with pytest.raises(SourceError, match=r"drew 1 times .* saved with 2 draws"):
+        next(iter(loader))
+
+
+class MakesItsGeneratorLate(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(40))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator, self.generator = iter(self.sampler), np.random.default_rng(7)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator), bool(self.generator.random() < 0.2)
+
+
+def test_a_generator_made_when_iteration_starts_is_keyed() -> None:
+    whole = list(wrap(MakesItsGeneratorLate(), seed=0))
+    loader = wrap(MakesItsGeneratorLate(), seed=0)
+    loader.seek(position=25)
+    assert list(loader) == whole[25:]
+
+
+class MakesItsGeneratorLater(Dataset[Any]):
+    generator: Any = None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 8 and self.generator is None:
+            self.generator = np.random.default_rng(5)
+        return float(self.generator.random()) if index >= 8 else 0.0
+
+
+def test_a_generator_made_in_a_later_batch_is_warned_of() -> None:
+    with pytest.warns(midepoch.MidepochWarning, match="after its first batch"):
+        list(wrap(DataLoader(MakesItsGeneratorLater(), batch_size=4), seed=0))
+
+
+class HoldsAGeneratorFunction(Dataset[Any]):
+    def __init__(self) -> None:
+        generator = np.random.default_rng(3)
+        self.noise = (float(generator.random()) for _ in iter(int, 1))
+        self.more = iter(lambda: float(np.random.default_rng(1).random()) + float(generator.random()), None)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, next(self.noise), next(self.more)
+
+
+def test_generators_behind_python_generators_and_iterators_are_keyed() -> None:
+    def make() -> Any:
+        return wrap(DataLoader(HoldsAGeneratorFunction(), batch_size=4, collate_fn=list), seed=0)
+
+    whole, loader = list(make()), make()
+    loader.seek(position=8)
+    assert list(loader) == whole[2:]
+
+
+def test_a_copy_of_a_loader_has_workers_of_its_own() -> None:
+    with wrap(DataLoader(numbers(24), batch_size=4, num_workers=1, persistent_workers=True), seed=0) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with copy.copy(loader) as twin:
+            twin.load_state_dict(loader.state_dict())
+            theirs = [batch[0].tolist() for batch in twin]
+        assert theirs == [batch[0].tolist() for batch in iterator]
+
+
+def test_a_rank_without_a_part_in_the_last_global_batch_moves_on() -> None:
+    loader = wrap(DataLoader(numbers(10), batch_size=2), seed=0, tail="uneven", world=World(2, 3))
+    state = wrap(DataLoader(numbers(10), batch_size=2), seed=0, tail="uneven", world=World(2, 3)).state_dict()
+    loader.load_state_dict(midepoch.reseal({**state, "position": 8}))
+    assert list(loader) == []
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+
+
+def ten() -> Iterator[int]:
+    yield from range(10)
+
+
+def test_ranks_agree_after_an_uneven_replay() -> None:
+    loaders = [wrap(ten, seed=0, shard=True, tail="uneven", world=World(rank, 3)) for rank in range(3)]
+    assert sorted(item for loader in loaders for item in loader) == list(range(10))
+    assert {loader.state_dict()["position"] for loader in loaders} == {10}
+
+
+def test_a_state_of_a_replay_without_its_detail_is_refused() -> None:
+    loader = wrap(ten, seed=0)
+    next(iter(loader))
+    for detail in ("", "varies;workers=0;digest="):
+        with pytest.raises(midepoch.StateCorruptError):
+            wrap(ten, seed=0).load_state_dict(midepoch.reseal({**loader.state_dict(), "detail": detail}))
+
+
+def test_a_cyclic_and_a_large_item_are_no_matter_to_a_replay() -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+
+    def items() -> Iterator[Any]:
+        yield cyclic
+        yield [0.0] * 1_000_000
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(wrap(items, seed=0))) == 2
