@@ -65,10 +65,16 @@ class Session:
         take: gives the next batch; raises StopIteration at the end, again and again. In the path of each batch, so it
             may be a method, or an attribute that holds an iterator's own ``__next__``.
         missing: units by which the last global batch fell short of a full one, where only reading could tell.
+        varies: it may end before the number of batches that its share has.
     """
 
     take: Callable[[], Any]
     missing: int = 0
+
+    @property
+    def varies(self) -> bool:
+        """False, unless only reading can tell how many batches there are, whatever the source's length."""
+        return False
 
     def detail(self, back: int, finished: bool) -> str:
         """What a state must carry besides epoch and position, as it was `back` batches ago.

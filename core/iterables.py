@@ -342,6 +342,11 @@ class _DrivenSession(Session):
         self.take = answers.__next__
         self._close, self._reader, self._detail = close, reader, detail
 
+    @property
+    def varies(self) -> bool:
+        """True once a sample has drawn another number."""
+        return self._reader.varies
+
     def detail(self, back: int, finished: bool) -> str:
         """The draws a sample; or that this epoch broke the count, so that it can only be replayed."""
         return "varies;workers=0;digest=" if self._reader.varies and not finished else self._detail

@@ -64,6 +64,7 @@ class Loader:
         self._resumed = False  # the pass that runs went on from a load
         self._loaded: State | None = None  # what was loaded, until a batch is handed out
         self._detail = ""  # of the position, while no session is open
+        self._lost = ""  # why it is not known
         self._world: World | None = None  # of the last pass
         self._reset_runtime()
 
@@ -72,6 +73,7 @@ class Loader:
         self._next: Callable[[], Any] = self._no_session
         self._step = 0  # batches handed out by the session
         self._last: int | None = None  # step whose batch ends the epoch
+        self._own_steps = 0  # batches of this rank in the session, where their number is known
         self._global_batch = 1
         self._peeked: list[Any] = []
         self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
@@ -230,6 +232,8 @@ class Loader:
     def _session_detail(self, back: int) -> str:
         session = self._session
         if session is None:
+            if self._lost:
+                raise StateError(self._lost)
             return self._detail
         if self._peeked:
             return session.detail(back + 1, False) if back else self._unmoved[1]
@@ -265,10 +269,10 @@ class Loader:
             )
         if detail and not adapter.rank_independent:
             detail = states.part_of(detail, world.rank, world.world_size)
-        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
+        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         self._move(checked["epoch"], checked["position"])
         self._seed = checked["seed"]
         self._detail = detail
@@ -293,7 +297,7 @@ class Loader:
         self._epoch, self._first, self._step = epoch, position, 0
         self._begun = self._resumed = self._fresh = False
         self._loaded = None
-        self._detail = detail
+        self._detail, self._lost = detail, ""
         self._trail.clear()
         if self._active is not None:
             self._active.ended = False
@@ -389,7 +393,7 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in ("_session", "_next", "_step", "_last", "_peeked", "_unmoved", "_active", "_running", "_trail"):
+        for name in ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved", "_active", "_running", "_trail"):
             del attributes[name]
         return attributes
 
@@ -409,6 +413,8 @@ class Loader:
                 f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
                 "use, or load a state to go on in another world"
             )
+        if self._lost:
+            raise StateError(self._lost)
         seed, position, adapter = self._current_seed(world), self.position, self._adapter
         adapter.prepare(seed, self._epoch)
         share = self._share(world, self._epoch, position)
@@ -425,6 +431,7 @@ class Loader:
         self._global_batch = adapter.batch_size * world.world_size
         # An epoch of no batches is not over before StopIteration says so: -1 is never reached.
         self._last = None if share is None else share.global_steps or -1
+        self._own_steps = 0 if share is None else share.steps
 
     def _close_session(self, keep_detail: bool = True) -> None:
         session = self._session
@@ -434,6 +441,8 @@ class Loader:
         try:
             if keep_detail:
                 self._detail = self._session_detail(0)
+        except StateError as error:
+            self._lost = str(error)
         finally:
             if self._step:
                 self._trail.append((self._epoch, self._first, self._step, self._global_batch))
@@ -444,7 +453,7 @@ class Loader:
 
     def _start(self, current: _Pass) -> Any:
         """The next batch where something has to be done first."""
-        if current.exhausted:
+        if current.exhausted or (current.ended and (current.superseded or current.closed)):
             raise StopIteration
         if current.closed:
             raise MidepochError("the loader was closed while this pass ran: iterate it anew")
@@ -494,7 +503,7 @@ class Loader:
                 )
             detail = self._detail_at(self._epoch + 1, 0)
             self._close_session(keep_detail=False)
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, detail
+            self._epoch, self._first, self._detail, self._lost = self._epoch + 1, 0, detail, ""
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -510,6 +519,13 @@ class Loader:
             self._close_session(keep_detail=self._step > 0)
             return False
         if self._last is not None:
+            if self._step < self._own_steps and not session.varies:
+                given, expected = self._step, self._own_steps
+                self._close_session(keep_detail=self._step > 0)
+                raise SourceError(
+                    f"the source ended after {given} of the {expected} batches that were left: mend its __len__, or "
+                    "the StopIteration that its code raises or lets through"
+                ) from None
             # An epoch of no batches, or a rank without a part in the last global batch.
             current.exhausted = True
             self._roll()

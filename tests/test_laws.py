@@ -113,6 +113,32 @@ def lone_loader(size: int = 6, batch_size: int = 6) -> ReferenceLoader:
     return ReferenceLoader(size=size, batch_size=batch_size)
 
 
+class WritesHistoryDifferently(ReferenceLoader):
+    """What is in flight is in the state's detail, which changes nothing else."""
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        return reference_loader.reseal(state | {"detail": "in flight"}) if in_flight else state
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        super().check_topology(state | {"detail": "" if state["detail"] == "in flight" else state["detail"]})
+
+
+class HasNoLength(ReferenceLoader):
+    def __len__(self) -> int:
+        raise TypeError("this cannot be known")
+
+    @property
+    def batches_done(self) -> int:
+        return len(self)
+
+
+@pytest.mark.parametrize("kind", [WritesHistoryDifferently, HasNoLength])
+def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader]) -> None:
+    report = check(kind)
+    assert set(statuses(report).values()) == {"holds"}, str(report)
+
+
 def test_what_cannot_be_examined_says_why() -> None:
     report = check(lone_loader)
     assert "no more than one batch" in report["tail"].reason
