@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from nvidia.dali import fn, pipeline_def
+from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import DALIClassificationIterator, DALIGenericIterator, DALIRaggedIterator, LastBatchPolicy
 from PIL import Image
 
@@ -43,7 +42,8 @@ def write_images(folder: Path, count: int = IMAGES) -> Path:
 
 
 def images(root: str, size: int) -> list[str]:
-    return [str(path) for path in sorted(Path(root).glob("jpeg/*/*.jpg"))[:size]]
+    """The first files as they were written, whether they are still there or not."""
+    return [f"{root}/jpeg/class{number * 3 // IMAGES}/{number:03}.jpg" for number in range(size)]
 
 
 def identify(batch: Any) -> list[int]:
@@ -68,10 +68,9 @@ def native_pipeline(root: str, size: int, reader: str, shards: tuple[int, int] |
         return label, label + 1000, fn.random.uniform(shape=[2])
     if reader == "webdataset":
         encoded, raw = fn.readers.webdataset(
-            paths=[f"{root}/0.tar", f"{root}/1.tar"], index_paths=[f"{root}/0.idx", f"{root}/1.idx"],
-            ext=["jpg", "cls"], name="Reader", **options, **stated,
-        )  # fmt: skip
-        label = fn.reinterpret(raw, dtype=INT32)
+            paths=[f"{root}/0.tar", f"{root}/1.tar"], ext=["jpg", "cls"], name="Reader", **options, **stated
+        )
+        label = fn.reinterpret(raw, dtype=types.INT32)
     else:
         paths = images(root, size)
         encoded, label = fn.readers.file(
@@ -177,7 +176,7 @@ def sampled_pipeline(root: str, size: int, reader: str, options: dict[str, Any],
         return label, label + 1000, dali.random.uniform(shape=2)
     if reader == "webdataset":
         encoded, raw = dali.readers.webdataset([f"{root}/0.tar", f"{root}/1.tar"], ext=["jpg", "cls"], **options)
-        label = fn.reinterpret(raw, dtype=INT32)
+        label = fn.reinterpret(raw, dtype=types.INT32)
     else:
         paths = images(root, size)
         encoded, label = dali.readers.file(files=paths, labels=indices or list(range(len(paths))), **options)
@@ -211,12 +210,3 @@ def sampled(
     )
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
 
-
-def _int32() -> Any:
-    from nvidia.dali import types
-
-    return types.INT32
-
-
-INT32 = _int32()
-warnings.filterwarnings("ignore", message="The external source node")

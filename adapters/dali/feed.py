@@ -107,20 +107,22 @@ class Plan:
         return Step(epoch, positions, indices, derive_keys(key, positions))
 
 
-_UNBOUND = Step(0, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.uint64))
-
-
 class Feed:
     """The sources of one pipeline. Inert until a plan is given: DALI's iterators run a batch when they are made.
+
+    Args:
+        batch_size: of the pipeline. A batch given before there is a plan has the first sample so many times.
 
     Attributes:
         data, order, world, drop_last: as the reader in the graph stated them.
         draws: the kinds of random parameters, in the order in which the graph asks for them.
-        plan: what to give, from DALI's next reset on; None gives one sample once, and then nothing.
+        plan: what to give, from DALI's next reset on; None gives one batch, and then nothing.
         failure: (number of the batch, error) that ended the pass, if one did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        zeros = np.zeros(batch_size, np.int64)
+        self._unbound = Step(0, zeros, zeros, zeros.astype(np.uint64))
         self.data: Data | None = None
         self.order: Order | None = None
         self.world: World | None = None
@@ -141,7 +143,7 @@ class Feed:
         number, step = self._last
         if number != batch:
             if self.plan is None:
-                step = _UNBOUND if batch == 0 else None
+                step = self._unbound if batch == 0 else None
             else:
                 step = self.plan.step(batch)
             self._last = (batch, step)
@@ -196,7 +198,7 @@ def current_feed(caller: str) -> Feed:
     pipeline = Pipeline.current()
     if pipeline is None:
         raise RuntimeError(f"{caller} was called outside a pipeline: call it in a function marked with @pipeline_def")
-    return _FEEDS.setdefault(pipeline, Feed())
+    return _FEEDS.setdefault(pipeline, Feed(pipeline.max_batch_size))
 
 
 def words(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:

@@ -15,7 +15,7 @@ from nvidia.dali import backend as dali_backend
 
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "settings_of"]
+__all__ = ["Graph", "Operator", "build", "identity", "serialize", "settings_of"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -26,7 +26,7 @@ _ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR
 _IMMATERIAL = {
     "_display_name", "_module", "bytes_per_sample_hint", "cache_header_information", "device_memory_padding",
     "device_memory_padding_jpeg2k", "dont_use_mmap", "host_memory_padding", "host_memory_padding_jpeg2k",
-    "hw_decoder_load", "lazy_init", "memory_stats", "num_shards", "prefetch_queue_depth", "preserve_name", "read_ahead",
+    "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name", "read_ahead",
     "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
 }  # fmt: skip
 # Of a reader: told apart by their content, not by their text.
@@ -76,7 +76,7 @@ class Operator:
     @property
     def has_callback(self) -> bool:
         """Calls python, which a serialized graph cannot hold."""
-        return self.schema == "ExternalSource" or "PythonFunction" in self.schema or self.schema.startswith("Numba")
+        return _calls_python(self.schema)
 
     def described(self) -> list[Any]:
         """What results depend on, but for what the operator reads."""
@@ -207,6 +207,36 @@ def settings_of(pipeline: Any) -> dict[str, Any]:
         "set_affinity": pipeline.set_affinity,
         "enable_memory_stats": pipeline.enable_memory_stats,
     }
+
+
+def serialize(pipeline: Any) -> bytes:
+    """The graph of a pipeline, with external sources in the place of operators that DALI cannot serialize."""
+    try:
+        serialized: bytes = pipeline.serialize()
+    except RuntimeError:
+        if not pipeline._ops:
+            raise
+    else:
+        return serialized
+    # Never built, only written down.
+    backend = dali_backend.Pipeline(pipeline._get_params())
+    for operator in pipeline._ops:
+        if not _calls_python(operator._op.schema.Name()):
+            backend.AddOperator(operator.spec, operator.name)
+            continue
+        for number in range(operator.spec.NumOutput()):
+            source = dali_backend.OpSpec("ExternalSource")
+            device = operator.spec.OutputDevice(number)
+            source.AddArg("device", device)
+            source.AddOutput(operator.spec.OutputName(number), device)
+            backend.AddOperator(source, f"{operator.name}[{number}]")
+    backend.SetOutputDescs(pipeline._generate_build_args())
+    found: bytes = backend.SerializeToProtobuf()
+    return found
+
+
+def _calls_python(schema: str) -> bool:
+    return schema == "ExternalSource" or "PythonFunction" in schema or "Numba" in schema
 
 
 def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.dali.checkpoint import Place, Snapshot, moved_on
-from midepoch.adapters.dali.graph import Graph, build, identity, settings_of
+from midepoch.adapters.dali.graph import Graph, build, identity, serialize, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.keys import derive_key
 from midepoch.protocol import Capabilities, Capability
@@ -109,7 +109,7 @@ class NativeAdapter(Adapter):
             _check_unused(template)
         self._template = template
         self._batch_size = template.batch_size
-        self._graphs = [Graph(pipeline.serialize()) for pipeline in template._pipes]
+        self._graphs = [Graph(serialize(pipeline)) for pipeline in template._pipes]
         self._settings = [settings_of(pipeline) for pipeline in template._pipes]
         self._check_callbacks()
         self._epochs: dict[tuple[int, int], _Epochs] = {}
@@ -122,10 +122,10 @@ class NativeAdapter(Adapter):
         return isinstance(source, Factory) or _is_iterator(source)
 
     def _check_callbacks(self) -> None:
-        callbacks = sorted({each.schema for graph in self._graphs for each in graph.operators if each.has_callback})
+        callbacks = [each.name for graph in self._graphs for each in graph.operators if each.has_callback]
         if callbacks and self._factory is None:
             raise UnsupportedSourceError(
-                f"the pipeline contains {', '.join(callbacks)}, which calls python and so cannot be rebuilt: "
+                f"the pipeline calls python ({', '.join(callbacks[:5])}), so it cannot be rebuilt from its graph: "
                 + _WRITE_A_FACTORY
             )
         for pipeline in self._template._pipes:

@@ -10,7 +10,7 @@ from nvidia.dali import types
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.dali.feed import Feed, Plan, feed_of
-from midepoch.adapters.dali.graph import Graph
+from midepoch.adapters.dali.graph import Graph, serialize
 from midepoch.adapters.dali.native import _first_line, _is_iterator
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.protocol import Capabilities, Capability
@@ -49,7 +49,7 @@ class SampledAdapter(Adapter):
                 "shard=False: midepoch's readers share the samples over the ranks; if each rank is to read everything, "
                 "pass world=midepoch.World() and keep one state for each"
             )
-        self._graph = Graph(pipeline.serialize())
+        self._graph = Graph(serialize(pipeline))
         self._check_graph(pipeline, feed)
         self._stream = _Stream(source, feed)
         self._data, self._order = feed.data, feed.order
