@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from nvidia.dali import fn, pipeline_def, types
-from nvidia.dali.plugin.pytorch import DALIClassificationIterator, DALIGenericIterator, DALIRaggedIterator, LastBatchPolicy
+from nvidia.dali.plugin.pytorch import (
+    DALIClassificationIterator,
+    DALIGenericIterator,
+    DALIRaggedIterator,
+    LastBatchPolicy,
+)
 from PIL import Image
 
 import midepoch
@@ -95,6 +100,7 @@ def native(
     pipelines: int = 1,
     kind: str = "generic",
     auto_reset: bool = False,
+    prepare: bool = True,
     pipeline: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -108,7 +114,7 @@ def native(
         settings = {"seed": 11 + number, **(pipeline or {})}
         made.append(native_pipeline(root, size, reader, shards, options, batch_size=batch_size, **settings))
     names = ["label", "data", "random"]
-    arguments: dict[str, Any] = {"reader_name": "Reader", "auto_reset": auto_reset}
+    arguments: dict[str, Any] = {"reader_name": "Reader", "auto_reset": auto_reset, "prepare_first_batch": prepare}
     arguments["last_batch_policy"] = LastBatchPolicy[policy]
     iterator = (DALIRaggedIterator if kind == "ragged" else DALIGenericIterator)(made, names, **arguments)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size))

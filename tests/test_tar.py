@@ -6,6 +6,7 @@ import io
 import random
 import tarfile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_no_end_mark_and_no_members(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_sizes_that_a_header_cannot_hold(tmp_path: Path, form: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_a_header_cannot_hold(tmp_path: Path, form: Literal[1, 2], monkeypatch: pytest.MonkeyPatch) -> None:
     # An archive of 8 GiB and more, without its bytes: a sparse file.
     path, size = tmp_path / "a.tar", (8 << 30) + 700
     info = tarfile.TarInfo("big")

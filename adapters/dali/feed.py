@@ -108,21 +108,16 @@ class Plan:
 
 
 class Feed:
-    """The sources of one pipeline. Inert until a plan is given: DALI's iterators run a batch when they are made.
-
-    Args:
-        batch_size: of the pipeline. A batch given before there is a plan has the first sample so many times.
+    """The sources of one pipeline. They give nothing until there is a plan.
 
     Attributes:
         data, order, world, drop_last: as the reader in the graph stated them.
         draws: the kinds of random parameters, in the order in which the graph asks for them.
-        plan: what to give, from DALI's next reset on; None gives one batch, and then nothing.
+        plan: what to give, from DALI's next reset on; None for nothing.
         failure: (number of the batch, error) that ended the pass, if one did.
     """
 
-    def __init__(self, batch_size: int) -> None:
-        zeros = np.zeros(batch_size, np.int64)
-        self._unbound = Step(0, zeros, zeros, zeros.astype(np.uint64))
+    def __init__(self) -> None:
         self.data: Data | None = None
         self.order: Order | None = None
         self.world: World | None = None
@@ -130,24 +125,19 @@ class Feed:
         self.draws: list[str] = []
         self.sources: list[Callable[..., Any]] = []
         self.plan: Plan | None = None
-        self.inert = False  # gives nothing, so that a pass ends
         self.failure: tuple[int, Exception] | None = None
         self._last: tuple[int, Step | None] = (-1, None)
 
     def give(self, plan: Plan | None) -> None:
         """From DALI's next reset on."""
-        self.plan, self.inert, self.failure = plan, False, None
-        self._last = (-1, None)
+        self.plan, self.failure, self._last = plan, None, (-1, None)
 
     def _step(self, batch: int) -> Step:
         number, step = self._last
         if number != batch:
-            if self.plan is None:
-                step = self._unbound if batch == 0 else None
-            else:
-                step = self.plan.step(batch)
+            step = None if self.plan is None else self.plan.step(batch)
             self._last = (batch, step)
-        if step is None or self.inert or self.failure is not None:
+        if step is None or self.failure is not None:
             raise StopIteration
         return step
 
@@ -198,7 +188,10 @@ def current_feed(caller: str) -> Feed:
     pipeline = Pipeline.current()
     if pipeline is None:
         raise RuntimeError(f"{caller} was called outside a pipeline: call it in a function marked with @pipeline_def")
-    return _FEEDS.setdefault(pipeline, Feed(pipeline.max_batch_size))
+    # DALI's iterators run a batch when they are made, and raise if they find none, but for restored pipelines that may
+    # stand at the end of an epoch. This one too gives nothing until it is wrapped.
+    pipeline._is_restored_from_checkpoint = True
+    return _FEEDS.setdefault(pipeline, Feed())
 
 
 def words(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:

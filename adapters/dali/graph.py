@@ -26,8 +26,8 @@ _ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR
 _IMMATERIAL = {
     "_display_name", "_module", "bytes_per_sample_hint", "cache_header_information", "device_memory_padding",
     "device_memory_padding_jpeg2k", "dont_use_mmap", "host_memory_padding", "host_memory_padding_jpeg2k",
-    "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name", "read_ahead",
-    "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
+    "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name",
+    "read_ahead", "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
 }  # fmt: skip
 # Of a reader: told apart by their content, not by their text.
 _PATHS = {
@@ -91,17 +91,18 @@ class Operator:
 
 
 class Graph:
-    """A pipeline's graph, as `Pipeline.serialize` gives it."""
+    """A pipeline's graph, as `Pipeline.serialize` gives it.
+
+    Attributes:
+        operators: its nodes.
+        readers: those that read a data set by themselves.
+    """
 
     def __init__(self, serialized: bytes) -> None:
         self.serialized = serialized
         self._fields = unpack(serialized)
         self.operators = [_operator(field.data) for field in self._fields if field.number == _PIPELINE_OPERATORS]
-
-    @property
-    def readers(self) -> list[Operator]:
-        """Operators that read a data set by themselves."""
-        return [operator for operator in self.operators if operator.is_reader]
+        self.readers = [operator for operator in self.operators if operator.is_reader]
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from nvidia.dali import fn, types
+from nvidia.dali import fn
 from nvidia.dali import math as dali_math
 
 from midepoch.adapters.dali.feed import current_feed, words
@@ -95,10 +95,10 @@ def crop_window(
         return sides.astype(np.float32), drawn[:, 2:].astype(np.float32)
 
     sides, place = current_feed("dali.random.crop_window").draw("crop_window", 2, values)
-    size = fn.slice(fn.peek_image_shape(encoded), start=[0], end=[2], axes=[0])
-    height, width = fn.cast(size[0], dtype=types.FLOAT), fn.cast(size[1], dtype=types.FLOAT)
-    stretch = dali_math.sqrt(width / height)
-    shape = dali_math.min(fn.stack(sides[0] * stretch, sides[1] / stretch), 1.0)
+    found = fn.peek_image_shape(encoded)
+    height, width = found[0], found[1]
+    stretch = dali_math.sqrt(fn.stack(width, height) / fn.stack(height, width))
+    shape = dali_math.min(sides * stretch, 1.0)
     return place * (1.0 - shape), shape
 
 

@@ -191,7 +191,7 @@ class _Stream:
         if not iterator._ever_scheduled:
             feed.give(plan)
             return
-        feed.inert = True
+        feed.give(None)
         with pipeline._check_api_type_scope(types.PipelineAPIType.ITERATOR):
             pipeline.schedule_run()  # finds nothing to give, which ends the pass
             while not pipeline.empty():
