@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import random
 import signal
@@ -390,3 +391,13 @@ def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_l
 
 
 make_counter = functools.partial(Counter, 6)
+
+
+def spawned_rank(rank: int, loader: Loader, folder: str) -> None:
+    """One process of torch.multiprocessing.spawn: joins the world, then takes two batches and says where it stands."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    batches = taken(loader, 2)
+    found = {"length": len(loader), "batches": batches, "state": loader.state_dict()}
+    Path(folder, f"rank{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

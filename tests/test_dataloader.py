@@ -23,6 +23,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
@@ -216,6 +217,23 @@ class Told(sources.Exposing):
     def __next__(self) -> Any:
         super().__next__()
         return self.told
+
+
+class WorkerSeed(sources.Indices):
+    """What code that seeds by worker sees."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed
+
+
+def test_the_seeds_of_workers_repeat_themselves() -> None:
+    source = DataLoader(WorkerSeed(4), batch_size=2, num_workers=2, collate_fn=list)
+    with midepoch.wrap(source, seed=5) as first, midepoch.wrap(source, seed=5) as second:
+        seeds = sources.taken(first)
+        assert sources.taken(second) == seeds
+        assert sources.taken(first) != seeds  # another epoch
 
 
 def test_persistent_workers_persist_and_end() -> None:
@@ -501,6 +519,25 @@ def test_draws_that_vary_fall_back_to_a_replay(when: str) -> None:
         state = sources.heads(make, cut)[1]
         assert sources.quiet_resume(make, state) == whole[cut:], cut
     assert sources.quiet_resume(make, sources.heads(make, len(whole))[1]) == later
+
+
+def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
+    """Within the epoch they are known; from the next one on they are refused rather than guessed."""
+    out = rejected("later")
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
+
+    whole = sources.taken(make())
+    loader = make()
+    batches = iter(loader)
+    for _ in range(15):
+        next(batches)
+    assert sources.quiet_resume(make, loader.state_dict(in_flight=2)) == whole[13:]
+    list(batches)
+    next(iter(loader))
+    with pytest.raises(StateError, match="in_flight"):
+        loader.state_dict(in_flight=3)
 
 
 def test_draws_that_vary_are_admitted() -> None:

@@ -536,3 +536,22 @@ def test_a_state_of_tensors_arrives_as_it_was() -> None:
     state = sources.heads(make, 2)[1]
     assert sources.resumed(make, state) == [2, 3, 4, 5]
     assert len(str(state)) < 16_384
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"size": 15}, r"samples differs.*'16'.*'15'"),
+        ({"batch_size": 5, "size": 20}, r"batch_size differs.*'4'.*'5'"),
+        ({"num_workers": 1}, r"num_workers differs.*'0'.*'1'"),
+        ({"size": 12}, r"samples differs.*'16'.*'12'"),
+    ],
+    ids=str,
+)
+def test_another_stateful_dataloader_is_refused(keywords: dict[str, Any], named: str) -> None:
+    def make(size: int = 16, batch_size: int = 4, num_workers: int = 0) -> Loader:
+        return midepoch.wrap(StatefulDataLoader(sources.Indices(size), batch_size=batch_size, num_workers=num_workers))
+
+    state = sources.heads(make, 2)[1]
+    with pytest.raises(StateError, match=named):
+        make(**keywords).load_state_dict(state)

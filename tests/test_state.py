@@ -421,7 +421,7 @@ HOSTILE: dict[str, str] = {
     "pickle": base64.b64encode(pickle.dumps([1])).decode(),
     "deep": as_text(b"[" * 10_000_000 + b"]" * 10_000_000),
     "deep tags": as_text(b'{"__midepoch__":"tuple","items":[' * 100_000 + b"]}" * 100_000),
-    "bomb": as_text(b"0" * (300 << 20)),
+    "bomb": as_text(b"1" + b" " * (300 << 20)),
     "endless integer": as_text(b"9" * 100_000),
     "unknown tag": tagged(kind="os.system", data=""),
     "tag of another type": tagged(kind=[1], data=""),
