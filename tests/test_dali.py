@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import dali_sources as sources
 import nvidia.dali
 from dali_sources import draws, identify, native, sampled
-from nvidia.dali import fn, pipeline_def
+from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
 import midepoch
@@ -787,6 +787,27 @@ def test_crop_windows_lie_in_the_image_and_have_their_area(root: str) -> None:
         assert (area > 0.2 - 1e-5).all() and (area < 0.6 + 1e-5).all()
         assert (ratio > 0.5 - 1e-5).all() and (ratio < 2.0 + 1e-5).all()
         assert anchor.std() > 0.05
+
+
+def test_crop_windows_are_distributed_as_dalis(root: str) -> None:
+    from scipy import stats
+
+    @pipeline_def(batch_size=40, num_threads=2, device_id=None, seed=4)
+    def pipeline(ours: bool) -> Any:
+        if ours:
+            encoded, _ = dali.readers.file(f"{root}/jpeg")
+            return dali.random.crop_window(encoded)[1]
+        encoded, _ = fn.readers.file(file_root=f"{root}/jpeg", name="Reader")
+        size = fn.cast(fn.peek_image_shape(encoded), dtype=types.FLOAT)
+        cut = fn.cast(fn.decoders.image_random_crop(encoded).shape(), dtype=types.FLOAT)
+        return fn.slice(cut / size, 0, 2, axes=[0])
+
+    loader = midepoch.wrap(DALIGenericIterator([pipeline(True)], ["window"]), seed=1)
+    ours = torch.cat([batch[0]["window"] for _ in range(25) for batch in loader]).double().numpy()
+    bare = pipeline(False)
+    theirs = np.concatenate([np.asarray(bare.run()[0].as_tensor()) for _ in range(25)]).astype(np.float64)
+    assert stats.ks_2samp(ours.prod(1), theirs.prod(1)).pvalue > 1e-4
+    assert stats.ks_2samp(ours[:, 1] / ours[:, 0], theirs[:, 1] / theirs[:, 0]).pvalue > 1e-4
 
 
 def test_in_conditional_pipelines(root: str) -> None:

@@ -72,8 +72,8 @@ def crop_window(
 
     Use: ``fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")``.
 
-    Area (of the image's) and aspect ratio (width by height, on a logarithmic scale) are drawn uniformly; a side longer
-    than the image is cut to it.
+    Area (of the image's, uniformly) and aspect ratio (width by height, on a logarithmic scale) are drawn up to ten
+    times, until the window fits into the image; a tenth that does not is cut to it.
 
     Args:
         encoded: a node of encoded images, whose sizes are looked up in their headers.
@@ -87,19 +87,27 @@ def crop_window(
         raise ValueError(f"random_aspect_ratio must be two positive numbers in order, got {random_aspect_ratio!r}")
 
     def values(keys: _Keys) -> tuple[Any, ...]:
-        drawn = words(keys, 4)
-        area = least + (most - least) * drawn[:, 0]
-        ratio = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * drawn[:, 1])
-        # Height and width of a window in a square image of side 1.
-        sides = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=1)
-        return sides.astype(np.float32), drawn[:, 2:].astype(np.float32)
+        drawn = words(keys, 2 * _ATTEMPTS + 2)
+        area = least + (most - least) * drawn[:, :_ATTEMPTS]
+        ratio = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * drawn[:, _ATTEMPTS:-2])
+        # Height and width of windows in a square image of side 1.
+        sides = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=2)
+        return sides.astype(np.float32), drawn[:, -2:].astype(np.float32)
 
     sides, place = current_feed("dali.random.crop_window").draw("crop_window", 2, values)
     found = fn.peek_image_shape(encoded)
     height, width = found[0], found[1]
-    stretch = dali_math.sqrt(fn.stack(width, height) / fn.stack(height, width))
-    shape = dali_math.min(sides * stretch, 1.0)
+    windows = sides * dali_math.sqrt(fn.stack(width, height) / fn.stack(height, width))
+    # The first that fits has the highest score; the last one's is never 0.
+    scores = dali_math.max((fn.reductions.max(windows, axes=1) <= 1.0) * _RANKS, _LAST)
+    chosen = fn.reductions.max(windows * (fn.expand_dims(scores, axes=1) == fn.reductions.max(scores)), axes=0)
+    shape = dali_math.min(chosen, 1.0)
     return place * (1.0 - shape), shape
+
+
+_ATTEMPTS = 10
+_RANKS = np.arange(_ATTEMPTS, 0, -1, dtype=np.float32)
+_LAST = np.array([0.0] * (_ATTEMPTS - 1) + [0.5], dtype=np.float32)
 
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
