@@ -132,6 +132,7 @@ def test_a_state_never_changes_later_and_loading_leaves_it_alone() -> None:
     assert state == kept
     loader.load_state_dict(state)
     loader.state_dict()["position"] = 99
+    assert loader.state_dict() == kept
     next(batches)
     assert state == kept
 

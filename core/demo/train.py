@@ -1,0 +1,207 @@
+"""A training script as one writes it: DDP, a snapshot every few batches, and a loader that midepoch resumes.
+
+    torchrun --nproc-per-node=2 -m midepoch.demo.train --images=... --snapshot=... --records=...
+
+Run it again after a crash, on any number of processes, and it goes on. midepoch's part is one line to wrap the loader,
+one to save its state and one to load it. Besides, each rank writes down every batch that it trains on, pixel for pixel,
+so that runs can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch  # by its name, as in anybody's script
+from midepoch.loader import Loader
+
+from .images import SIDE, label_of
+
+__all__ = ["LOADERS", "Digits", "main"]
+
+
+class Digits(Dataset[tuple[Tensor, int, int]]):
+    """Image [1, SIDE, SIDE] of float32, label, index. Augments with whichever global generator comes to hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(folder.glob("*.jpg"))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        path = self.paths[index]
+        with Image.open(path) as file:
+            image = file.convert("L").rotate(random.uniform(-15, 15), Image.Resampling.BILINEAR)
+        noise = np.random.normal(0, 0.05, (1, SIDE, SIDE))
+        pixels = torch.from_numpy((np.asarray(image) / 255 + noise).astype(np.float32))
+        return pixels * torch.empty(1).uniform_(0.8, 1.2), label_of(path), index
+
+
+def torch_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> Loader:
+    """Through torch's DataLoader."""
+    return midepoch.wrap(
+        DataLoader(Digits(images), batch_size, shuffle=True, num_workers=num_workers), seed=seed
+    )
+
+
+LOADERS: dict[str, Callable[[Path, int, int, int], Loader]] = {"torch": torch_loader}
+"""By the name of ``--backend``: from (folder of images, batch size of one rank, seed, workers) to a wrapped loader.
+
+Its batches are (images [batch, 1, SIDE, SIDE] of float32, labels [batch], indices [batch])."""
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train on this rank until `options.epochs` are done, from the snapshot if there is one."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(options.seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # DDP rearranges its buckets after the first batch of each start, unless it has to look for unused parameters; then
+    # three or more ranks would add up their gradients in another order than without the restart.
+    model = DistributedDataParallel(make_model(), find_unused_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    step = 0
+    snapshot = torch.load(options.snapshot, weights_only=True) if options.snapshot.exists() else None
+
+    asked = time.perf_counter()
+    loader = LOADERS[options.backend](
+        options.images, options.global_batch // world_size, options.seed, options.num_workers
+    )
+    if snapshot is not None:
+        step = snapshot["step"]
+        model.module.load_state_dict(snapshot["model"])
+        optimizer.load_state_dict(snapshot["optimizer"])
+        if options.loader_state:
+            loader.load_state_dict(snapshot["loader"])
+
+    log = Log(options.records / f"rank-{rank}.jsonl")
+    log.write(event="start", step=step, epoch=loader.epoch, position=loader.position, pid=os.getpid())
+    for epoch in range(loader.epoch, options.epochs):
+        for images, labels, indices in loader:
+            waited = time.perf_counter() - asked
+            loss = nn.functional.cross_entropy(model(images), labels)
+            # Before backward(), in which the ranks wait for each other: so a batch that is in a snapshot was written
+            # down by every rank, whenever one is killed.
+            log.write(
+                event="batch",
+                step=step,
+                epoch=epoch,
+                indices=indices.tolist(),
+                digests=digests(images, labels),
+                loss=loss.item(),
+                waited=waited,
+                time=time.time(),
+            )
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            step += 1
+            if rank == 0 and step % options.every == 0:
+                save(
+                    options.snapshot,
+                    step=step,
+                    model=model.module.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    loader=loader.state_dict(),
+                )
+            asked = time.perf_counter()
+    weights = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        weights.update(parameter.detach().numpy().tobytes())
+    log.write(event="end", step=step, weights=weights.hexdigest())
+    loader.close()
+
+
+def make_model() -> nn.Module:
+    """From [batch, 1, SIDE, SIDE] to [batch, 10]."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * (SIDE // 4) ** 2, 10),
+    )
+
+
+def digests(images: Tensor, labels: Tensor) -> list[str]:
+    """For each sample 16 hexadecimal digits that stand for its pixels, bit for bit, and its label."""
+    return [
+        hashlib.blake2b(image.tobytes() + bytes([label]), digest_size=8).hexdigest()
+        for image, label in zip(images.numpy(), labels.tolist(), strict=True)
+    ]
+
+
+def save(path: Path, **snapshot: Any) -> None:
+    """Replace the snapshot by a new one, in one piece: whoever is killed in between leaves the old one."""
+    draft = path.with_suffix(".draft")
+    with draft.open("wb") as file:
+        torch.save(snapshot, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class Log:
+    """A JSON line for each event, handed to the kernel at once: what was written survives a SIGKILL."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+
+    def write(self, **event: Any) -> None:
+        """Append one line."""
+        os.write(self._file, (json.dumps(event) + "\n").encode())
+
+
+def main() -> None:
+    """Read the options, and train."""
+    parser = argparse.ArgumentParser(prog="midepoch.demo.train", description="one rank of a training job")
+    parser.add_argument("--images", type=Path, required=True, help="folder of JPEG files")
+    parser.add_argument(
+        "--snapshot", type=Path, required=True, help="file to write, and to start from if it is there"
+    )
+    parser.add_argument("--records", type=Path, required=True, help="folder for one file of each rank")
+    parser.add_argument("--backend", choices=sorted(LOADERS), default="torch")
+    parser.add_argument("--global-batch", type=int, default=24, help="samples of all ranks together")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=4, help="batches between snapshots")
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument(
+        "--no-loader-state",
+        dest="loader_state",
+        action="store_false",
+        help="resume without the loader's state",
+    )
+    options = parser.parse_args()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    # In a function of its own, so that the model is gone before the group. Were it the last to hold the group, it would
+    # wait for gloo's threads without letting go of the interpreter's lock, which these may want.
+    train(options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
