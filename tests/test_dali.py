@@ -770,6 +770,14 @@ GOLDEN: dict[str, Any] = {
 }
 
 
+def test_keys_of_arrays_are_those_of_numbers() -> None:
+    from midepoch.keys import extend_key, extend_keys
+
+    keys, words = [0, 7, 2**64 - 1], [0, 1, 2**63]
+    mixed = extend_keys(np.array(keys, np.uint64), np.array(words, np.uint64))
+    assert mixed.tolist() == [[extend_key(key, word) for word in words] for key in keys]
+
+
 def test_crop_windows_lie_in_the_image_and_have_their_area(root: str) -> None:
     @pipeline_def(batch_size=40, num_threads=1, device_id=None)
     def pipeline() -> Any:

@@ -511,7 +511,7 @@ def _with_pipelines(template: Any, pipelines: list[Any]) -> Any:
             auto_reset=False,
             last_batch_padded=False if by_reader else template._last_batch_padded,
             last_batch_policy=template._last_batch_policy,
-            # Otherwise a restored iterator swallows the end of an epoch.
+            # A restored iterator would swallow the end of an epoch, and raise here what the first batch raises.
             prepare_first_batch=False,
         )
     iterator._first_batch = None
@@ -588,8 +588,6 @@ class _Epochs:
         batches = max(0, batches)
         self._found.append(batches)
         iterator._counter += batches * step
-        if drops and iterator._counter < iterator._size:
-            iterator._counter += step  # the batch that DALI reads and drops
         iterator.reset()
 
 
