@@ -203,7 +203,7 @@ def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> Non
                     label=result.plan.name,
                 )
             _mark_kills(axes, result)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.15)  # the first label stands above the curve
             axes.margins(x=0.01)
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0)
         panels[-1].set_xlabel(f"batch ({settings.image_count // settings.global_batch} in an epoch)")
