@@ -101,11 +101,13 @@ class Adapter(ABC):
         batch_size: units in one batch of one rank; 1 where the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
+        jumps: `jump` says how a session opens at a place that iterating has not led to.
     """
 
     name: ClassVar[str]
     rank_independent: bool = True
     elastic: bool = True
+    jumps: ClassVar[bool] = False
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
@@ -150,6 +152,21 @@ class Adapter(ABC):
 
     def bare_detail(self) -> str:
         """The detail of a place inside an epoch that iterating has not led to, or that is not remembered."""
+        return ""
+
+    def jump(
+        self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World
+    ) -> str:
+        """The detail of a state that stands `there`, put there by hand: a seek, a break, a later epoch.
+
+        Asked only where `jumps` is set; others need no detail for that, or cannot seek.
+
+        Args:
+            here: (epoch, position) of `detail`.
+            detail: as the session gave it; empty for a source that has not been read yet.
+            there: (epoch, position) to go to, on either side of `here`.
+            seed, world: as a session that is opened there would have them.
+        """
         return ""
 
     def close(self) -> None:  # noqa: B027  # most adapters hold nothing

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["derive_key", "derive_keys", "extend_key", "mix"]
+__all__ = ["derive_key", "derive_keys", "extend_key", "extend_keys", "mix"]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -58,3 +58,15 @@ def derive_keys(key: int, positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]
     keys *= np.uint64(_MULTIPLIER_2)
     keys ^= keys >> np.uint64(31)
     return keys
+
+
+def extend_keys(keys: npt.NDArray[np.uint64], words: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """``[[extend_key(key, word) for word in words] for key in keys]`` as uint64 of shape (len(keys), len(words))."""
+    steps = (words.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    mixed: npt.NDArray[np.uint64] = keys[:, np.newaxis] + steps
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(_MULTIPLIER_1)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(_MULTIPLIER_2)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed

@@ -280,13 +280,26 @@ class Loader:
         self._world = None
         self._resumed = True
 
-    def _move(self, epoch: int, position: int) -> None:
+    def _detail_at(self, epoch: int, position: int) -> str:
+        """The detail for a place that iterating has not led to."""
+        if not self._adapter.jumps and not position:
+            return ""
+        here_epoch, here_position, detail = self._place(0)
+        if (here_epoch, here_position) == (epoch, position):
+            return detail
+        if not self._adapter.jumps:
+            return self._adapter.bare_detail()
+        world = self._current_world()
+        seed = self._current_seed(world)
+        return self._adapter.jump((here_epoch, here_position), detail, (epoch, position), seed, world)
+
+    def _move(self, epoch: int, position: int, detail: str = "") -> None:
         """Put the cursor somewhere by hand; the next pass, or the one that runs, goes on from there."""
         self._close_session(keep_detail=False)
         self._epoch, self._first, self._step = epoch, position, 0
         self._begun = self._resumed = self._fresh = False
         self._loaded = None
-        self._detail = self._lost = ""
+        self._detail, self._lost = detail, ""
         self._trail.clear()
         if self._active is not None:
             self._active.ended = False
@@ -313,12 +326,9 @@ class Loader:
         size = self._adapter.size(self._current_seed(world), epoch, world)
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
-        if not self._adapter.rank_independent:
+        if not (self._adapter.rank_independent or self._adapter.jumps):
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        here = (epoch, position) == (self._epoch, self.position)
-        detail = self._place(0)[2] if here else self._adapter.bare_detail() if position else ""
-        self._move(epoch, position)
-        self._detail = detail
+        self._move(epoch, position, self._detail_at(epoch, position))
 
     def set_epoch(self, epoch: int) -> None:
         """What trainers call before each epoch. The current epoch changes nothing; a later one ends what was begun.
@@ -329,7 +339,7 @@ class Loader:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
         if epoch > self._epoch or (epoch < self._epoch and self._fresh):
             fresh, running = self._fresh, self._active if self._begun else None
-            self._move(epoch, 0)
+            self._move(epoch, 0, self._detail_at(epoch, 0))
             self._fresh = fresh
             if running is not None:
                 running.ended = True  # its epoch is over
@@ -424,7 +434,7 @@ class Loader:
         share = self._share(world, self._epoch, position)
         if share is not None and share.global_steps == 0 and position > 0:
             # Less is left than one global batch: the epoch was over.
-            self._epoch, position, self._detail = self._epoch + 1, 0, ""
+            self._epoch, position, self._detail = self._epoch + 1, 0, self._detail_at(self._epoch + 1, 0)
             adapter.prepare(seed, self._epoch)
             share = self._share(world, self._epoch, 0)
         run = Run(self._epoch, position, seed, world, share, self._tail, self._detail)
@@ -504,8 +514,9 @@ class Loader:
                     MidepochWarning,
                     stacklevel=4,
                 )
+            detail = self._detail_at(self._epoch + 1, 0)
             self._close_session(keep_detail=False)
-            self._epoch, self._first, self._detail, self._lost = self._epoch + 1, 0, "", ""
+            self._epoch, self._first, self._detail, self._lost = self._epoch + 1, 0, detail, ""
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -537,7 +548,7 @@ class Loader:
         nothing, batches_before = self.position == 0, self._trail[-1][2] if self._trail else 0
         self._close_session()
         if resumed_at_the_end:
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, ""
+            self._epoch, self._first, self._detail = self._epoch + 1, 0, self._detail_at(self._epoch + 1, 0)
             return True
         current.exhausted = True
         if nothing and batches_before:

@@ -19,7 +19,7 @@ __all__ = ["wrap"]
 
 
 class _Backend(NamedTuple):
-    """Where an adapter is, and of which package's classes its sources are."""
+    """Where an adapter is, and of which package's classes (its base classes', too) its sources are."""
 
     adapter: str
     package: str | None = None
@@ -27,6 +27,9 @@ class _Backend(NamedTuple):
 
 # The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
 _BACKENDS = (
+    _Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
+    _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
+    _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
@@ -121,8 +124,9 @@ def _present(backend: _Backend, source: Any) -> bool:
     """False where the source cannot be of that backend, so that the adapter need not be imported."""
     if backend.package is None:
         return True
+    # Not by the first part of the name alone: many packages are called nvidia.something.
     return backend.package in sys.modules and any(
-        kind.__module__.partition(".")[0] == backend.package for kind in type(source).__mro__
+        f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in type(source).__mro__
     )
 
 

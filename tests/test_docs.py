@@ -38,6 +38,8 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    if page.name == "dali.md":
+        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed (pip install midepoch[dali])")
     together = []
     for number, code in enumerate(blocks(page, "python")):
         path = tmp_path / f"block_{number}.py"

@@ -1,0 +1,248 @@
+"""A DALI pipeline's graph: what is in it, what a state depends on, and the same graph on another shard."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvidia.dali import Pipeline
+from nvidia.dali import backend as dali_backend
+
+from midepoch.adapters.dali.wire import Field, pack, unpack
+
+__all__ = ["Graph", "Operator", "build", "identity", "serialize", "settings_of"]
+
+# Field numbers of PipelineDef, OpDef and Argument.
+_PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
+_SCHEMA, _INPUTS, _OUTPUTS, _ARGUMENTS, _NAME = 1, 2, 3, 4, 5
+_ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR = 1, 2, 4, 5, 6, 7, 8
+
+# Where a graph was written down, how fast it runs, and which part of the data it reads: nothing that a state needs.
+_IMMATERIAL = {
+    "_display_name", "_module", "bytes_per_sample_hint", "cache_header_information", "device_memory_padding",
+    "device_memory_padding_jpeg2k", "dont_use_mmap", "host_memory_padding", "host_memory_padding_jpeg2k",
+    "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name",
+    "read_ahead", "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
+}  # fmt: skip
+# Of a reader: told apart by their content, not by their text.
+_PATHS = {
+    "annotations_file", "db_folder", "file_list", "file_root", "filenames", "files", "index_path", "index_paths",
+    "labels", "manifest_filepaths", "meta_files_path", "path", "paths",
+}  # fmt: skip
+_LARGEST_LIST = 16 << 20  # bytes of a file whose content is compared; of a larger one the size is
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One node of a graph."""
+
+    schema: str
+    name: str
+    arguments: dict[str, list[Field]]
+    fields: tuple[Field, ...]
+
+    def integer(self, name: str, default: int) -> int:
+        """An integer argument."""
+        return next((field.integer for field in self.arguments.get(name, ()) if field.number == _INTEGER), default)
+
+    def flag(self, name: str) -> bool:
+        """A boolean argument, False where it is not given."""
+        return any(field.integer for field in self.arguments.get(name, ()) if field.number == _BOOLEAN)
+
+    def texts(self, name: str) -> list[str]:
+        """A string argument, or the elements of one that holds several."""
+        found = self.arguments.get(name, ())
+        own = [field.text for field in found if field.number == _TEXT]
+        inner = [unpack(field.data) for field in found if field.number == _ELEMENTS]
+        return own + [field.text for element in inner for field in element if field.number == _TEXT]
+
+    @property
+    def is_reader(self) -> bool:
+        """Reads a data set by itself, in an order of its own."""
+        schema = dali_backend.TryGetSchema(self.schema)
+        return schema is not None and schema.HasArgument("num_shards")
+
+    @property
+    def is_random(self) -> bool:
+        """Draws random numbers from a generator of its own."""
+        schema = dali_backend.TryGetSchema(self.schema)
+        return schema is not None and schema.HasRandomStateArg()
+
+    @property
+    def has_callback(self) -> bool:
+        """Calls python, which a serialized graph cannot hold."""
+        return _calls_python(self.schema)
+
+    def described(self) -> list[Any]:
+        """What results depend on, but for what the operator reads."""
+        wires = [(field.number, field.data) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
+        hidden = _IMMATERIAL | (_PATHS if self.is_reader else set())
+        kept = {
+            name: tuple(fields)
+            for name, fields in self.arguments.items()
+            if name not in hidden and not name.startswith("_origin_stack")
+        }
+        return [self.schema, wires, sorted(kept.items())]
+
+
+class Graph:
+    """A pipeline's graph, as `Pipeline.serialize` gives it.
+
+    Attributes:
+        operators: its nodes.
+        readers: those that read a data set by themselves.
+    """
+
+    def __init__(self, serialized: bytes) -> None:
+        self.serialized = serialized
+        self._fields = unpack(serialized)
+        self.operators = [_operator(field.data) for field in self._fields if field.number == _PIPELINE_OPERATORS]
+        self.readers = [operator for operator in self.operators if operator.is_reader]
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of all that results depend on, but for the data and the shard."""
+        described = [operator.described() for operator in self.operators]
+        outputs = [field.data for field in self._fields if field.number == _PIPELINE_OUTPUTS]
+        return hashlib.blake2b(repr((described, outputs)).encode(), digest_size=8).hexdigest()
+
+    def on_shard(self, shard: int, shards: int) -> bytes:
+        """The serialized graph with every reader on this shard."""
+        fields = []
+        for field in self._fields:
+            if field.number == _PIPELINE_OPERATORS and _operator(field.data).is_reader:
+                fields.append(Field.of(field.number, _with_integers(field.data, num_shards=shards, shard_id=shard)))
+            else:
+                fields.append(field)
+        return pack(fields)
+
+
+def _operator(message: bytes) -> Operator:
+    fields = unpack(message)
+    arguments = {}
+    for field in fields:
+        if field.number == _ARGUMENTS:
+            inner = unpack(field.data)
+            arguments[next(each.text for each in inner if each.number == _ARGUMENT_NAME)] = inner
+    named = {field.number: field.text for field in fields if field.number in (_SCHEMA, _NAME)}
+    return Operator(named.get(_SCHEMA, ""), named.get(_NAME, ""), arguments, tuple(fields))
+
+
+def _with_integers(message: bytes, **integers: int) -> bytes:
+    def is_replaced(field: Field) -> bool:
+        return field.number == _ARGUMENTS and any(
+            each.number == _ARGUMENT_NAME and each.text in integers for each in unpack(field.data)
+        )
+
+    fields = [field for field in unpack(message) if not is_replaced(field)]
+    for name, value in integers.items():
+        argument = [
+            Field.of(_ARGUMENT_NAME, name), Field.of(_ARGUMENT_TYPE, "int64"), Field.of(_INTEGER, value),
+            Field.of(_IS_VECTOR, 0),
+        ]  # fmt: skip
+        fields.append(Field.of(_ARGUMENTS, pack(argument)))
+    return pack(fields)
+
+
+# --- what a reader reads ---------------------------------------------------------------------------------------------
+
+
+def identity(reader: Operator, size: int) -> str:
+    """The number of samples and eight hexadecimal digits of the list of files that a reader reads.
+
+    A folder or file counts by its own name and what is in it, not by where it lies; an explicit list by its text.
+    """
+    crc = 0
+    for name in sorted(_PATHS & reader.arguments.keys()):
+        if name in ("files", "filenames", "labels"):
+            crc = zlib.crc32(repr(reader.arguments[name]).encode(), crc)
+            continue
+        for path in reader.texts(name):
+            for line in _content(Path(path)):
+                crc = zlib.crc32(line, crc)
+    return f"{size} samples:{crc:08x}"
+
+
+def _content(path: Path) -> Iterator[bytes]:
+    yield os.fsencode(path.name)
+    if path.is_dir():
+        yield from _names(os.fspath(path), b"")
+    elif path.is_file():
+        size = path.stat().st_size
+        yield b"%d" % size
+        if size <= _LARGEST_LIST and path.suffix.lower() in (".txt", ".lst", ".json", ".idx", ".csv", ".tsv", ""):
+            yield path.read_bytes()
+
+
+def _names(folder: str, prefix: bytes) -> Iterator[bytes]:
+    with os.scandir(folder) as entries:
+        found = sorted((os.fsencode(entry.name), entry.is_dir(), entry.path) for entry in entries)
+    for name, is_folder, path in found:
+        yield prefix + name + b"\n"
+        if is_folder:
+            yield from _names(path, prefix + name + b"/")
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(pipeline: Any) -> dict[str, Any]:
+    """The keywords that make a `Pipeline` like this one."""
+    depth = pipeline.prefetch_queue_depth
+    if pipeline.exec_separated:
+        depth = {"cpu_size": pipeline.cpu_queue_size, "gpu_size": pipeline.gpu_queue_size}
+    return {
+        "batch_size": pipeline.max_batch_size,
+        "num_threads": pipeline.num_threads,
+        "device_id": pipeline.device_id,
+        "seed": pipeline.seed,
+        "prefetch_queue_depth": depth,
+        "exec_pipelined": pipeline.exec_pipelined,
+        "exec_async": pipeline.exec_async,
+        "exec_dynamic": pipeline.exec_dynamic,
+        "set_affinity": pipeline.set_affinity,
+        "enable_memory_stats": pipeline.enable_memory_stats,
+    }
+
+
+def serialize(pipeline: Any) -> bytes:
+    """The graph of a pipeline, with external sources in the place of operators that DALI cannot serialize."""
+    try:
+        serialized: bytes = pipeline.serialize()
+    except RuntimeError:
+        if not pipeline._ops:
+            raise
+    else:
+        return serialized
+    # Never built, only written down.
+    backend = dali_backend.Pipeline(pipeline._get_params())
+    for operator in pipeline._ops:
+        if not _calls_python(operator._op.schema.Name()):
+            backend.AddOperator(operator.spec, operator.name)
+            continue
+        for number in range(operator.spec.NumOutput()):
+            source = dali_backend.OpSpec("ExternalSource")
+            device = operator.spec.OutputDevice(number)
+            source.AddArg("device", device)
+            source.AddOutput(operator.spec.OutputName(number), device)
+            backend.AddOperator(source, f"{operator.name}[{number}]")
+    backend.SetOutputDescs(pipeline._generate_build_args())
+    found: bytes = backend.SerializeToProtobuf()
+    return found
+
+
+def _calls_python(schema: str) -> bool:
+    return schema == "ExternalSource" or "PythonFunction" in schema or "Numba" in schema
+
+
+def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:
+    """A pipeline of this graph that keeps checkpoints, restored from one."""
+    # Pipeline.deserialize(..., checkpoint=...) ignores the checkpoint without a word.
+    pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
+    pipeline.deserialize_and_build(serialized)
+    return pipeline

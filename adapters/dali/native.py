@@ -1,0 +1,601 @@
+"""A DALI iterator as its user built it: resumed by DALI's own checkpoints, which each rank keeps for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import nvidia.dali
+from nvidia.dali.plugin.base_iterator import LastBatchPolicy, _DaliBaseIterator
+from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
+
+from midepoch import promises
+from midepoch.adapter import Adapter, Options, Run, Session
+from midepoch.adapters.dali.checkpoint import Place, Snapshot, moved_on
+from midepoch.adapters.dali.graph import Graph, build, identity, serialize, settings_of
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
+from midepoch.keys import derive_key
+from midepoch.protocol import Capabilities, Capability
+from midepoch.world import World
+
+__all__ = ["Factory", "NativeAdapter", "factory"]
+
+_REMEMBERED_BATCHES = 8  # checkpoints kept for in_flight, of about 300 bytes each
+
+_WRITE_A_FACTORY = (
+    "wrap a function that makes it: midepoch.wrap(dali.factory(make)) from midepoch.adapters.dali, where "
+    "make(checkpointing) builds the pipeline with your_pipeline(**checkpointing) and returns its DALIGenericIterator"
+)
+
+
+class Factory:
+    """What `factory` returns."""
+
+    def __init__(self, make: Callable[..., Any], pipelines: int = 1) -> None:
+        if not callable(make):
+            raise TypeError(f"factory needs a function that returns a DALI iterator, got {make!r}")
+        if type(pipelines) is not int or pipelines < 1:
+            raise ValueError(f"pipelines must be an int of at least 1, got {pipelines!r}")
+        self._make, self.pipelines = make, pipelines
+
+    def __call__(self, checkpoints: tuple[bytes, ...]) -> Any:
+        """An iterator whose pipelines keep checkpoints and go on from these, if there are any."""
+        restored = checkpoints or (None,) * self.pipelines
+        made = self._make(*({"enable_checkpointing": True, "checkpoint": checkpoint} for checkpoint in restored))
+        if not _is_iterator(made) or len(made._pipes) != self.pipelines or not made._enable_checkpointing:
+            raise UnsupportedSourceError(
+                f"the factory must return a DALIGenericIterator over {self.pipelines} pipelines that were built with "
+                f"what it was given, got {type(made).__name__}; write: def make(checkpointing): return "
+                'DALIGenericIterator([your_pipeline(**checkpointing)], ["data"], reader_name="Reader")'
+            )
+        if checkpoints and not all(pipeline.is_restored_from_checkpoint for pipeline in made._pipes):
+            raise UnsupportedSourceError(
+                "the factory's pipelines were not built with the checkpoints it was given: pass **checkpointing to "
+                "each, in the order of the arguments"
+            )
+        made._auto_reset = "no"  # the end of an epoch is the adapter's
+        return made
+
+
+def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
+    """A DALI iterator that midepoch makes itself: for graphs with python functions or external sources in them.
+
+        @dali.factory
+        def make(checkpointing):
+            return DALIGenericIterator([your_pipeline(**checkpointing)], ["data"], reader_name="Reader")
+
+        loader = midepoch.wrap(make)
+
+    Args:
+        make: gets, for each pipeline, the keywords ``enable_checkpointing`` and ``checkpoint`` to build it with, and
+            returns the iterator. Called when wrapped, and again when a state is loaded.
+        pipelines: how many pipelines the iterator has.
+    """
+    return Factory(make, pipelines)
+
+
+def _is_iterator(source: object) -> bool:
+    return isinstance(source, DALIGenericIterator | DALIRaggedIterator)
+
+
+class NativeAdapter(Adapter):
+    """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines.
+
+    The unit is a batch of one process. Serialized and rebuilt with checkpointing on, so the user's iterator stays as
+    it was built, and is not used.
+    """
+
+    name: ClassVar[str] = "dali"
+    rank_independent = False
+    elastic = False
+    jumps: ClassVar[bool] = True
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._factory = source if isinstance(source, Factory) else None
+        self._live: _Live | None = None
+        if self._factory is not None:
+            template = self._factory(())
+            self._live = _Live(template, (0, 0), False)
+        else:
+            template = source
+            _check_unused(template)
+        self._template = template
+        self._batch_size = template.batch_size
+        self._graphs = [Graph(serialize(pipeline)) for pipeline in template._pipes]
+        self._settings = [settings_of(pipeline) for pipeline in template._pipes]
+        self._check_callbacks()
+        self._epochs: dict[tuple[int, int], _Epochs] = {}
+        if template._pipes[0].seed is not None:
+            self.seed = template._pipes[0].seed % (1 << 64)
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A DALI iterator for torch, or a factory of one."""
+        return isinstance(source, Factory) or _is_iterator(source)
+
+    def _check_callbacks(self) -> None:
+        callbacks = [each.name for graph in self._graphs for each in graph.operators if each.has_callback]
+        if callbacks and self._factory is None:
+            raise UnsupportedSourceError(
+                f"the pipeline calls python ({', '.join(callbacks[:5])}), so it cannot be rebuilt from its graph: "
+                + _WRITE_A_FACTORY
+            )
+        for pipeline in self._template._pipes:
+            for group in pipeline._input_callbacks or ():
+                described = group.source_desc
+                if described.kind.name != "CALLABLE" or not described.has_inputs:
+                    raise UnsupportedSourceError(
+                        f"an external_source of the pipeline is {described.kind.name.lower()} without an argument, of "
+                        "which a checkpoint knows nothing: give it a function of one argument (SampleInfo, BatchInfo, "
+                        "or the number of the batch)"
+                    )
+
+    def describe(self) -> dict[str, str]:
+        """Every part that DALI itself does not check: the data, the reader's order, the graph, the format."""
+        template = self._template
+        described = {
+            "unit": "batch",
+            "dali": ".".join(nvidia.dali.__version__.split(".")[:2]),
+            "pipelines": str(len(self._graphs)),
+            "batch_size": str(self._batch_size),
+            "last_batch": template._last_batch_policy.name.lower(),
+            "graph": "/".join(sorted({graph.digest for graph in self._graphs})),
+        }
+        meta = template._pipes[0].reader_meta() if self._graphs[0].readers else {}
+        for reader in self._graphs[0].readers:
+            name = reader.name
+            described[f"{name}.data"] = identity(reader, meta.get(name, {}).get("epoch_size", 0))
+            for flag in ("random_shuffle", "shuffle_after_epoch", "pad_last_batch", "stick_to_shard"):
+                described[f"{name}.{flag}"] = str(reader.flag(flag))
+            described[f"{name}.initial_fill"] = str(reader.integer("initial_fill", 1024))
+        return described
+
+    def capabilities(self) -> Capabilities:
+        """As DALI's checkpoints have it."""
+        exact = "DALI's checkpoint holds the state of each random operator"
+        if self._factory is not None:
+            exact += "; python functions and sources must be functions of their arguments"
+        return Capabilities(
+            exact_order=Capability(True, "DALI's checkpoint holds the state of each reader"),
+            exact_augmentations=Capability(True, exact),
+            constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
+            elastic_world=Capability(False, "DALI's checkpoint knows one number of shards: use dali.readers for more"),
+            elastic_workers=promises.NO_WORKERS,
+            rank_independent=Capability(False, "each rank's pipeline knows its own part: use midepoch.gather(loader)"),
+        )
+
+    # --- shards and lengths ---
+
+    def _shards(self, world: World) -> int:
+        """How many shards the readers have to divide their data into; 0: as they were built."""
+        if self.options.shard is False or (world.world_size == 1 and not self.options.shard):
+            return 0
+        return world.world_size * len(self._graphs)
+
+    def _serialized(self, world: World) -> list[bytes]:
+        """The graphs, on this rank's shards.
+
+        Raises:
+            UnsupportedSourceError: their readers name other shards, or cannot be told.
+        """
+        shards = self._shards(world)
+        if not shards:
+            return [graph.serialized for graph in self._graphs]
+        serialized = []
+        for place, graph in enumerate(self._graphs):
+            shard = world.rank * len(self._graphs) + place
+            wrong = [
+                (reader.name, reader.integer("num_shards", 1), reader.integer("shard_id", 0))
+                for reader in graph.readers
+                if (reader.integer("num_shards", 1), reader.integer("shard_id", 0)) != (shards, shard)
+            ]
+            unsharded = all(stated == 1 for _, stated, _ in wrong)
+            if not graph.readers:
+                raise UnsupportedSourceError(
+                    f"the pipeline has no reader, so nothing says which of its data rank {world.rank} of "
+                    f"{world.world_size} reads: pass shard=False if its source gives each rank its own part"
+                )
+            if wrong and (self._factory is not None or not (unsharded or self.options.shard)):
+                name, stated, stated_shard = wrong[0]
+                raise UnsupportedSourceError(
+                    f"reader {name} has num_shards={stated}, shard_id={stated_shard}, this is rank {world.rank} of "
+                    f"{world.world_size}: write num_shards={shards}, shard_id={shard}, or pass shard=False if the "
+                    "ranks are meant to read as they do"
+                )
+            serialized.append(graph.on_shard(shard, shards) if wrong else graph.serialized)
+        return serialized
+
+    def _epochs_of(self, world: World) -> _Epochs:
+        key = (world.rank, world.world_size)
+        if key not in self._epochs:
+            self._epochs[key] = _Epochs(self._template, self._metas(world))
+        return self._epochs[key]
+
+    def _metas(self, world: World) -> list[dict[str, Any]]:
+        """What `Pipeline.reader_meta` will say of the main reader of each pipeline."""
+        name = self._template._reader_name
+        if not name:
+            return [{} for _ in self._graphs]
+        metas = [dict(pipeline.reader_meta(name)) for pipeline in self._template._pipes]
+        shards = self._shards(world)
+        if shards:
+            self._serialized(world)  # refuses shards that are others'
+            for place, meta in enumerate(metas):
+                meta["number_of_shards"], meta["shard_id"] = shards, world.rank * len(metas) + place
+                meta["epoch_size_padded"] = -(-meta["epoch_size"] // shards) * shards
+        return metas
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Batches of all ranks, where DALI counts them."""
+        batches = self._epochs_of(world).batches(epoch)
+        return None if batches is None else batches * world.world_size
+
+    # --- states ---
+
+    def _stated_shards(self, world: World) -> int:
+        stated = self._shards(world)
+        readers = self._graphs[0].readers
+        return stated or (readers[0].integer("num_shards", 1) if readers else 1)
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Its own checksum, place, seed and rank; DALI sees a checkpoint only after that."""
+        if not detail:
+            if (epoch, position) != (0, 0):
+                raise StateCorruptError(
+                    f"the state stands at position {position} of epoch {epoch} without DALI's own checkpoint: use a "
+                    "whole one"
+                )
+            return
+        snapshot = Snapshot.opened(detail, (epoch, position), seed, world)
+        shards = self._stated_shards(world)
+        if snapshot.shards != shards:
+            raise StateMismatchError(
+                f"num_shards differs: the state was saved with {snapshot.shards}, this pipeline has {shards}; make the "
+                "reader as it was, or start this data anew"
+            )
+
+    def jump(self, here: Place, detail: str, there: Place, seed: int, world: World) -> str:
+        """By moving the checkpoint on: readers skip without reading, random operators go on where they stood."""
+        known = Snapshot.opened(detail, here, seed, world) if detail else None
+        if known is None or there < known.at:
+            known = Snapshot((0, 0), there, False, self._stated_shards(world), ())
+        return dataclasses.replace(known, to=there).sealed(seed, world)
+
+    # --- iterators ---
+
+    def open(self, run: Run) -> Session:
+        """Batches from the position on."""
+        return _NativeSession(self, run)
+
+    def reach(self, run: Run) -> _Live:
+        """An iterator whose next batch is the run's first; the one that is at hand, if it stands right."""
+        place = (run.epoch, run.position)
+        shards = self._stated_shards(run.world)
+        snapshot = Snapshot((0, 0), place, False, shards, ())
+        if run.detail:
+            snapshot = Snapshot.opened(run.detail, place, run.seed, run.world)
+        live, self._live = self._live, None
+        if live is None or not live.stands(snapshot):
+            live = None  # lets go of its memory before another is made
+            live = self._make(snapshot.checkpoints, snapshot.at, snapshot.ended, run)
+        while live.place < place:
+            live = self._skipped(live, place, run)
+        return live
+
+    def keep(self, live: _Live) -> None:
+        """Take back the iterator of a session that is over."""
+        self._live = live
+
+    def _make(self, checkpoints: tuple[bytes, ...], place: Place, ended: bool, run: Run) -> _Live:
+        if self._factory is not None:
+            self._serialized(run.world)  # refuses shards that are others'
+            return _Live(self._factory(checkpoints), place, ended)
+        pipelines = []
+        for number, (serialized, settings) in enumerate(zip(self._serialized(run.world), self._settings, strict=True)):
+            if settings["seed"] is None or self.options.seed is not None:
+                # DALI takes 63 bits. Ranks draw different numbers, as their readers give different samples.
+                settings = {
+                    **settings,
+                    "seed": derive_key(run.seed, run.world.rank * len(self._settings) + number) >> 1,
+                }
+            checkpoint = checkpoints[number] if checkpoints else None
+            try:
+                pipelines.append(build(serialized, checkpoint, settings))
+            except RuntimeError as error:
+                if "checkpoint" not in str(error).lower() or checkpoints:
+                    raise SourceError(f"DALI cannot build the pipeline: {_first_line(error)}") from error
+                raise UnsupportedSourceError(
+                    f"DALI cannot keep checkpoints of this pipeline ({_first_line(error)}): leave that operator out, "
+                    "or feed the pipeline by midepoch's own readers (midepoch.adapters.dali.readers)"
+                ) from error
+        return _Live(_with_pipelines(self._template, pipelines), place, ended)
+
+    def _skipped(self, live: _Live, place: Place, run: Run) -> _Live:
+        """An iterator that stands at `place`, or, if that lies in a later epoch, at the end of this one."""
+        epoch, position = live.place
+        ranks = run.world.world_size
+        batches = self._epochs_of(run.world).batches(epoch)
+        wanted = (place[1] - position) // ranks if place[0] == epoch else None
+        if batches is None or not any(graph.readers for graph in self._graphs):
+            live.run(wanted, ranks)
+            return live
+        left = batches - position // ranks
+        skipped = left if wanted is None else min(wanted, left)
+        # A padded epoch's end cannot be written into a checkpoint: its last batch is run.
+        padded = skipped == left and any(reader.flag("pad_last_batch") for reader in self._graphs[0].readers)
+        skipped -= padded
+        if skipped:
+            live.settle()
+            size = self._batch_size
+            counted = skipped * size * (1 if self._template._reader_name else len(self._graphs))
+            checkpoints = tuple(
+                moved_on(checkpoint, {reader.name: skipped * size for reader in graph.readers}, skipped, counted)
+                for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
+            )
+            over = wanted is None and not padded
+            live = self._make(
+                checkpoints, (epoch + 1, 0) if over else (epoch, position + skipped * ranks), over, run
+            )
+        if padded:
+            live.run(1, ranks)
+        if live.place[0] == epoch and wanted is None:
+            live.place, live.ended = (epoch + 1, 0), True
+        return live
+
+    def close(self) -> None:
+        """The pipelines' threads and memory."""
+        self._live = None
+
+
+class _Live:
+    """An iterator that runs, and where it stands.
+
+    Attributes:
+        place: of its next batch.
+        ended: `place` is the beginning of an epoch, and DALI has not been told of the end of the one before.
+    """
+
+    def __init__(self, iterator: Any, place: Place, ended: bool) -> None:
+        self.iterator, self.place, self.ended = iterator, place, ended
+        self.untouched = not ended and place == (0, 0)
+
+    def stands(self, snapshot: Snapshot) -> bool:
+        """Whether this is where the snapshot was taken."""
+        if snapshot.at != self.place:
+            return False
+        if not snapshot.checkpoints:
+            return self.untouched
+        return tuple(self.iterator.checkpoints()) == snapshot.checkpoints
+
+    def take(self) -> Any:
+        """The next batch."""
+        self.untouched = False
+        if not self.ended:
+            return next(self.iterator)
+        try:
+            batch = next(self.iterator)  # at once, if the iterator reset itself while it was restored
+        except StopIteration:
+            self.iterator.reset()
+            batch = next(self.iterator)
+        self.ended = False
+        return batch
+
+    def settle(self) -> None:
+        """Tell DALI of the end of the epoch before."""
+        if self.ended:
+            with contextlib.suppress(StopIteration):
+                next(self.iterator)
+                raise StateError("DALI went on beyond the end of its epoch: load a state instead of skipping")
+            self.iterator.reset()
+            self.ended = False
+
+    def run(self, batches: int | None, ranks: int) -> None:
+        """Run and drop batches, or the rest of the epoch."""
+        epoch, position = self.place
+        while batches is None or batches > 0:
+            try:
+                self.take()
+            except StopIteration:
+                self.place, self.ended = (epoch + 1, 0), True
+                return
+            position += ranks
+            batches = None if batches is None else batches - 1
+        self.place = (epoch, position)
+
+
+class _NativeSession(Session):
+    """Notes where it stands before each batch: a checkpoint takes DALI about 0.1 ms."""
+
+    def __init__(self, adapter: NativeAdapter, run: Run) -> None:
+        self._adapter, self._run = adapter, run
+        self._live: _Live | None = None
+        self._before: deque[tuple[Place, bool, tuple[bytes, ...]]] = deque(maxlen=_REMEMBERED_BATCHES)
+        self._broken = False  # `live` does not stand where the last note was made
+        self._left = None if run.share is None else run.share.steps
+
+    def take(self) -> Any:
+        """The next batch."""
+        live = self._live
+        if live is None:
+            live = self._live = self._adapter.reach(self._run)
+        if self._broken or self._left == 0:
+            raise StopIteration
+        place = live.place
+        self._before.append((place, live.ended, tuple(live.iterator.checkpoints())))
+        try:
+            batch = live.take()
+        except StopIteration:
+            self._broken = True
+            live.place, live.ended = (place[0] + 1, 0), True
+            if self._left is None:
+                raise
+            raise SourceError(
+                f"DALI ended its epoch {place[0]} at position {place[1]}, {self._left} batches early: load the last "
+                "state and try again"
+            ) from None
+        except Exception as error:
+            self._broken, self._live = True, None
+            raise SourceError(
+                f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
+                f"ranks) or, without exec_dynamic, shortly after it: {_first_line(error)}. Mend the data, or skip the "
+                f"batch: loader.seek(position={place[1] + self._run.world.world_size})"
+            ) from error
+        live.place = (place[0], place[1] + self._run.world.world_size)
+        if self._left is not None:
+            self._left -= 1
+            if not self._left:
+                live.place, live.ended = (place[0] + 1, 0), True
+        return batch
+
+    def detail(self, back: int, finished: bool) -> str:
+        """DALI's checkpoints, with the place and a checksum."""
+        live, before, run = self._live, self._before, self._run
+        if live is None and not before and not back:
+            return run.detail
+        back += self._broken
+        if back > len(before):
+            raise StateError(
+                f"{len(before)} checkpoints of DALI are remembered since the epoch's start or the last load: pass a "
+                f"smaller in_flight"
+            )
+        if back and before[-back][0] == (run.epoch, run.position):
+            return run.detail  # a place has one spelling
+        if back:
+            place, ended, checkpoints = before[-back]
+        elif live is not None:
+            place, ended, checkpoints = live.place, live.ended, tuple(live.iterator.checkpoints())
+        shards = self._adapter._stated_shards(run.world)
+        return Snapshot(place, place, ended, shards, checkpoints).sealed(run.seed, run.world)
+
+    def close(self) -> None:
+        """Leave the iterator to the next session."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._adapter.keep(live)
+
+
+# --- DALI's own iterators --------------------------------------------------------------------------------------------
+
+
+def _check_unused(iterator: Any) -> None:
+    if iterator._ever_consumed:
+        raise UnsupportedSourceError(
+            "this DALI iterator has given out batches, of which nothing was kept: wrap it before its first batch"
+        )
+    if any(pipeline.is_restored_from_checkpoint for pipeline in iterator._pipes):
+        raise UnsupportedSourceError(
+            "this DALI iterator was restored from a checkpoint, which midepoch cannot place in an epoch: build it "
+            "without checkpoint=, and load midepoch's state"
+        )
+
+
+def _with_pipelines(template: Any, pipelines: list[Any]) -> Any:
+    """An iterator like `template`, of the same class, over other pipelines."""
+    iterator = copy.copy(template)
+    by_reader = bool(template._reader_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DALI's advice against size=, which the user has seen
+        _DaliBaseIterator.__init__(
+            iterator,
+            pipelines,
+            -1 if by_reader else template._size,
+            template._reader_name,
+            auto_reset=False,
+            last_batch_padded=False if by_reader else template._last_batch_padded,
+            last_batch_policy=template._last_batch_policy,
+            # A restored iterator would swallow the end of an epoch, and raise here what the first batch raises.
+            prepare_first_batch=False,
+        )
+    iterator._first_batch = None
+    return iterator
+
+
+class _Still:
+    """Stands in for a pipeline where only the iterator's counting is wanted."""
+
+    def __init__(self, meta: dict[str, Any]) -> None:
+        self._meta = meta
+
+    def reader_meta(self, name: str) -> dict[str, Any]:
+        return self._meta
+
+    def _check_api_type_scope(self, kind: object) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def share_outputs(self) -> list[Any]:
+        return []
+
+    def release_outputs(self) -> None:
+        pass
+
+    schedule_run = reset = release_outputs
+
+    def empty(self) -> bool:
+        return False
+
+
+class _Epochs:
+    """Batches in each epoch: DALI's own counting, carried out by an iterator without pipelines.
+
+    Where DALI fills the last batch from the next epoch, epochs differ in length.
+    """
+
+    def __init__(self, template: Any, metas: list[dict[str, Any]]) -> None:
+        iterator = self._iterator = copy.copy(template)
+        iterator._pipes = [_Still(meta) for meta in metas]
+        iterator._counter, iterator._ever_scheduled, iterator._auto_reset = 0, True, "no"
+        if iterator._reader_name:
+            iterator._extract_from_reader_and_validate()
+        self._found: list[int] = []
+        self._seen: dict[str, int] = {}
+        self._period: tuple[int, int] | None = None  # (first epoch, number of epochs)
+
+    def batches(self, epoch: int) -> int | None:
+        """Batches of one process in this epoch; None where DALI does not know before it ends."""
+        if self._iterator._size < 0:
+            return None
+        while epoch >= len(self._found) and self._period is None:
+            self._count()
+        if self._period is not None and epoch >= len(self._found):
+            first, number = self._period
+            epoch = first + (epoch - first) % number
+        return self._found[epoch]
+
+    def _count(self) -> None:
+        iterator = self._iterator
+        state = iterator._save_state()
+        if state in self._seen:
+            self._period = (self._seen[state], len(self._found) - self._seen[state])
+            return
+        self._seen[state] = len(self._found)
+        drops = iterator._last_batch_policy == LastBatchPolicy.DROP
+        step = iterator.batch_size * (1 if iterator._reader_name else iterator._num_gpus)
+        left = iterator._size - iterator._counter
+        batches = math.ceil(left / step)
+        if drops and iterator._reader_name:
+            in_shards = iterator._shard_sizes_per_gpu - iterator._counter_per_gpu - iterator._counter
+            batches = min(batches, int(np.min(in_shards)) // step)
+        elif drops:
+            batches = left // step
+        batches = max(0, batches)
+        self._found.append(batches)
+        iterator._counter += batches * step
+        iterator.reset()
+
+
+def _first_line(error: BaseException) -> str:
+    """What DALI complains of, without its tracebacks."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for place, line in enumerate(lines):
+        if line.startswith("encountered:") and place + 1 < len(lines):
+            return lines[place + 1][:300]
+    return (lines[-1] if lines else type(error).__name__)[:300]
+

@@ -1,0 +1,355 @@
+"""Drop-ins for ``fn.readers`` whose order is midepoch's: any world size, and a resume is a jump.
+
+Call them in a pipeline definition, one for each pipeline. Nothing here takes ``num_shards`` and ``shard_id``: midepoch
+shards, by the world as it is when iteration starts.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from nvidia.dali import fn
+
+from midepoch.adapters.dali.feed import Data, Indices, current_feed
+from midepoch.errors import SourceError
+from midepoch.order import Sequential, Shuffled
+from midepoch.tar import TarIndex, index_tar, split_name
+from midepoch.world import World
+
+__all__ = ["file", "numpy", "webdataset"]
+
+_PathLike = str | PathLike[str]
+
+_FILTERS = (
+    "*.jpg", "*.jpeg", "*.png", "*.bmp", "*.tif", "*.tiff", "*.pnm", "*.ppm", "*.pgm", "*.pbm", "*.jp2", "*.webp",
+    "*.flac", "*.ogg", "*.wav",
+)  # fmt: skip
+
+
+def file(
+    file_root: _PathLike | None = None,
+    *,
+    files: Sequence[_PathLike] | None = None,
+    labels: Sequence[int] | None = None,
+    file_list: _PathLike | None = None,
+    file_filters: Sequence[str] | None = None,
+    dir_filters: Sequence[str] | None = None,
+    case_sensitive_filter: bool = False,
+    random_shuffle: bool = False,
+    drop_last: bool = False,
+    world: World | None = None,
+    name: str | None = None,
+) -> tuple[Any, Any]:
+    """In place of ``fn.readers.file``: the bytes of files, and their labels as int32 of shape (1,).
+
+    Files and labels are those that DALI finds: of ``file_root`` the folders in alphabetical order, labelled from 0;
+    with ``file_list`` or ``files`` and ``labels`` as given.
+
+    Args:
+        file_root: of folders with one class each; with ``files`` or ``file_list`` what these are relative to.
+        files: paths.
+        labels: one for each of ``files``; without them, their place in the list.
+        file_list: a text file with a path and a label on each line.
+        file_filters: patterns, one of which a file's name must match; None for DALI's own (images and sound).
+        dir_filters: likewise for folders.
+        case_sensitive_filter: the patterns' case matters.
+        random_shuffle: another order in each epoch, of the whole data set.
+        drop_last: leave out a last batch that is not full.
+        world: which ranks share the data; None for the world as it is.
+        name: of nothing; taken so that calls need not be changed.
+
+    Raises:
+        ValueError: not exactly one of the three is given, or there are no files.
+    """
+    root = "" if file_root is None else os.fspath(file_root)
+    if (files is not None) + (file_list is not None) + (files is None and file_list is None and bool(root)) != 1:
+        raise ValueError("readers.file needs one of file_root=, files= (with labels=) and file_list=")
+    if files is not None:
+        paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118  # a Path each is too slow
+        numbers = list(range(len(paths))) if labels is None else [int(label) for label in labels]
+        if len(numbers) != len(paths):
+            raise ValueError(f"readers.file got {len(paths)} files and {len(numbers)} labels: give one for each")
+    elif file_list is not None:
+        base = root or os.fspath(Path(file_list).parent)
+        paths, numbers = _listed(file_list, base)
+    else:
+        paths, numbers = _found(root, file_filters or _FILTERS, dir_filters, case_sensitive_filter)
+    if not paths:
+        raise ValueError(f"readers.file found no files in {root or file_list or 'files'!r}: check path and filters")
+    base = root if files is None and file_list is None else ""
+    data = _Files("file", paths, base, np.array(numbers, dtype=np.int32))
+    path, label = _connect("readers.file", data, random_shuffle, drop_last, world)
+    return fn.io.file.read(path), label
+
+
+def numpy(
+    file_root: _PathLike | None = None,
+    *,
+    files: Sequence[_PathLike] | None = None,
+    file_filter: str = "*.npy",
+    random_shuffle: bool = False,
+    drop_last: bool = False,
+    world: World | None = None,
+    name: str | None = None,
+) -> Any:
+    """In place of ``fn.readers.numpy``: the arrays of .npy files.
+
+    Args:
+        file_root: a folder whose files are read, those of its folders too, in alphabetical order; with ``files`` what
+            these are relative to.
+        files: paths.
+        file_filter: pattern that a file's name must match.
+        random_shuffle, drop_last, world, name: as for `file`.
+
+    Raises:
+        ValueError: neither is given, or there are no files.
+    """
+    root = "" if file_root is None else os.fspath(file_root)
+    if files is not None:
+        paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118
+    elif root:
+        paths = [path for path in sorted(_below(root)) if fnmatch.fnmatchcase(os.path.basename(path), file_filter)]  # noqa: PTH119
+    else:
+        raise ValueError("readers.numpy needs file_root= or files=")
+    if not paths:
+        raise ValueError(f"readers.numpy found no files in {root or 'files'!r}: check path and filter")
+    data = _Files("numpy", paths, "" if files is not None else root, None)
+    (path,) = _connect("readers.numpy", data, random_shuffle, drop_last, world)
+    return fn.decoders.numpy(fn.io.file.read(path))
+
+
+def webdataset(
+    paths: _PathLike | Sequence[_PathLike],
+    *,
+    ext: str | Sequence[str],
+    index_paths: Sequence[_PathLike] | None = None,
+    case_sensitive_extensions: bool = True,
+    missing_component_behavior: Literal["empty", "skip", "error"] = "empty",
+    random_shuffle: bool = False,
+    drop_last: bool = False,
+    world: World | None = None,
+    name: str | None = None,
+) -> Any:
+    """In place of ``fn.readers.webdataset``: components of samples in tar archives, as bytes.
+
+    The archives are indexed here, which reads their headers, 0.1 to 1 s a gigabyte. The order is over all samples of
+    all archives, so that a shuffle mixes archives.
+
+    Args:
+        paths: of uncompressed archives.
+        ext: one for each output; alternatives are divided by semicolons, as in ``"jpg;png"``.
+        index_paths: not needed; taken so that calls need not be changed.
+        case_sensitive_extensions: their case matters.
+        missing_component_behavior: a sample without one of these gives an empty array, is left out, or is an error.
+        random_shuffle, drop_last, world, name: as for `file`.
+
+    Returns:
+        One node, or a list of one for each of ``ext``.
+
+    Raises:
+        SourceError: an archive is damaged, or a component is missing that must not be.
+        ValueError: no samples, or no such behaviour.
+    """
+    if missing_component_behavior not in ("empty", "skip", "error"):
+        raise ValueError(
+            f"missing_component_behavior must be 'empty', 'skip' or 'error', got {missing_component_behavior!r}"
+        )
+    shards = [paths] if isinstance(paths, str | PathLike) else list(paths)
+    wanted = [ext] if isinstance(ext, str) else list(ext)
+    data = _Archives(
+        [index_tar(path) for path in shards],
+        [[each if case_sensitive_extensions else each.lower() for each in one.split(";")] for one in wanted],
+        case_sensitive_extensions,
+        missing_component_behavior,
+    )
+    if not len(data):
+        raise ValueError(f"readers.webdataset found no sample with {wanted} in {len(shards)} archives: check ext")
+    nodes = _connect("readers.webdataset", data, random_shuffle, drop_last, world)
+    return nodes[0] if isinstance(ext, str) else nodes
+
+
+def _connect(caller: str, data: Data, shuffle: bool, drop_last: bool, world: World | None) -> list[Any]:
+    feed = current_feed(f"dali.{caller}")
+    if feed.data is not None:
+        raise ValueError("a pipeline has one of midepoch's readers, this one has two: build a pipeline for each")
+    feed.data = data
+    feed.order = Shuffled(len(data)) if shuffle else Sequential(len(data))
+    feed.world, feed.drop_last = world, drop_last
+    return feed.connect(data.outputs, lambda step: data.read(step.indices))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class _Files(Data):
+    """Paths, kept as one array: a million of them are no million objects. DALI's threads read them."""
+
+    def __init__(self, kind: str, paths: list[str], root: str, labels: npt.NDArray[np.int32] | None) -> None:
+        self.kind, self.outputs, self._labels = kind, 1 if labels is None else 2, labels
+        encoded = [os.fsencode(path) for path in paths]
+        self._text = np.frombuffer(b"".join(encoded), np.uint8)
+        self._ends = np.cumsum([len(path) for path in encoded])
+        # Where the data lies may change; its own name, and what is in it, may not.
+        prefix = os.fsencode(root).rstrip(b"/")
+        crc = zlib.crc32(os.path.basename(prefix))  # noqa: PTH119
+        for path in encoded:
+            crc = zlib.crc32(path.removeprefix(prefix) + b"\n", crc)
+        self._crc = f"{zlib.crc32(b'' if labels is None else labels.astype('<i4').tobytes(), crc):08x}"
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def crc(self) -> str:
+        return self._crc
+
+    def _path(self, index: int) -> npt.NDArray[np.uint8]:
+        return self._text[self._ends[index - 1] if index else 0 : self._ends[index]]
+
+    def read(self, indices: Indices) -> tuple[Any, ...]:
+        paths = [self._path(index) for index in indices.tolist()]
+        return (paths,) if self._labels is None else (paths, self._labels[indices][:, np.newaxis])
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self._path(index).tobytes())
+
+
+def _listed(file_list: _PathLike, base: str) -> tuple[list[str], list[int]]:
+    paths, numbers = [], []
+    for number, line in enumerate(Path(file_list).read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        path, _, label = line.strip().rpartition(" ")
+        if not path or not label.lstrip("-").isdigit():
+            raise ValueError(f"{os.fspath(file_list)}, line {number}: expected a path and a label, got {line!r:.80}")
+        paths.append(os.path.join(base, path.strip()))  # noqa: PTH118
+        numbers.append(int(label))
+    return paths, numbers
+
+
+def _found(
+    root: str, file_filters: Sequence[str], dir_filters: Sequence[str] | None, case_sensitive: bool
+) -> tuple[list[str], list[int]]:
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(
+            fnmatch.fnmatchcase(name, pattern)
+            if case_sensitive
+            else fnmatch.fnmatchcase(name.lower(), pattern.lower())
+            for pattern in patterns
+        )
+
+    with os.scandir(root) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    if dir_filters is not None:
+        folders = [folder for folder in folders if matches(folder, dir_filters)]
+    paths, numbers = [], []
+    for number, folder in enumerate(folders):
+        with os.scandir(f"{root}/{folder}") as entries:
+            names = sorted(entry.name for entry in entries if not entry.is_dir())
+        names = [name for name in names if matches(name, file_filters)]
+        paths += [f"{root.rstrip('/')}/{folder}/{name}" for name in names]
+        numbers += [number] * len(names)
+    return paths, numbers
+
+
+def _below(folder: str) -> Iterator[str]:
+    for where, _, names in os.walk(folder):
+        yield from (f"{where.rstrip('/')}/{name}" for name in names)
+
+
+# --- archives ---------------------------------------------------------------------------------------------------------
+
+
+class _Archives(Data):
+    """Samples in tar archives: for each, and each of its components, an archive, an offset and a size."""
+
+    kind = "webdataset"
+
+    def __init__(
+        self, indexes: list[TarIndex], wanted: list[list[str]], case_sensitive: bool, missing: str
+    ) -> None:
+        self.outputs = len(wanted)
+        self._paths = [index.path for index in indexes]
+        self._files: dict[int, int] = {}
+        crc = zlib.crc32(repr((wanted, missing)).encode())
+        rows: list[list[tuple[int, int, int]]] = []
+        self._names: list[tuple[int, str]] = []
+        for shard, index in enumerate(indexes):
+            crc = zlib.crc32(f"{os.path.basename(index.path)}:{index.crc}".encode(), crc)  # noqa: PTH119
+            for key, components in _samples(index, case_sensitive):
+                chosen = [next((components[each] for each in one if each in components), None) for one in wanted]
+                absent = [";".join(one) for one, found in zip(wanted, chosen, strict=True) if found is None]
+                if len(absent) == len(wanted) or (absent and missing == "skip"):
+                    continue
+                if absent and missing == "error":
+                    raise SourceError(
+                        f"{index.path}: sample {key!r} has no {', '.join(absent)}; mend the archive, or pass "
+                        "missing_component_behavior='skip'"
+                    )
+                rows.append(
+                    [
+                        (shard, 0, 0) if found is None else (shard, int(index.offsets[found]), int(index.sizes[found]))
+                        for found in chosen
+                    ]
+                )
+                self._names.append((shard, key))
+        self._places = np.array(rows, dtype=np.int64).reshape(len(rows), self.outputs, 3)
+        self._crc = f"{crc:08x}"
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def crc(self) -> str:
+        return self._crc
+
+    def read(self, indices: Indices) -> tuple[Any, ...]:
+        places = self._places[indices]
+        return tuple(
+            [self._component(*place) for place in places[:, output].tolist()] for output in range(self.outputs)
+        )
+
+    def _component(self, shard: int, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        if not size:
+            return np.empty(0, np.uint8)
+        opened = self._files.get(shard)
+        if opened is None:
+            opened = self._files[shard] = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+        content = os.pread(opened, size, offset)
+        if len(content) < size:
+            raise SourceError(
+                f"{self._paths[shard]}, offset {offset}: {size} bytes were there when the archive was indexed, "
+                f"{len(content)} are now: it was changed while it was read"
+            )
+        return np.frombuffer(content, np.uint8)
+
+    def name(self, index: int) -> str:
+        shard, key = self._names[index]
+        return f"{self._paths[shard]}: {key}"
+
+    def __del__(self) -> None:
+        for opened in self.__dict__.get("_files", {}).values():
+            os.close(opened)
+
+
+def _samples(index: TarIndex, case_sensitive: bool) -> Iterator[tuple[str, dict[str, int]]]:
+    """Files that follow one another under one key, by extension."""
+    current: str | None = None
+    components: dict[str, int] = {}
+    for place, name in enumerate(index.names):
+        key, extension = split_name(name)
+        if key != current:
+            if components:
+                yield current or "", components
+            current, components = key, {}
+        components.setdefault(extension if case_sensitive else extension.lower(), place)
+    if components:
+        yield current or "", components

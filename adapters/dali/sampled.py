@@ -1,0 +1,229 @@
+"""A DALI iterator over a pipeline with one of midepoch's readers: any world size, and a resume is a jump."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from nvidia.dali import types
+
+from midepoch import promises
+from midepoch.adapter import Adapter, Options, Run, Session
+from midepoch.adapters.dali.feed import Feed, Plan, feed_of
+from midepoch.adapters.dali.graph import Graph, serialize
+from midepoch.adapters.dali.native import _first_line, _is_iterator
+from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
+from midepoch.protocol import Capabilities, Capability
+from midepoch.world import Share, World
+
+__all__ = ["SampledAdapter"]
+
+
+class SampledAdapter(Adapter):
+    """DALIGenericIterator, or one of its kin, over one pipeline that midepoch.adapters.dali.readers feeds."""
+
+    name: ClassVar[str] = "dali-sampled"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        if len(source._pipes) > 1:
+            raise UnsupportedSourceError(
+                f"midepoch's readers feed one pipeline of an iterator, this one has {len(source._pipes)}: start a "
+                "process for each device, or build an iterator for each"
+            )
+        pipeline = source._pipes[0]
+        feed = feed_of(pipeline)
+        assert feed is not None  # recognises has seen it
+        if feed.data is None or feed.order is None:
+            raise UnsupportedSourceError(
+                "the pipeline uses dali.random without one of dali.readers, so nothing says which sample is which: "
+                "read with dali.readers, or draw with fn.random"
+            )
+        if source._size > 0:
+            raise UnsupportedSourceError(
+                f"the iterator was given size={source._size}, which midepoch's reader knows better: leave size out, "
+                "and pass drop_last to the reader"
+            )
+        if options.shard is False:
+            raise UnsupportedSourceError(
+                "shard=False: midepoch's readers share the samples over the ranks; if each rank is to read everything, "
+                "pass world=midepoch.World() and keep one state for each"
+            )
+        self._graph = Graph(serialize(pipeline))
+        self._check_graph(pipeline, feed)
+        self._stream = _Stream(source, feed)
+        self._data, self._order = feed.data, feed.order
+        self.batch_size, self.drop_last, self.world = pipeline.max_batch_size, feed.drop_last, feed.world
+        if pipeline.seed is not None:
+            self.seed = pipeline.seed % (1 << 64)
+
+    def _check_graph(self, pipeline: Any, feed: Feed) -> None:
+        readers = [reader.name for reader in self._graph.readers]
+        if readers:
+            raise UnsupportedSourceError(
+                f"the pipeline has readers of DALI's beside midepoch's ({', '.join(readers)}), with an order of their "
+                "own: build a pipeline for each"
+            )
+        foreign = [group for group in pipeline._input_callbacks if group.callback not in feed.sources]
+        if foreign:
+            raise UnsupportedSourceError(
+                "the pipeline has an external_source beside midepoch's reader, which would not be moved with it: let "
+                "one of the two give all the data"
+            )
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A DALI iterator over a pipeline with a feed."""
+        return _is_iterator(source) and any(feed_of(pipeline) is not None for pipeline in source._pipes)  # type: ignore[attr-defined]
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
+        """Samples."""
+        return len(self._data)
+
+    def describe(self) -> dict[str, str]:
+        """The order, and the list of samples."""
+        return {
+            "order": self._order.describe(),
+            "reader": self._data.kind,
+            "data": f"{len(self._data)} samples:{self._data.crc}",
+        }
+
+    def capabilities(self) -> Capabilities:
+        """All yes, unless the graph draws random numbers of DALI's."""
+        random = sorted({each.schema.replace("__", ".") for each in self._graph.operators if each.is_random})
+        exact = Capability(True, "dali.random is keyed by (seed, epoch, position)")
+        if random:
+            exact = Capability(
+                False, f"the graph draws from DALI's own generators ({', '.join(random)}): use dali.random instead"
+            )
+        return Capabilities(
+            exact_order=promises.OUR_ORDER,
+            exact_augmentations=exact,
+            constant_time_resume=promises.CONSTANT_TIME,
+            elastic_world=promises.POSITIONS,
+            elastic_workers=promises.NO_WORKERS,
+            rank_independent=promises.ONE_STATE,
+        )
+
+    def open(self, run: Run) -> Session:
+        """Batches from the position on."""
+        return _SampledSession(self, self._stream, run)
+
+    def describe_batch(self, run: Run, step: int) -> str:
+        """Where a batch lies, and what is in it."""
+        batch = Plan(run.seed, run.epoch, _share(run), self._order).step(step)
+        if batch is None:
+            raise MidepochError("the batch lies beyond the epoch")  # pragma: no cover  # DALI gave one too many
+        names = [self._data.name(index) for index in batch.indices[:3].tolist()]
+        more = f" and {len(batch.indices) - 3} more" if len(batch.indices) > 3 else ""
+        return (
+            f"in epoch {batch.epoch}, in the batch at positions {batch.positions[0]} to {batch.positions[-1]} "
+            f"({', '.join(names)}{more})"
+        )
+
+
+def _share(run: Run) -> Share:
+    assert run.share is not None  # a reader knows its size
+    return run.share
+
+
+class _SampledSession(Session):
+    def __init__(self, adapter: SampledAdapter, stream: _Stream, run: Run) -> None:
+        self._adapter, self._stream, self._run = adapter, stream, run
+        self._steps = _share(run).steps
+        self._taken = 0
+        self._begun = False
+
+    def take(self) -> Any:
+        """The next batch."""
+        if self._taken == self._steps:
+            raise StopIteration
+        if not self._begun:
+            self._stream.move_to(self._run, self._adapter._order)
+            self._begun = True
+        try:
+            batch = self._stream.take()
+        except Exception as error:
+            run, share = self._run, _share(self._run)
+            position = share.start + (self._taken + 1) * share.global_batch
+            raise SourceError(
+                f"DALI failed {self._adapter.describe_batch(run, self._taken)}"
+                f"{'' if self._stream.survives else ', or, without exec_dynamic, shortly after it'}: "
+                f"{_first_line(error)}. Mend the data, or skip the batch: loader.seek(position="
+                f"{min(position, share.size)})"
+            ) from error
+        self._taken += 1
+        return batch
+
+
+class _Stream:
+    """The iterator, and what it will give next. In the next epoch it goes on without a pause."""
+
+    def __init__(self, iterator: Any, feed: Feed) -> None:
+        self._iterator, self._feed = iterator, feed
+        self._pipeline = iterator._pipes[0]
+        self._seed = 0
+        self._places: Plan | None = None  # what the feed was given
+        self._given = 0  # batches of it that were taken
+        self._failed = False
+        self.survives = bool(self._pipeline.exec_dynamic)
+
+    def move_to(self, run: Run, order: Any) -> None:
+        """Let the next batch be the run's first."""
+        share = _share(run)
+        if not self._failed and self._upcoming == (run.seed, run.epoch, share):
+            return
+        # A plan is asked in increasing order, and what is prefetched is ahead of what was taken: hence two.
+        self._restart(Plan(run.seed, run.epoch, share, order))
+        self._places, self._seed, self._given = Plan(run.seed, run.epoch, share, order), run.seed, 0
+
+    @property
+    def _upcoming(self) -> tuple[int, int, Share] | None:
+        """Seed, epoch and share of a run that could go on with what the stream gives next."""
+        if self._places is None:
+            return None
+        epoch, step, share = self._places.place(self._given)
+        return self._seed, epoch, dataclasses.replace(share, start=share.start + step * share.global_batch)
+
+    def _restart(self, plan: Plan) -> None:
+        iterator, pipeline, feed = self._iterator, self._pipeline, self._feed
+        iterator._first_batch = None
+        if not iterator._ever_scheduled:
+            feed.give(plan)
+            return
+        feed.give(None)
+        with pipeline._check_api_type_scope(types.PipelineAPIType.ITERATOR):
+            pipeline.schedule_run()  # finds nothing to give, which ends the pass
+            while not pipeline.empty():
+                try:
+                    pipeline.share_outputs()
+                except RuntimeError:
+                    # A batch that nobody asked for could not be read.
+                    self._failed = True
+                pipeline.release_outputs()
+        if self._failed and not self.survives:
+            raise SourceError(
+                "after an error, a DALI pipeline without exec_dynamic is of no use: make and wrap the iterator anew, "
+                "and load the last state; or leave exec_dynamic at its default"
+            )
+        self._failed = False
+        feed.give(plan)
+        iterator.reset()
+
+    def take(self) -> Any:
+        """The next batch."""
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            failure, self._failed = self._feed.failure, True
+            if failure is not None:
+                self._feed.failure = None
+                raise failure[1] from None
+            raise SourceError(
+                "the pipeline ended before midepoch's reader did: leave the iterator to midepoch"
+            ) from None
+        except Exception:
+            self._failed = True
+            raise
+        self._given += 1
+        return batch

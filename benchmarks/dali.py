@@ -1,0 +1,204 @@
+"""What wrapping a DALI iterator costs, in both modes: throughput, the first batch after a resume, the size of a state.
+
+Run ``python benchmarks/dali.py``. Alternated rounds in one run; reported are medians, and the median of the rounds'
+ratios. Prints Markdown; docs/dali.md holds its output with the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import nvidia.dali
+import torch
+from nvidia.dali import fn, pipeline_def
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+from PIL import Image
+
+import midepoch
+from midepoch.adapters import dali
+
+BATCH_SIZE = 32
+SIDE = 256
+
+
+def write_images(folder: Path, count: int) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        coarse = generator.integers(0, 255, (24, 32, 3), np.uint8)
+        path = folder / f"class{number % 8}" / f"{number:05}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(coarse).resize((SIDE + 64, SIDE)).save(path, quality=90)
+    return folder
+
+
+def write_many(folder: Path, count: int) -> Path:
+    """`count` names of one small image: links, so that they take little space."""
+    for number in range(count):
+        path = folder / f"class{number // 1000:03}" / f"{number:06}.jpg"
+        if number % 1000 == 0:
+            path.parent.mkdir()
+            first = path
+            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(path)
+        else:
+            os.link(first, path)
+    return folder
+
+
+def augmented(images: Any, mirror: Any) -> Any:
+    images = fn.resize(images, resize_x=SIDE, resize_y=SIDE)
+    return fn.crop_mirror_normalize(images, crop=(224, 224), std=[255.0, 255.0, 255.0], mirror=mirror)
+
+
+@pipeline_def(batch_size=BATCH_SIZE, num_threads=2, device_id=dali.device_id(), seed=1)
+def theirs(root: str, random: bool) -> Any:
+    encoded, labels = fn.readers.file(file_root=root, random_shuffle=True, name="Reader")
+    if not random:
+        return augmented(fn.decoders.image(encoded), 0), labels
+    return augmented(fn.decoders.image_random_crop(encoded), fn.random.coin_flip()), labels
+
+
+@pipeline_def(batch_size=BATCH_SIZE, num_threads=2, device_id=dali.device_id(), seed=1)
+def ours(root: str, random: bool) -> Any:
+    encoded, labels = dali.readers.file(root, random_shuffle=True)
+    if not random:
+        return augmented(fn.decoders.image(encoded), 0), labels
+    images = fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")
+    return augmented(images, dali.random.coin_flip()), labels
+
+
+@pipeline_def(batch_size=BATCH_SIZE, num_threads=2, device_id=dali.device_id(), seed=1)
+def undecoded(root: str, fed: bool) -> Any:
+    if fed:
+        encoded, labels = dali.readers.file(root, random_shuffle=True)
+    else:
+        encoded, labels = fn.readers.file(file_root=root, random_shuffle=True, name="Reader")
+    return encoded, labels
+
+
+def bare(root: str, random: bool = True) -> Any:
+    return DALIGenericIterator([theirs(root, random)], ["data", "label"], reader_name="Reader", auto_reset=True)
+
+
+def seconds(loader: Any) -> tuple[float, float]:
+    """By the clock, and of all the process's threads on the processors."""
+    start, worked = time.perf_counter(), time.process_time()
+    for _ in loader:
+        pass
+    return time.perf_counter() - start, time.process_time() - worked
+
+
+def fed(root: str, random: bool = True) -> Any:
+    return midepoch.wrap(DALIGenericIterator([ours(root, random)], ["data", "label"]))
+
+
+def throughput(root: str, count: int, rounds: int, random: bool) -> None:
+    loaders = {
+        "bare": bare(root, random),
+        "native": midepoch.wrap(bare(root, random)),
+        "fed by midepoch": fed(root, random),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
+    for loader in loaders.values():
+        seconds(loader)
+    for turn in range(rounds):
+        for name in list(loaders)[:: 1 if turn % 2 else -1]:
+            times[name].append(seconds(loaders[name]))
+    graph = "random crop, resize, mirror" if random else "decode, resize"
+    print(f"\nImages a second, {SIDE} x {SIDE + 64} JPEG, {graph}, batches of {BATCH_SIZE}:\n")
+    print("| | images a second | of the bare iterator's | of it, by processor time |\n|---|---|---|---|")
+    for name, values in times.items():
+        ratios = [
+            statistics.median(base[clock] / value[clock] for base, value in zip(times["bare"], values, strict=True))
+            for clock in (0, 1)
+        ]
+        rate = count / statistics.median(value[0] for value in values)
+        print(f"| {name} | {rate:.0f} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+    for name in ("native", "fed by midepoch"):
+        loaders[name].close()
+
+
+def first_batch(root: str, count: int, rounds: int) -> None:
+    makers: dict[str, Callable[[], Any]] = {
+        "native": lambda: DALIGenericIterator([undecoded(root, False)], ["data", "label"], reader_name="Reader"),
+        "fed by midepoch": lambda: DALIGenericIterator([undecoded(root, True)], ["data", "label"]),
+    }
+    print(f"\nFirst batch after a load, {count} files, from `load_state_dict` on:\n")
+    print("| | at 0 %, ms | at 90 %, ms | ratio | state, bytes |\n|---|---|---|---|---|")
+    for name, make in makers.items():
+        loader = midepoch.wrap(make())
+        start = loader.state_dict()
+        loader.seek(position=int(0.9 * start["size"]))
+        next(iter(loader))
+        late = loader.state_dict()
+        loader.close()
+        times: dict[str, list[float]] = {"start": [], "late": []}
+        for turn in range(rounds):
+            for place in ("start", "late")[:: 1 if turn % 2 else -1]:
+                fresh = midepoch.wrap(make())
+                began = time.perf_counter()
+                fresh.load_state_dict(start if place == "start" else late)
+                next(iter(fresh))
+                times[place].append(time.perf_counter() - began)
+                fresh.close()
+        ratio = statistics.median(a / b for a, b in zip(times["late"], times["start"], strict=True))
+        medians = [1000 * statistics.median(values) for values in times.values()]
+        print(f"| {name} | {medians[0]:.1f} | {medians[1]:.1f} | {ratio:.2f} | {len(json.dumps(late))} |")
+
+
+def states(root: str) -> None:
+    print("\n| | `state_dict()`, µs | note kept for `in_flight`, µs a batch |\n|---|---|---|")
+    loader = midepoch.wrap(bare(root))
+    next(iter(loader))
+    live: Any = loader._session
+    iterator = live._live.iterator
+    for name, wrapped, note in (
+        ("native", loader, iterator.checkpoints),
+        ("fed by midepoch", fed(root), None),
+    ):
+        next(iter(wrapped)) if note is None else None
+        costs = []
+        for call in (wrapped.state_dict, note):
+            if call is None:
+                costs.append("-")
+                continue
+            began = time.perf_counter()
+            for _ in range(500):
+                call()
+            costs.append(f"{(time.perf_counter() - began) / 500 * 1e6:.0f}")
+        print(f"| {name} | {costs[0]} | {costs[1]} |")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--images", type=int, default=1024)
+    arguments.add_argument("--files", type=int, default=100_000)
+    options = arguments.parse_args()
+    print(
+        f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, DALI "
+        f"{nvidia.dali.__version__}, {os.cpu_count()} cores, "
+        f"{'a GPU' if torch.cuda.is_available() else 'no GPU'}; medians of {options.rounds} alternated rounds.\n"
+    )
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        root = str(write_images(Path(folder), options.images))
+        for random in (True, False):
+            throughput(root, options.images, options.rounds, random)
+        states(root)
+    with tempfile.TemporaryDirectory() as folder:
+        first_batch(str(write_many(Path(folder), options.files)), options.files, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
