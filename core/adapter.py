@@ -101,10 +101,13 @@ class Adapter(ABC):
         batch_size: units in one batch of one rank; 1 where the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
+        seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
+            one the user must then state one.
     """
 
     name: ClassVar[str]
     rank_independent: bool = True
+    seed_is_shared: bool = True
     elastic: bool = True
 
     def __init__(self, source: Any, options: Options) -> None:
