@@ -65,8 +65,8 @@ class MapDataLoaderAdapter(Adapter):
         if understood.shards and self.options.shard is None:
             raise UnsupportedSourceError(
                 f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): "
-                "pass shard=False to leave that to it, or shard=True if it gives every rank the same list"
+                "num_replicas): pass shard=False to leave that to it, or shard=True if it gives every rank the same "
+                "list"
             )
         self._order, self._length = understood.order, length_of(self.source.dataset)
         self.tail, self.world = understood.tail, understood.world
@@ -132,8 +132,8 @@ class MapDataLoaderAdapter(Adapter):
             if detail != f"crc={crc}":
                 raise StateMismatchError(
                     f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
-                    f"crc={crc}; it "
-                    "does not repeat itself, or its data has changed: make it as it was, or start this data anew"
+                    f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
+                    "this data anew"
                 )
 
     def open(self, run: Run) -> Session:
@@ -164,8 +164,7 @@ class MapDataLoaderAdapter(Adapter):
             if len(dataset) != expected:
                 raise SourceError(
                     f"the dataset had {expected} samples when this pass began and has {len(dataset)} now: let it "
-                    "change "
-                    "between epochs only"
+                    "change between epochs only"
                 )
 
         return check
@@ -227,6 +226,9 @@ class _Server:
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
         ours = self._persistent.get(id(reader))
+        if ours is not None and not all(worker.is_alive() for worker in getattr(ours._iterator, "_workers", ())):
+            _Shutdown(ours._iterator)()
+            ours = None
         if ours is None:
             ours = self._make(reader)
             if theirs.persistent_workers:

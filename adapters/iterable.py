@@ -30,8 +30,7 @@ class SequenceAdapter(Adapter):
         if options.shard is False:
             raise UnsupportedSourceError(
                 "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank items of "
-                "its own, "
-                "pass world=midepoch.World() and keep one state for each rank"
+                "its own, pass world=midepoch.World() and keep one state for each rank"
             )
         # Items of a list exist already: reading one draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
@@ -78,8 +77,7 @@ class SequenceAdapter(Adapter):
             if len(source) != expected:
                 raise SourceError(
                     f"the sequence had {expected} items when this pass began and has {len(source)} now: let it "
-                    "change between "
-                    "epochs only"
+                    "change between epochs only"
                 )
 
         return check
@@ -111,8 +109,7 @@ def _refuse_what_cannot_restart(source: Any) -> None:
     if isinstance(source, Iterator) and not isinstance(iterates, types.FunctionType):
         raise UnsupportedSourceError(
             f"a {kind} is an iterator: what it has given is gone, so it cannot be restarted; wrap the function that "
-            "makes it, "
-            "as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+            "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
         )
 
 

@@ -29,8 +29,7 @@ class StatefulAdapter(Adapter):
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
-                "what it "
-                "reads, or wrap a plain loader"
+                "what it reads, or wrap a plain loader"
             )
 
     @classmethod
@@ -93,8 +92,7 @@ class _StatefulSession(Session):
                 except Exception as error:
                     raise StateError(
                         f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                        "make the source "
-                        "as it was when the state was saved"
+                        "make the source as it was when the state was saved"
                     ) from error
             self._iterator = iter(self._source)
         try:

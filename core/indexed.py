@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 
 from .adapter import Adapter, Options, Run, Session
 from .keys import derive_key, derive_keys, extend_key
@@ -29,6 +29,7 @@ __all__ = [
     "as_list",
     "length_of",
     "map_requests",
+    "reads_whole_batches",
     "spans",
 ]
 
@@ -124,7 +125,7 @@ class MapReader:
         self._collate = collate
         self._single = single
         self._listed_batches = listed_batches
-        self._whole = callable(getattr(dataset, "__getitems__", None)) and not single
+        self._whole = reads_whole_batches(dataset) and not single
         # torch's own collate functions draw nothing, so they need no stream.
         self._plain_collate = collate in (default_collate, default_convert)
         self._streams = Streams(dataset, collate) if streams else None
@@ -189,6 +190,20 @@ class MapReader:
             self._key_block = derive_keys(self._sample_key, positions).tolist()
             self._key_block_start, place = start, 0
         return self._key_block[place : place + count]
+
+
+def reads_whole_batches(dataset: Any) -> bool:
+    """True if ``__getitems__`` does more than call ``__getitem__`` for each index, so that it must be called.
+
+    torch's Subset and StackDataset pass the indices on; read one by one, each sample keeps a stream of its own.
+    """
+    passed_on = getattr(type(dataset), "__getitems__", None)
+    if passed_on is Subset.__getitems__:
+        return reads_whole_batches(dataset.dataset)
+    if passed_on is StackDataset.__getitems__:
+        parts = dataset.datasets
+        return any(map(reads_whole_batches, parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 class IndexAdapter(Adapter):

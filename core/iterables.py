@@ -99,10 +99,9 @@ class IterableAdapter(Adapter):
         if self.options.shard is None:
             raise UnsupportedSourceError(
                 f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
-                "data among "
-                "them itself: pass shard=True (midepoch divides it: every process reads it whole and keeps its "
-                "part) or "
-                "shard=False (it divides itself, by rank or get_worker_info, as torch's docs teach)"
+                "data among them itself: pass shard=True (midepoch divides it: every process reads it whole and "
+                "keeps its part) or shard=False (it divides itself, by rank or get_worker_info, as torch's docs "
+                "teach)"
             )
 
     # --- what it is ---
@@ -110,7 +109,7 @@ class IterableAdapter(Adapter):
     def _drive(self, seed: int) -> tuple[int, ...] | None:
         """Draws from each sampler, a sample; None where the source has to be replayed."""
         if self._driven is not None and not self._probed:
-            self._draws, self._why = probe(self._driven, self.options.streams, seed)
+            self._draws, self._why = probe(self._driven, seed)
             self._probed = True
             if self._draws is None:
                 self._driven = None
@@ -143,6 +142,7 @@ class IterableAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """As the table in docs/capabilities.md has it."""
         exact = promises.augmentations(self.options, self._stream, self._collate)
+        self._drive(self.options.seed if self.options.seed is not None else self.seed or 0)
         if self._driven is not None:
             return Capabilities(
                 exact_order=promises.OUR_ORDER,
@@ -177,9 +177,8 @@ class IterableAdapter(Adapter):
                 )
             if self._draws is not None and self._draws != saved:
                 raise StateMismatchError(
-                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; "
-                    "make the "
-                    "dataset as it was, or start this data anew"
+                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; make "
+                    "the dataset as it was, or start this data anew"
                 )
             return
         if not replayed or (replayed[1] and self._driven is None and self._probed):
@@ -192,14 +191,13 @@ class IterableAdapter(Adapter):
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
-                "source that "
-                "is replayed goes on with the same number only: set num_workers back for the rest of this epoch"
+                "source that is replayed goes on with the same number only: set num_workers back for the rest of "
+                "this epoch"
             )
         if replayed[1] and world.world_size > 1:
             raise StateMismatchError(
                 "the world size differs: this epoch's samples draw unequally, so it can be continued by 1 process "
-                "only, the "
-                f"world has {world.world_size}"
+                f"only, the world has {world.world_size}"
             )
 
     # --- sessions ---
@@ -224,9 +222,8 @@ class IterableAdapter(Adapter):
         def check() -> None:
             if length_of(self._stream) != expected:
                 raise SourceError(
-                    f"the dataset had {expected} samples when this pass began and has {length_of(self._stream)} "
-                    "now: let it "
-                    "change between epochs only"
+                    f"the dataset had {expected} samples when this pass began and has {length_of(self._stream)} now: "
+                    "let it change between epochs only"
                 )
 
         return check if expected is not None else _nothing
@@ -417,8 +414,7 @@ class _OwnStreamsSession(_ReplaySession):
                 if self._consumed:
                     raise SourceError(
                         f"the source ended {self._consumed} batches before the state's position: it does not repeat "
-                        "itself; "
-                        "seed it, or start this data anew"
+                        "itself; seed it, or start this data anew"
                     )
                 raise StopIteration
             answer: Replayed | End = next(self._answers)
@@ -432,7 +428,6 @@ class _OwnStreamsSession(_ReplaySession):
             self._consumed -= 1
             if not self._consumed and self._expected and answer.digest != self._expected:
                 raise SourceError(
-                    "the source does not repeat itself: the last batch that was consumed before differs now; let "
-                    "it depend "
-                    "on midepoch's streams or a seed alone"
+                    "the source does not repeat itself: the last batch that was consumed before differs now; let it "
+                    "depend on midepoch's streams or a seed alone"
                 )

@@ -17,6 +17,7 @@ import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -126,7 +127,7 @@ class Loader:
         if by_source is None:
             return world
         if stated is None and world.world_size == 1:
-            return by_source
+            return replace(by_source, local_rank=world.local_rank)
         if (world.rank, world.world_size) != (by_source.rank, by_source.world_size):
             raise MidepochError(
                 f"the source's sampler is rank {by_source.rank} of {by_source.world_size}, the world is rank "
@@ -231,8 +232,7 @@ class Loader:
             back -= steps
         raise StateError(
             f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
-            "number "
-            "of batches that were taken and not yet trained on"
+            "number of batches that were taken and not yet trained on"
         )
 
     def _session_detail(self, back: int) -> str:
@@ -388,7 +388,8 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved", "_active", "_running", "_trail"):
+        opened = ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved")
+        for name in (*opened, "_active", "_running", "_trail"):
             del attributes[name]
         return attributes
 
@@ -491,8 +492,7 @@ class Loader:
             if self._resumed and not (previous is not None and previous.exhausted):
                 warnings.warn(
                     f"a new pass gives up the rest of epoch {self._epoch}, which a loaded state had continued, at "
-                    "position "
-                    f"{self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
+                    f"position {self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
                     MidepochWarning,
                     stacklevel=4,
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch.utils.data import get_worker_info
@@ -65,12 +65,14 @@ class StatefulIterable(Protocol):
         # The one that Protocol would lend ends the chain of super().__init__() calls without a word.
         super().__init__(*arguments, **keywords)
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        own = cls.__dict__.get("__iter__")
-        if own is not None and not getattr(cls, "_is_protocol", False):
-            setattr(cls, RAW, False)
-            cls.__iter__ = _resumable_iter(own)  # type: ignore[method-assign]
+    if not TYPE_CHECKING:  # type checkers would take it for a member that every implementation needs
+
+        def __init_subclass__(cls, **arguments: Any) -> None:
+            super().__init_subclass__(**arguments)
+            own = cls.__dict__.get("__iter__")
+            if own is not None and not getattr(cls, "_is_protocol", False):
+                setattr(cls, RAW, False)
+                cls.__iter__ = _resumable_iter(own)  # type: ignore[method-assign]
 
 
 def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -100,8 +102,8 @@ class _Inherited:
         if get_worker_info() is not None or self.iterated_in_worker.item():
             raise StateError(
                 f"{type(self.owner).__name__} is iterated by the worker processes of a DataLoader that is not "
-                "wrapped, so it "
-                "does not know where the training loop stands: use wrap(DataLoader(dataset)) and its state"
+                "wrapped, so it does not know where the training loop stands: use wrap(DataLoader(dataset)) and its "
+                "state"
             )
         if self._loader is None:
             from .registry import wrap

@@ -402,9 +402,8 @@ def _offset_of_pair() -> int | None:
     with_pair = memory()
     kept = state.get_state(legacy=False)
     assert isinstance(kept, dict)  # what legacy=False is for
-    offsets = [
-        offset - 8 for offset in range(8, size - 7, 8) if with_pair[offset : offset + 8] == struct.pack("d", kept["gauss"])
-    ]
+    second = struct.pack("d", kept["gauss"])
+    offsets = [place - 8 for place in range(8, size - 7, 8) if with_pair[place : place + 8] == second]
     state.standard_normal()
     without = memory()
     if len(offsets) != 1 or [struct.unpack_from("i", each, offsets[0])[0] for each in (with_pair, without)] != [1, 0]:

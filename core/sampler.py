@@ -93,9 +93,8 @@ class Listed:
                 if again.crc != listed.crc:
                     raise SourceError(
                         f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under "
-                        "one seed "
-                        "differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or python's "
-                        "generators, and keep nothing from the epoch before"
+                        "one seed differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or "
+                        "python's generators, and keep nothing from the epoch before"
                     )
                 self._trusted = True
             while len(self._lists) > 1:
@@ -114,8 +113,7 @@ class Listed:
         if len(items) > limit:
             raise SourceError(
                 f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
-                "one for "
-                "each epoch, or wrap a generator function that reads it"
+                "one for each epoch, or wrap a generator function that reads it"
             )
         return ListedEpoch(items)
 
@@ -175,10 +173,10 @@ def understand(sampler: Any) -> Understood:
             Shuffled(size) if sampler.shuffle else Sequential(size),
             seed=sampler.seed % (1 << 64),
             tail="drop" if sampler.drop_last else "pad",
-            world=World(sampler.rank, sampler.num_replicas, World.current().local_rank),
+            world=World(sampler.rank, sampler.num_replicas),
         )
     if kind is ResumableSampler:
-        return Understood(sampler.order, seed=sampler.seed, world=sampler.world)
+        return Understood(sampler.order, seed=sampler.seed, tail=sampler.tail, world=sampler.world)
     ranked = isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank"))
     return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=ranked)
 
@@ -218,6 +216,8 @@ class ResumableSampler(Sampler[int]):
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size must be an int of at least 1, got {batch_size!r}")
         order = (Shuffled(size) if shuffle else Sequential(size)) if isinstance(shuffle, bool) else shuffle
+        if not callable(getattr(order, "epoch", None)):
+            raise TypeError(f"shuffle must be True, False or an order of midepoch.order, got {shuffle!r}")
         if order.size != size:
             raise ValueError(f"the order is over {order.size} positions, size is {size}: make them equal")
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size

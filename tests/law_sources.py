@@ -1,11 +1,11 @@
-"""Factories of wrapped loaders over every source of the core, for the laws. Each sample says who it is and what it drew."""
+"""Factories of loaders over every source of the core, for the laws. Each sample says who it is and what it drew."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     get_worker_info,
 )
@@ -92,7 +93,7 @@ class ExposingGenerator(IterableDataset[torch.Tensor]):
             yield torch.cat([read, torch.tensor([next(pairs) + next(pairs)], dtype=read.dtype)])
 
 
-class Inheriting(midepoch.StatefulIterable, Exposing):  # type: ignore[misc]
+class Inheriting(midepoch.StatefulIterable, Exposing):
     """The same, as a subclass."""
 
     def __init__(self, size: int, read_log: str | None = None) -> None:
@@ -147,7 +148,7 @@ def map_shuffled(
     size: int = SIZE, read_log: str | None = None, items: list[Any] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     if items is not None:
-        loader: Any = DataLoader(items, batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
+        loader = DataLoader(cast(Any, items), batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
     else:
         loader = DataLoader(Samples(size, read_log), batch_size=batch_size, shuffle=True, num_workers=num_workers)
     return _wrap(loader, rank, world_size, seed, **options)
@@ -159,6 +160,14 @@ def map_sequential_drop(
 ) -> Any:  # fmt: skip
     loader = DataLoader(Samples(size, read_log), batch_size=batch_size, drop_last=True, num_workers=num_workers)
     return _wrap(loader, rank, world_size, seed, tail="drop")
+
+
+def map_subset(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    subset = Subset(Samples(size + 2, read_log), range(size))
+    return _wrap(DataLoader(subset, batch_size, shuffle=True, num_workers=num_workers), rank, world_size, seed)
 
 
 def map_uneven(
@@ -243,9 +252,7 @@ def inheriting(rank: int = 0, world_size: int = 1, size: int = SIZE, read_log: s
 def batches_list(
     rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None
 ) -> Any:
-    return _wrap(
-        [torch.tensor([[index]]) for index in range(size)] if items is None else items, rank, world_size, seed
-    )
+    return _wrap([torch.tensor([[index]]) for index in range(size)] if items is None else items, rank, world_size, seed)
 
 
 class GeneratorFunction:

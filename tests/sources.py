@@ -207,22 +207,20 @@ class Pairs(IterableDataset[Any]):
 
 
 class Rejecting(IterableDataset[Any]):
-    """Draws until an index pleases it, so samples draw unequally: from sample 0 on, or later only."""
+    """Draws until an index pleases it, so samples draw unequally."""
 
-    def __init__(self, length: int, tolerant_until: int = 0) -> None:
+    def __init__(self, length: int, rejected: Sequence[int]) -> None:
         self.sampler = RandomSampler(range(length))
-        self.tolerant_until = tolerant_until
+        self.rejected = frozenset(rejected)
 
     def __iter__(self) -> Rejecting:
         self.sampler_iter = iter(self.sampler)
-        self.given = 0
         return self
 
     def __next__(self) -> int:
         index = next(self.sampler_iter)
-        while self.given >= self.tolerant_until and index % 3 == 0:
+        while index in self.rejected:
             index = next(self.sampler_iter)
-        self.given += 1
         return int(index)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
 class _Sampled(ResumableTests):
     identify = staticmethod(sources.identify)
-    draws = staticmethod(sources.draws)
+    draws: ClassVar[Any] = staticmethod(sources.draws)
     quick = True
     state_bytes = 512
 
@@ -33,6 +34,11 @@ class TestMapSequentialDrop(_Sampled):
     make_loader = staticmethod(sources.map_sequential_drop)
     tail = "drop"
     drop_last = True
+
+
+class TestMapSubset(_Sampled):
+    make_loader = staticmethod(sources.map_subset)
+    shuffled = True
 
 
 class TestMapUneven(_Sampled):
