@@ -2,7 +2,7 @@
 
 Compiling takes seconds for each operation, and FFCV does it anew for each Loader. Here what was compiled is found again
 by what it says: bytecode, the values it encloses, the module-level values it names, and how it was compiled. So a
-second Loader with the same pipeline starts at once, and one with ``recompile=True`` compiles what has changed and no more.
+second Loader with the same pipeline starts at once, and one with ``recompile=True`` compiles only what has changed.
 
 Nothing is compiled with ``fastmath`` (FFCV does): it lets the compiler round differently in the variants for one and
 for several threads, and a pixel must not depend on the number of workers.
@@ -28,12 +28,6 @@ __all__ = ["DAMAGES", "batchwise", "compiled", "decoder", "identity", "samplewis
 _MOST_KEPT = 256
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
-# In a parallel kernel, only the loops that say so: numba would else give whole-array draws to several threads.
-_LOOPS_ONLY = {
-    "comprehension": False, "reduction": False, "inplace_binop": False, "setitem": False, "numpy": False,
-    "stencil": False, "fusion": False, "prange": True,
-}  # fmt: skip
-
 _kept: OrderedDict[Any, Any] = OrderedDict()
 _lock = threading.Lock()
 
@@ -54,7 +48,7 @@ class _Same:
         return id(self.value)
 
 
-def identity(value: Any, _inside: tuple[types.CodeType, ...] = ()) -> Any:
+def identity(value: Any, _inside: tuple[types.FunctionType, ...] = ()) -> Any:
     """Something hashable that is equal for two values only if compiled code cannot tell them apart."""
     if isinstance(value, types.FunctionType):
         return _function_identity(value, _inside)
@@ -71,11 +65,10 @@ def identity(value: Any, _inside: tuple[types.CodeType, ...] = ()) -> Any:
     return _Same(value)
 
 
-def _function_identity(function: types.FunctionType, inside: tuple[types.CodeType, ...]) -> Any:
-    code = function.__code__
-    if code in inside:
-        return "recursive", inside.index(code)
-    inside = (*inside, code)
+def _function_identity(function: types.FunctionType, inside: tuple[types.FunctionType, ...]) -> Any:
+    if function in inside:
+        return "recursive", inside.index(function)
+    code, inside = function.__code__, (*inside, function)
     named = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
     enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
     return (
@@ -116,11 +109,12 @@ def compiled(function: types.FunctionType, parallel: bool) -> Any:
 def batchwise(function: types.FunctionType, loops: bool) -> Any:
     """An operation on a whole batch, under one stream: ``kernel(key, inputs, memory, more)``.
 
-    It gives what `function` gives. With `loops`, its explicit loops are shared by the threads; they must draw nothing.
+    It gives what `function` gives. With `loops`, the threads share its loops. These must draw nothing, and outside of
+    them it may use ``np.random.seed`` and ``np.random.beta`` alone, as FFCV's mixups do.
     """
 
     def make() -> Any:
-        inner = _jit(function, _LOOPS_ONLY if loops else False)
+        inner = _jit(_drawing_on_one_thread(function), True) if loops else _jit(function)
 
         def kernel(key: Any, inputs: Any, memory: Any, more: Any) -> Any:
             restart(key)
@@ -130,6 +124,35 @@ def batchwise(function: types.FunctionType, loops: bool) -> Any:
         return _jit(kernel)
 
     return _shared(("batchwise", identity(function), loops), make)
+
+
+def _drawing_on_one_thread(function: types.FunctionType) -> types.FunctionType:
+    """`function` with another ``np``: numba would let the threads share a draw of a whole array, each from its own."""
+    numpy, random = types.ModuleType("numpy"), types.ModuleType("numpy.random")
+    numpy.random, random.seed, random.beta = random, _seed, _beta  # type: ignore[attr-defined]
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, "np": numpy},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+@_jit
+def _seed(seed: Any) -> None:
+    np.random.seed(seed)
+
+
+def _beta(a: Any, b: Any, size: Any = None) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_beta, strict=False)
+def _compile_beta(a: Any, b: Any, size: Any = None) -> Any:
+    if isinstance(size, numba.types.Integer):
+        return lambda a, b, size=None: np.random.beta(a, b, size)
+    return lambda a, b, size=None: np.random.beta(a, b)
 
 
 def samplewise(function: types.FunctionType, parallel: bool, with_indices: bool, python: bool) -> Any:

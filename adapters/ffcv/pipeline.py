@@ -113,7 +113,7 @@ class Plan(NamedTuple):
 
 def kind_in_use(operation: Any) -> Kind:
     """What `operation` draws, as declared or as known."""
-    return _declared.get(type(operation)) or kind_of(operation)
+    return _declared.get(type(operation)) or kind_of(type(operation))
 
 
 def chains(loader: Any) -> dict[str, list[Any]]:

@@ -133,9 +133,9 @@ def _kinds() -> dict[Any, Kind]:
     return {_load(path): kind for path, kind in _KINDS.items()}
 
 
-def kind_of(operation: Any) -> Kind:
-    """What an operation draws, by the class in which its ``generate_code`` is written."""
-    for kind in type(operation).__mro__:
+def kind_of(operation: type) -> Kind:
+    """What the operations of a class draw, by the class in which its ``generate_code`` is written."""
+    for kind in operation.__mro__:
         if "generate_code" in vars(kind):
             return _kinds().get(kind, "unknown")
     return "unknown"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as untyped_cgutils
-from numba.cpython.randomimpl import get_state_ptr
+from numba.cpython import randomimpl as untyped_randomimpl
 from numba.extending import intrinsic
 
 from midepoch.keys import derive_key, derive_keys
@@ -34,6 +34,7 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 
 cgutils: Any = untyped_cgutils
+randomimpl: Any = untyped_randomimpl
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -55,7 +56,7 @@ def _table() -> npt.NDArray[np.uint32]:
 
 def _write(context: Any, builder: Any, name: str, key: Any) -> None:
     """Fill {i32 index, [624 x i32] words, i32 has_gauss, double gauss, i32 is_initialized}, as numba has it."""
-    state = get_state_ptr(context, builder, name)
+    state = randomimpl.get_state_ptr(context, builder, name)
     # At index 0 the words are used as they are; the twist comes after the last one.
     builder.store(ir.Constant(_I32, 0), cgutils.gep_inbounds(builder, state, 0, 0))
     builder.store(ir.Constant(_I32, 0), cgutils.gep_inbounds(builder, state, 0, 2))
