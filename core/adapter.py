@@ -102,10 +102,13 @@ class Adapter(ABC):
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
         jumps: `jump` says how a session opens at a place that iterating has not led to.
+        seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
+            one the user must then state one.
     """
 
     name: ClassVar[str]
     rank_independent: bool = True
+    seed_is_shared: bool = True
     elastic: bool = True
     jumps: ClassVar[bool] = False
 

@@ -52,6 +52,7 @@ class Loader:
         # Read, never consumed; used in a world of one if nobody states a seed.
         self._process_seed = torch.initial_seed() % (1 << 64)
         self._seed = options.seed if options.seed is not None else adapter.seed
+        self._seed_is_private = options.seed is None and not adapter.seed_is_shared
         self._fingerprint = json.dumps(
             {**adapter.describe(), **({"fingerprint": options.fingerprint} if options.fingerprint is not None else {})},
             separators=(",", ":"),
@@ -136,6 +137,11 @@ class Loader:
         return world
 
     def _current_seed(self, world: World) -> int:
+        if self._seed_is_private and world.world_size > 1:
+            raise MidepochError(
+                f"the source's seed is {self._seed} here, and each of the {world.world_size} processes may have drawn "
+                "another: pass seed= to midepoch.wrap, the same on every rank"
+            )
         if self._seed is not None:
             return self._seed
         return self._process_seed if world.world_size == 1 else 0
@@ -274,7 +280,7 @@ class Loader:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
         adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         self._move(checked["epoch"], checked["position"])
-        self._seed = checked["seed"]
+        self._seed, self._seed_is_private = checked["seed"], False
         self._detail = detail
         self._loaded = checked
         self._world = None

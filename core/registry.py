@@ -30,6 +30,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
+    _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),

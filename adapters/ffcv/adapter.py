@@ -1,0 +1,273 @@
+"""FFCV's Loader: its order, its share of an epoch, and what it can promise."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch import promises
+from midepoch.adapter import Adapter, Options, Run, Session
+from midepoch.adapters.ffcv import beton
+from midepoch.adapters.ffcv.epoch import Reading, Request, Work, check_file, identity_of
+from midepoch.adapters.ffcv.pipeline import Plan, chains, kind_in_use, make_plan, operation_of
+from midepoch.adapters.ffcv.private import check_loader, parts
+from midepoch.errors import SourceError, UnsupportedSourceError
+from midepoch.indexed import spans
+from midepoch.keys import derive_key, derive_keys, extend_key
+from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
+from midepoch.protocol import Capabilities, Capability
+from midepoch.randomness import Purpose, Streams, find_generators
+from midepoch.world import World
+
+__all__ = ["FFCVAdapter", "hand_out_copies", "on_local_device"]
+
+_TOGETHER = 4096  # positions whose keys are computed at once
+_OPEN_BYTES = 1 << 30  # of the pages from which a quasi-random order draws at any time
+
+_copied: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def hand_out_copies(loader: Any) -> Any:
+    """Have the batches of `loader`, once wrapped, copied out of FFCV's buffers, so that they stay valid.
+
+    Without it a batch is valid until the next one is asked for, as with FFCV itself.
+
+    Returns:
+        `loader`, as it was: ``midepoch.wrap(hand_out_copies(Loader(...)))``.
+    """
+    _copied.add(loader)
+    return loader
+
+
+def on_local_device(pipelines: Mapping[str, Any], world: World | None = None) -> dict[str, Any]:
+    """The `pipelines` for a Loader, with each ``ToDevice`` aimed at this process's own device.
+
+    ``Loader(..., pipelines=on_local_device(pipelines))``. A device written into the pipeline (``ToDevice(0)``,
+    ``ToDevice("cuda:0")``) is the same for every process of a machine, and FFCV accepts no number and no text at all.
+
+    Args:
+        pipelines: as for a Loader; they and their operations are left as they are.
+        world: whose device; None for the world as it is now. Where there is no GPU, the device is the CPU.
+    """
+    device = (world or World.current()).device
+    private = parts()
+
+    def moved(operation: Any) -> Any:
+        if not isinstance(operation, private.ToDevice):
+            return operation
+        twin = copy(operation)
+        twin.device = device
+        return twin
+
+    mapped: dict[str, Any] = {}
+    for name, pipeline in pipelines.items():
+        if isinstance(pipeline, private.PipelineSpec):
+            mapped[name] = copy(pipeline)
+            mapped[name].transforms = [moved(operation) for operation in pipeline.transforms]
+        elif isinstance(pipeline, Sequence):
+            mapped[name] = [moved(operation) for operation in pipeline]
+        else:
+            mapped[name] = pipeline
+    return mapped
+
+
+class FFCVAdapter(Adapter):
+    """A Loader of FFCV 1.0.2."""
+
+    name: ClassVar[str] = "ffcv"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        check_loader(source)
+        if options.shard is False and source.distributed:
+            raise UnsupportedSourceError(
+                "shard=False with distributed=True: midepoch reads the Loader's file itself; leave shard out"
+            )
+        beton.check_tables(source.reader)
+        self._file = identity_of(source.fname)
+        self._content = beton.describe(source.reader)
+        self._order = _order_of(source)
+        self.batch_size, self.drop_last = source.batch_size, source.drop_last
+        self.seed = source.seed % (1 << 64)
+        # With these arguments alone FFCV itself needs the same seed on every rank; else it may have drawn one.
+        self.seed_is_shared = source.distributed and isinstance(source.traversal_order, parts().Random)
+        self._kinds = {kind_in_use(operation) for operation in self._operations()}
+        self.elastic = "mix" not in self._kinds
+        self._first_plan: Plan | None = None
+        self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
+        self._streams = Streams(*self._drawing) if options.streams else None
+
+    def _operations(self) -> list[Any]:
+        return [operation_of(node) for chain in chains(self.source).values() for node in chain]
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A Loader that iterates as FFCV's does."""
+        loader = parts().Loader
+        return isinstance(source, loader) and type(source).__iter__ is loader.__iter__
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
+        """Samples in one epoch."""
+        return self._order.size
+
+    def describe(self) -> dict[str, str]:
+        """The order and the file; with mixup also the batches, since what is mixed depends on them."""
+        described = {"order": self._order.describe(), "file": self._content}
+        return described if self.elastic else {**described, "mixed in batches of": str(self.batch_size)}
+
+    def capabilities(self) -> Capabilities:
+        """All yes; where samples are mixed, not elastic."""
+        mixed = Capability(False, "this pipeline mixes the samples of a batch, and another world has other batches")
+        return Capabilities(
+            exact_order=promises.OUR_ORDER,
+            exact_augmentations=self._exact_augmentations(),
+            constant_time_resume=promises.CONSTANT_TIME,
+            elastic_world=promises.POSITIONS if self.elastic else mixed,
+            elastic_workers=Capability(True, "the threads share the samples of a batch, each with its own stream"),
+            rank_independent=promises.ONE_STATE,
+        )
+
+    def _exact_augmentations(self) -> Capability:
+        if not self.options.streams:
+            return Capability(False, "randomness='none': FFCV's threads draw from generators that nobody sets")
+        operations = self._operations()
+        hopeless = find_generators(*self._drawing)[1]
+        if hopeless:
+            return Capability(False, f"these generators cannot be put under a stream: {', '.join(hopeless)}")
+        batchwise = sorted(
+            {type(each).__name__ for each in operations if kind_in_use(each) in ("mix", "module", "unknown")}
+        )
+        reason = "each sample has a random stream of its own, keyed by (seed, epoch, position)"
+        if not batchwise:
+            return Capability(True, reason)
+        return Capability(
+            True,
+            f"{reason}; {', '.join(batchwise)}: numbers are those of the batch, exact on the same split "
+            "(midepoch.adapters.ffcv.declare says more of an Operation of your own)",
+        )
+
+    def open(self, run: Run) -> Session:
+        """Batches from the position on."""
+        share = run.share
+        assert share is not None  # a file has a size
+        check_file(self.source.fname, self._file)
+        order = self._order.epoch(run.seed, run.epoch)
+        copies = self.source in _copied
+        work = Work(self.source, self._plan, self._file, run.epoch, copies, self._streams)
+        return Reading(work, _requests(run, order), share.steps)
+
+    def _plan(self) -> Plan:
+        """The steps; with recompile=True as the operations are now, else as they were in the first epoch."""
+        plan = make_plan(self.source, self.options.streams, None if self.source.recompile else self._first_plan)
+        self._first_plan = self._first_plan or plan
+        return plan
+
+
+def _requests(run: Run, order: EpochOrder) -> Iterator[Request]:
+    share = run.share
+    assert share is not None  # `open` has seen to it
+    size, most = share.size, max(1, _TOGETHER // share.batch_size)
+    sample_key = derive_key(Purpose.SAMPLE, run.seed, run.epoch)
+    batch_key = derive_key(Purpose.BATCH, run.seed, run.epoch)
+    rest = spans(share)
+    # The keys of several batches at once: numpy's calls cost more than its work.
+    while block := list(itertools.islice(rest, most)):
+        positions = np.concatenate([np.arange(first, stop) for first, stop in block])
+        positions %= size
+        keys, begin = derive_keys(sample_key, positions), 0
+        for first, stop in block:
+            end = begin + stop - first
+            indices = order[first:stop] if stop <= size else _one_by_one(order, positions[begin:end])
+            yield Request(indices.astype(np.uint64), keys[begin:end], extend_key(batch_key, first), first, stop)
+            begin = end
+
+
+def _one_by_one(order: EpochOrder, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """What stands at positions that do not follow one another: the end of an epoch and repeats of its beginning."""
+    return np.concatenate([order[place : place + 1] for place in positions.tolist()])
+
+
+def _alone(operation: Any) -> Any:
+    """An operation without what FFCV has told it of the file: what is left may hold generators of its own."""
+    alone = copy(operation)
+    for name in ("metadata", "memory_read", "field"):
+        vars(alone).pop(name, None)
+    return alone
+
+
+# --- orders ---------------------------------------------------------------------------------------------------------
+
+
+class _Chosen:
+    """An order over some of a file's samples: a table from the order's numbers to the samples'."""
+
+    def __init__(self, order: Order, table: npt.NDArray[np.int64], name: str) -> None:
+        self._order, self._table, self._name = order, table, name
+
+    @property
+    def size(self) -> int:
+        return self._order.size
+
+    def describe(self) -> str:
+        crc = zlib.crc32(np.ascontiguousarray(self._table, dtype="<i8").tobytes())
+        return f"{self._order.describe()} of {self._name}={crc:08x}"
+
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
+        return _ChosenEpoch(self._order.epoch(seed, epoch), self._table)
+
+
+class _ChosenEpoch:
+    def __init__(self, order: EpochOrder, table: npt.NDArray[np.int64]) -> None:
+        self._order, self._table = order, table
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, positions: slice, /) -> npt.NDArray[np.int64]:
+        chosen: npt.NDArray[np.int64] = self._table[self._order[positions]]
+        return chosen
+
+
+def _order_of(loader: Any) -> Order:
+    private, kind = parts(), type(loader.traversal_order)
+    indices = _checked_indices(loader)
+    whole = len(indices) == loader.reader.num_samples and bool((indices == np.arange(len(indices))).all())
+    if kind is private.QuasiRandom:
+        pages = beton.pages_of(loader.reader)[indices]
+        table = indices[np.argsort(pages, kind="stable")]
+        sizes = tuple(np.unique(pages, return_counts=True)[1].tolist())
+        window = max(2, _OPEN_BYTES // int(loader.reader.page_size))
+        return _Chosen(Windowed(len(indices), sizes, window), table, "pages")
+    if kind is private.Random:
+        order: Order = Shuffled(len(indices))
+    elif kind is private.Sequential:
+        order = Sequential(len(indices))
+    else:
+        raise UnsupportedSourceError(
+            f"{kind.__name__} is a traversal order of your own, which cannot be repeated from the middle: give the "
+            "Loader its indices= in your order and OrderOption.SEQUENTIAL"
+        )
+    return order if whole else _Chosen(order, indices, "indices")
+
+
+def _checked_indices(loader: Any) -> npt.NDArray[np.int64]:
+    indices, samples = np.asarray(loader.indices), loader.reader.num_samples
+    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
+        raise SourceError(
+            f"indices= must be a list of integers, this one has shape {indices.shape} and type {indices.dtype}: give "
+            "the numbers of samples"
+        )
+    wrong = np.flatnonzero((indices < 0) | (indices >= samples))
+    if len(wrong):
+        raise SourceError(
+            f"indices[{wrong[0]}] is {indices[wrong[0]]}, and {loader.fname} has samples 0 to {int(samples) - 1} "
+            f"({len(wrong)} such indices): FFCV would end the process; leave them out"
+        )
+    return indices.astype(np.int64)

@@ -1,0 +1,370 @@
+"""The rest of one epoch: a thread that runs the steps ahead, and the session that hands its batches over.
+
+FFCV's own EpochIterator is not used: an exception in its thread leaves the consumer waiting for ever, a ``break``
+leaves the thread behind, and it takes the whole epoch's list of indices at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from midepoch.adapter import Session
+from midepoch.adapters.ffcv.pipeline import Batch, Damage, Plan, Step
+from midepoch.adapters.ffcv.private import parts
+from midepoch.errors import MidepochError, SourceError
+from midepoch.randomness import Streams
+
+__all__ = ["Reading", "Request", "Work"]
+
+_LONGEST_WAIT = 30.0  # seconds that closing waits for the thread, which may be compiling
+_SECONDS_BETWEEN_CHECKS = 1.0  # of the file, while it is read
+_NAME = "midepoch-ffcv"
+
+
+class Request(NamedTuple):
+    """One batch to read; the attributes are those of `Batch`."""
+
+    indices: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.uint64]
+    key: int
+    first: int
+    stop: int
+
+
+class Work(NamedTuple):
+    """What a session needs to know of its Loader.
+
+    Attributes:
+        loader: FFCV's.
+        make_plan: gives the steps; called in the session's thread, since compiling belongs there.
+        file: what `stat` must go on saying of the file: its inode, size and time of change.
+        epoch: for messages.
+        copies: whether batches are copied out of FFCV's buffers.
+        streams: for the steps that run in the consumer's thread; None where they draw as they like.
+    """
+
+    loader: Any
+    make_plan: Callable[[], Plan]
+    file: tuple[int, int, int]
+    epoch: int
+    copies: bool
+    streams: Streams | None
+
+
+class _Ready(NamedTuple):
+    slot: int
+    batch: Batch
+
+
+class _Failed(NamedTuple):
+    error: BaseException
+
+
+_END = None
+
+
+class Reading(Session):
+    """This rank's batches from one position on. Its thread starts with the first `take` and ends with `close`.
+
+    A session that nobody closes ends its thread when it is collected: the thread knows nothing of it.
+    """
+
+    def __init__(self, work: Work, requests: Iterator[Request], count: int) -> None:
+        self._work, self._count = work, count
+        self._production = _Production(work, requests)
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(self, self._production.stop)
+        self._held: int | None = None  # the slot of the batch before
+        self._ended = not count
+
+    def take(self) -> Any:
+        """The next batch, a tuple with one item for each field. Valid until the next call, unless copies are made."""
+        if self._ended:
+            raise StopIteration
+        production = self._production
+        if self._thread is None:
+            self._thread = threading.Thread(target=production.run, name=_NAME, daemon=True)
+            self._thread.start()
+        ready = production.next()
+        if ready is _END:
+            self._ended = True
+            raise StopIteration
+        if isinstance(ready, _Failed):
+            self._ended = True
+            raise ready.error
+        production.release(self._held)
+        self._held = ready.slot
+        return self._finish(ready)
+
+    def _finish(self, ready: _Ready) -> Any:
+        production, batch, plan = self._production, ready.batch, self._production.plan
+        if production.device is not None:
+            torch.cuda.current_stream(production.device).wait_stream(production.streams[ready.slot])
+        if production.deferred:
+            _run_deferred(self._work, production, ready)
+        result = tuple(batch.values[node] for node in plan.outputs)
+        return tuple(_copied(value) for value in result) if self._work.copies else result
+
+    def close(self) -> None:
+        """End the thread."""
+        self._finalizer()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_LONGEST_WAIT)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _run_deferred(work: Work, production: _Production, ready: _Ready) -> None:
+    streams, batch = work.streams, ready.batch
+    if streams is None:
+        raise MidepochError("a step was deferred without a stream to run it under: please report this")
+    cuda = nullcontext() if production.device is None else _CudaGenerator(production.device, batch.key)
+    streams.begin()
+    try:
+        streams.start(batch.key)
+        with cuda:
+            for step in production.deferred:
+                _run(step, batch, production.memory_of(step, ready.slot, batch), work)
+    finally:
+        streams.end()
+
+
+class _CudaGenerator(AbstractContextManager[None]):
+    """The default generator of a GPU under the batch's stream, and then as the caller left it."""
+
+    def __init__(self, device: torch.device, key: int) -> None:
+        self._device, self._key = device, key
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.get_rng_state(self._device)
+        torch.cuda.default_generators[self._device.index or 0].manual_seed(self._key & ((1 << 63) - 1))
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_rng_state(self._before, self._device)
+
+
+def _run(step: Step, batch: Batch, memory: tuple[Any, Any], work: Work) -> None:
+    value = None if step.parent is None else batch.values[step.parent]
+    try:
+        if step.start is not None:
+            step.start(memory[1])
+        shared = () if step.shared is None else (memory[1],)
+        batch.values[step.node] = step.call(batch, value, memory[0], shared)
+    except Damage as damage:
+        position = batch.first + damage.place
+        raise SourceError(
+            f"sample {batch.indices[damage.place]} of {work.loader.fname}, at position {position} of epoch "
+            f"{work.epoch}, cannot be read: {damage.what}; write the file anew, or leave the sample out with indices="
+        ) from None
+    except MidepochError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{step.name} failed on positions {batch.first} to {batch.stop - 1} of epoch {work.epoch} "
+            f"(samples {_shown(batch.indices)} of {work.loader.fname}): {_first_line(error)}; mend the "
+            "operation or the data, then go on: the next batch is this one again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Numba's errors go on for pages; the whole is in the traceback."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+def _shown(indices: npt.NDArray[np.uint64]) -> str:
+    listed = ", ".join(str(index) for index in indices[:8])
+    return f"{listed}, ..." if len(indices) > 8 else listed
+
+
+class _Production:
+    """What the thread works on. It holds nothing of the session, so that an abandoned session can be collected."""
+
+    def __init__(self, work: Work, requests: Iterator[Request]) -> None:
+        self._work, self._requests = work, requests
+        self._ahead = work.loader.batches_ahead + 1
+        # One slot for the batch that the consumer holds, and one for the batch that it has peeked at.
+        self._slots = self._ahead + 2
+        self._free = threading.Semaphore(self._ahead)
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stopped = False
+        self._next_check = 0.0
+        self._events: list[Any] = [None] * self._slots
+        self._memory: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.plan = Plan((), ())
+        self.deferred: tuple[Step, ...] = ()
+        self.device: torch.device | None = None
+        self.streams: list[Any] = []
+
+    # --- for the consumer ---
+
+    def next(self) -> _Ready | _Failed | None:
+        item: _Ready | _Failed | None = self._queue.get()
+        if item is not _END:
+            self._free.release()
+        return item
+
+    def release(self, slot: int | None) -> None:
+        """The consumer has asked for another batch, so it has no more work to submit for the one in `slot`."""
+        if slot is not None and self.device is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self._events[slot] = event
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._free.release()
+
+    def memory_of(self, step: Step, slot: int, batch: Batch) -> tuple[Any, Any]:
+        """A step's memory and shared memory, for as many samples as the batch has."""
+        memory, shared = self._memory[step.node, slot]
+        count = len(batch.indices)
+        if count < self._work.loader.batch_size:
+            return _first(memory, count), _first(shared, count)
+        return memory, shared
+
+    # --- the thread ---
+
+    def run(self) -> None:
+        """Produce until the requests end, the session closes, or something fails."""
+        try:
+            self._prepare()
+            self._produce()
+        except Exception as error:  # noqa: BLE001  # the consumer is to have it, whatever it is
+            self._queue.put(_Failed(self._told(error)))
+        finally:
+            self._requests = iter(())
+
+    def _told(self, error: Exception) -> BaseException:
+        if isinstance(error, MidepochError):
+            return error
+        told = SourceError(
+            f"reading {self._work.loader.fname} in epoch {self._work.epoch} failed: {_first_line(error)}; "
+            "see the error above this one"
+        )
+        told.__cause__ = error
+        return told
+
+    def _prepare(self) -> None:
+        loader = self._work.loader
+        numba.set_num_threads(loader.num_workers)  # of this thread alone
+        self.plan = self._work.make_plan()
+        self.deferred = tuple(step for step in self.plan.steps if step.deferred)
+        for step in self.plan.steps:
+            both = [self._allocate(step.allocation), self._allocate(step.shared)]
+            for slot in range(self._slots):
+                self._memory[step.node, slot] = (_at(both[0], slot), _at(both[1], slot))
+        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.plan.steps)), None)
+        if self.device is not None:
+            self.streams = [
+                torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                for _ in range(self._slots)
+            ]
+
+    def _allocate(self, query: Any) -> Any:
+        private, loader = parts(), self._work.loader
+        if isinstance(query, private.AllocationQuery):
+            return private.allocate_query(query, loader.batch_size, self._slots)
+        if isinstance(query, Sequence):
+            return tuple(private.allocate_query(each, loader.batch_size, self._slots) for each in query)
+        return None
+
+    def _produce(self) -> None:
+        work, requests = self._work, self._requests
+        schedule: Sequence[Any] = ()
+        if isinstance(work.loader.memory_manager, parts().ProcessCacheManager):
+            # It decides beforehand which pages are in memory at which batch.
+            listed = list(requests)
+            schedule, requests = [request.indices for request in listed], iter(listed)
+        steps = tuple(step for step in self.plan.steps if not step.deferred)
+        memory = work.loader.memory_manager.schedule_epoch(schedule)
+        memory.__enter__()
+        try:
+            storage = memory.state
+            for number, request in enumerate(requests):
+                self._free.acquire()
+                if self._stopped:
+                    return
+                self._check_file()
+                slot = number % self._slots
+                memory.start_batch(number)
+                self._queue.put(_Ready(slot, self._run_steps(steps, request, slot, storage)))
+            self._queue.put(_END)
+        finally:
+            memory.__exit__(None, None, None)
+
+    def _check_file(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + _SECONDS_BETWEEN_CHECKS
+            check_file(self._work.loader.fname, self._work.file)
+
+    def _run_steps(self, steps: tuple[Step, ...], request: Request, slot: int, storage: Any) -> Batch:
+        batch = Batch(request.indices, request.keys, request.key, request.first, request.stop, storage, {})
+        event = self._events[slot]
+        if event is not None:
+            # Not only its stream must wait: the steps on the CPU write to the memory that is being copied from.
+            event.synchronize()
+        stream: AbstractContextManager[Any] = nullcontext()
+        if self.device is not None:
+            stream = torch.cuda.stream(self.streams[slot])
+        with stream:
+            for step in steps:
+                _run(step, batch, self.memory_of(step, slot, batch), self._work)
+        return batch
+
+
+def _at(memory: Any, slot: int) -> Any:
+    if isinstance(memory, tuple):
+        return tuple(each[slot] for each in memory)
+    return None if memory is None else memory[slot]
+
+
+def _first(memory: Any, count: int) -> Any:
+    if isinstance(memory, tuple):
+        return tuple(each[:count] for each in memory)
+    return None if memory is None else memory[:count]
+
+
+def _cuda_device(allocation: Any) -> torch.device | None:
+    device = getattr(allocation, "device", None)
+    return device if isinstance(device, torch.device) and device.type == "cuda" else None
+
+
+def identity_of(path: str) -> tuple[int, int, int]:
+    """What tells a file from the one that takes its place.
+
+    Raises:
+        SourceError: there is none.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        raise SourceError(f"{path} cannot be found any more ({error.strerror}): put it back") from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_file(path: str, expected: tuple[int, int, int]) -> None:
+    """Raise SourceError unless the file is the one that the Loader has read the header of."""
+    found = identity_of(path)
+    if found != expected:
+        raise SourceError(
+            f"{path} has changed since its Loader was wrapped (it had {expected[1]} bytes, it has {found[1]}): "
+            "make a new Loader"
+        )

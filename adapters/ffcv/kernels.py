@@ -1,0 +1,306 @@
+"""Compiled code, shared: one kernel for all Loaders whose operations say the same.
+
+Compiling takes seconds for each operation, and FFCV does it anew for each Loader. Here what was compiled is found again
+by what it says: bytecode, the values it encloses, the module-level values it names, and how it was compiled. So a
+second Loader with the same pipeline starts at once, and one with ``recompile=True`` compiles only what has changed.
+
+Nothing is compiled with ``fastmath`` (FFCV does): it lets the compiler round differently in the variants for one and
+for several threads, and a pixel must not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import prange
+from numba.extending import is_jitted, overload
+
+from midepoch.adapters.ffcv.streams import restart, restart_python
+
+__all__ = ["DAMAGES", "batchwise", "compiled", "decoder", "identity", "samplewise"]
+
+_MOST_KEPT = 256
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+_kept: OrderedDict[Any, Any] = OrderedDict()
+_lock = threading.Lock()
+
+
+# --- finding a kernel again -----------------------------------------------------------------------------------------
+
+
+class _Same:
+    """Stands for an object that is equal to itself alone, and keeps it alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def identity(value: Any, _inside: tuple[types.FunctionType, ...] = ()) -> Any:
+    """Something hashable that is equal for two values only if compiled code cannot tell them apart."""
+    if isinstance(value, types.FunctionType):
+        return _function_identity(value, _inside)
+    if is_jitted(value):
+        return "jitted", repr(sorted(value.targetoptions.items())), identity(value.py_func, _inside)
+    if isinstance(value, tuple):
+        return tuple(identity(part, _inside) for part in value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return "array", value.dtype.str, value.shape, value.flags.c_contiguous, value.tobytes()
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return type(value), repr(value)
+    return _Same(value)
+
+
+def _function_identity(function: types.FunctionType, inside: tuple[types.FunctionType, ...]) -> Any:
+    if function in inside:
+        return "recursive", inside.index(function)
+    code, inside = function.__code__, (*inside, function)
+    named = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
+    enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+    return (
+        code,
+        tuple(identity(value, inside) for value in enclosed),
+        tuple((name, identity(value, inside)) for name, value in named.items()),
+        identity(function.__defaults__, inside),
+    )
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _shared(key: Any, make: Callable[[], Any]) -> Any:
+    with _lock:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+        while len(_kept) >= _MOST_KEPT:
+            _kept.popitem(last=False)
+        return _kept.setdefault(key, make())
+
+
+def _jit(function: Callable[..., Any], parallel: Any = False) -> Any:
+    return numba.njit(nogil=True, error_model="numpy", parallel=parallel)(function)
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+def compiled(function: types.FunctionType, parallel: bool) -> Any:
+    """`function` as it is: an operation that draws nothing."""
+    return _shared(("compiled", identity(function), parallel), lambda: _jit(function, parallel))
+
+
+def batchwise(function: types.FunctionType, loops: bool) -> Any:
+    """An operation on a whole batch, under one stream: ``kernel(key, inputs, memory, more)``.
+
+    It gives what `function` gives. With `loops`, the threads share its loops. These must draw nothing, and outside of
+    them it may use ``np.random.seed`` and ``np.random.beta`` alone, as FFCV's mixups do.
+    """
+
+    def make() -> Any:
+        inner = _jit(_drawing_on_one_thread(function), True) if loops else _jit(function)
+
+        def kernel(key: Any, inputs: Any, memory: Any, more: Any) -> Any:
+            restart(key)
+            restart_python(key)
+            return inner(inputs, memory, *more)
+
+        return _jit(kernel)
+
+    return _shared(("batchwise", identity(function), loops), make)
+
+
+def _drawing_on_one_thread(function: types.FunctionType) -> types.FunctionType:
+    """`function` with another ``np``: numba would let the threads share a draw of a whole array, each from its own."""
+    numpy, random = types.ModuleType("numpy"), types.ModuleType("numpy.random")
+    numpy.random, random.seed, random.beta = random, _seed, _beta  # type: ignore[attr-defined]
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, "np": numpy},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+@_jit
+def _seed(seed: Any) -> None:
+    np.random.seed(seed)
+
+
+def _beta(a: Any, b: Any, size: Any = None) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_beta, strict=False)
+def _compile_beta(a: Any, b: Any, size: Any = None) -> Any:
+    if isinstance(size, numba.types.Integer):
+        return lambda a, b, size=None: np.random.beta(a, b, size)
+    return lambda a, b, size=None: np.random.beta(a, b)
+
+
+def samplewise(function: types.FunctionType, parallel: bool, with_indices: bool, python: bool) -> Any:
+    """An operation called for one sample at a time: ``kernel(keys, salt, places, inputs, memory, indices, more)``.
+
+    `keys`, `places` and `indices` have one number for each sample; what the operation returned for a sample begins at
+    the address that is left in `places`. With `python`, python's ``random`` has a stream too.
+    """
+
+    def make() -> Any:
+        inner = _jit(function)
+
+        def kernel(keys: Any, salt: Any, places: Any, inputs: Any, memory: Any, indices: Any, more: Any) -> None:
+            for i in prange(keys.shape[0]):
+                key = _salted(keys[i], salt)
+                restart(key)
+                if python:
+                    restart_python(key)
+                places[i] = inner(inputs[i : i + 1], _rows(memory, i), *more).ctypes.data
+
+        def kernel_with_indices(
+            keys: Any, salt: Any, places: Any, inputs: Any, memory: Any, indices: Any, more: Any
+        ) -> None:
+            for i in prange(keys.shape[0]):
+                key = _salted(keys[i], salt)
+                restart(key)
+                if python:
+                    restart_python(key)
+                places[i] = inner(inputs[i : i + 1], _rows(memory, i), indices[i : i + 1], *more).ctypes.data
+
+        return _jit(kernel_with_indices if with_indices else kernel, parallel)
+
+    return _shared(("samplewise", identity(function), parallel, with_indices, python), make)
+
+
+@_jit
+def _salted(key: Any, salt: Any) -> Any:
+    word = key ^ (salt * _GAMMA)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+def _rows(memory: Any, i: Any) -> Any:
+    """One sample's part of an operation's memory: of nothing, of an array, or of a tuple of arrays."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_rows, strict=False)
+def _compile_rows(memory: Any, i: Any) -> Any:
+    if isinstance(memory, numba.types.NoneType):
+        return lambda memory, i: None
+    if isinstance(memory, numba.types.Array):
+        return lambda memory, i: memory[i : i + 1]
+    if isinstance(memory, numba.types.BaseTuple) and len(memory) == 1:
+        return lambda memory, i: (memory[0][i : i + 1],)
+    if isinstance(memory, numba.types.BaseTuple) and len(memory) == 2:
+        return lambda memory, i: (memory[0][i : i + 1], memory[1][i : i + 1])
+    if isinstance(memory, numba.types.BaseTuple) and len(memory) == 3:
+        return lambda memory, i: (memory[0][i : i + 1], memory[1][i : i + 1], memory[2][i : i + 1])
+    return None
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def decoder(
+    read: Any,
+    decode_jpeg: Any,
+    resize: Any,
+    copy: Any,
+    jpeg: int,
+    crop: Any,
+    scale: Any,
+    ratio: Any,
+    draws: bool,
+    parallel: bool,
+) -> Any:
+    """FFCV's decoder of images, with a look at what FFCV ignores.
+
+    ``kernel(keys, salt, found, indices, memory, metadata, storage)``; `found` has one number for each sample: 0 for an
+    image, else one of `DAMAGES`.
+
+    Args:
+        read, decode_jpeg, resize, copy, jpeg: FFCV's own.
+        crop: FFCV's function from (height, width, scale, ratio) to a part of the image; None for the image as it is.
+        scale, ratio: of `crop`.
+        draws: whether `crop` draws random numbers.
+        parallel: whether the threads share the samples.
+    """
+    parts = (read, decode_jpeg, resize, copy, jpeg, crop, scale, ratio, draws)
+    return _shared(("decoder", identity(parts), parallel), lambda: _make_decoder(*parts, parallel=parallel))
+
+
+def _make_decoder(
+    read: Any,
+    decode_jpeg: Any,
+    resize: Any,
+    copy: Any,
+    jpeg: int,
+    crop: Any,
+    scale: Any,
+    ratio: Any,
+    draws: bool,
+    parallel: bool,
+) -> Any:
+    decode_jpeg, resize, copy = _jit(decode_jpeg), _jit(resize), _jit(copy)
+
+    if crop is None:
+
+        @_jit
+        def decode(field: Any, data: Any, memory: Any, i: Any) -> Any:
+            target, height, width = memory[i], field["height"], field["width"]
+            if field["mode"] == jpeg:
+                failed = decode_jpeg(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
+                return 1 if failed else 0
+            if data.size != target.size:
+                return 2
+            copy(data, target)
+            return 0
+    else:
+        crop = _jit(crop)
+
+        @_jit
+        def decode(field: Any, data: Any, memory: Any, i: Any) -> Any:
+            height, width = np.int64(field["height"]), np.int64(field["width"])
+            size = 3 * height * width
+            if field["mode"] == jpeg:
+                space = memory[1][i]
+                if decode_jpeg(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
+                    return 1
+                image = space[:size].reshape(height, width, 3)
+            else:
+                if data.size != size:
+                    return 2
+                image = data.reshape(height, width, 3)
+            top, left, rows, columns = crop(height, width, scale, ratio)
+            resize(image, top, top + rows, left, left + columns, memory[0][i])
+            return 0
+
+    def kernel(keys: Any, salt: Any, found: Any, indices: Any, memory: Any, metadata: Any, storage: Any) -> None:
+        for i in prange(keys.shape[0]):
+            if draws:
+                restart(_salted(keys[i], salt))
+            field = metadata[indices[i]]
+            found[i] = decode(field, read(field["data_ptr"], storage), memory, i)
+
+    return _jit(kernel, parallel)
+
+
+DAMAGES = {1: "its JPEG data is damaged", 2: "its data has another length than its height and width say"}
