@@ -37,7 +37,7 @@ import midepoch
 from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
 from midepoch.adapters import ffcv as adapter
 from midepoch.adapters.ffcv import adapter as adapter_module
-from midepoch.adapters.ffcv import beton, epoch, kernels, pipeline, private, streams
+from midepoch.adapters.ffcv import beton, epoch, kernels, private, streams
 from midepoch.keys import derive_keys
 from midepoch.testing import ResumableTests, check_resumable
 
