@@ -205,14 +205,15 @@ class Loader:
         """Epoch, position and detail of so many batches ago."""
         session, ended = self._session, self._last == 0
         if in_flight <= self._step:
-            position = self._first + (self._step - in_flight) * self._global_batch if in_flight else self.position
+            missing = session.missing_before(in_flight) if session is not None else 0
+            position = self._first + (self._step - in_flight) * self._global_batch - missing
             return self._epoch, position, self._detail if session is None else session.detail(in_flight, ended)
         back = in_flight - self._step
         for epoch, first, steps, global_batch in reversed(self._trail):
             if back <= steps:
                 position = first + (steps - back) * global_batch
                 if session is not None and ended and back == in_flight:
-                    return epoch, position, session.detail(in_flight, False)
+                    return epoch, position - session.missing_before(back), session.detail(in_flight, False)
                 if not self._adapter.rank_independent:
                     break
                 return epoch, position, ""
@@ -252,7 +253,7 @@ class Loader:
                 f"run on {checked['world_size']} processes ({adapter.capabilities().elastic_world.reason})",
             )
         if detail and not adapter.rank_independent:
-            detail = states.part_of(detail, world.rank, world.world_size)
+            detail = adapter.part(detail, checked["world_size"], world)
         adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
@@ -388,7 +389,7 @@ class Loader:
         share = self._share(world, self._epoch, position)
         if share is not None and share.global_steps == 0 and position > 0:
             # Less is left than one global batch: the epoch was over.
-            self._epoch, position, self._detail = self._epoch + 1, 0, ""
+            self._epoch, position, self._detail = self._epoch + 1, 0, adapter.following(self._detail)
             adapter.prepare(seed, self._epoch)
             share = self._share(world, self._epoch, 0)
         run = Run(self._epoch, position, seed, world, share, self._tail, self._detail)
@@ -412,6 +413,8 @@ class Loader:
         finally:
             if self._step:
                 self._trail.append((self._epoch, self._first, self._step, self._global_batch))
+            if session.missing < 0:
+                self._trail.clear()  # its steps say nothing of positions
             self._first, self._step = self.position, 0
             self._session, self._next, self._last = None, self._no_session, None
             session.close()
@@ -466,8 +469,9 @@ class Loader:
                     MidepochWarning,
                     stacklevel=4,
                 )
-            self._close_session(keep_detail=False)
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, ""
+            adapter = self._adapter
+            self._close_session(keep_detail=adapter.continuous)
+            self._epoch, self._first, self._detail = self._epoch + 1, 0, adapter.following(self._detail)
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -483,11 +487,12 @@ class Loader:
             self._close_session(keep_detail=self._step > 0)
             return False
         if self._last is not None:
-            # An epoch of no batches, or a rank without a part in the last global batch.
-            current.exhausted = True
+            # An epoch of no batches, a rank without a part in the last global batch, or last steps that gave none.
+            current.exhausted = not (self._step == 0 and self._first > 0 and session.missing < 0)
             self._roll()
+            current.ended = current.exhausted
             self._close_session()
-            return False
+            return not current.exhausted
         resumed_at_the_end = self._step == 0 and self._first > 0
         nothing, batches_before = self.position == 0, self._trail[-1][2] if self._trail else 0
         self._close_session()

@@ -46,6 +46,7 @@ def wrap(
     randomness: Literal["sample", "none"] = "sample",
     tail: Tail | None = None,
     fingerprint: str | None = None,
+    **settings: Any,
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
 
@@ -66,6 +67,8 @@ def wrap(
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
             "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
+        settings: what only some sources know, such as ``refill=True`` for webdataset pipelines; the page of the backend
+            in docs/ lists them.
 
     Raises:
         UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
@@ -87,19 +90,31 @@ def wrap(
             f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
             "longer ones"
         )
-    options = Options(seed, world, shard, randomness, tail, fingerprint)
-    return Loader(_adapter_for(source)(source, options), options)
+    options = Options(seed, world, shard, randomness, tail, fingerprint, settings)
+    return Loader(_adapter_for(source, options), options)
 
 
-def _adapter_for(source: Any) -> type[Adapter]:
+def _adapter_for(source: Any, options: Options) -> Adapter:
     if isinstance(source, torch.nn.Module | torch.optim.Optimizer | type):
         raise UnsupportedSourceError(
             f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
             "function"
         )
+    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to the next
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
-        if adapter.recognises(source):
-            return adapter
+        if not adapter.recognises(source):
+            continue
+        unknown = options.settings.keys() - adapter.settings - passed_over
+        if unknown:
+            known = ", ".join(sorted(adapter.settings)) or "none"
+            raise TypeError(
+                f"wrap() got {', '.join(map(repr, sorted(unknown)))}, which a {type(source).__name__} has no use for "
+                f"(settings of its own: {known}): leave it out"
+            )
+        chosen = adapter.choose(source, options)
+        if chosen is not None:
+            return chosen
+        passed_over |= adapter.settings
     raise UnsupportedSourceError(
         f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
         "function"
@@ -110,9 +125,11 @@ def _present(backend: _Backend, source: Any) -> bool:
     """False where the source cannot be of that backend, so that the adapter need not be imported."""
     if backend.package is None:
         return True
-    return backend.package in sys.modules and any(
-        kind.__module__.partition(".")[0] == backend.package for kind in type(source).__mro__
-    )
+    if backend.package not in sys.modules:
+        return False
+    # A DataLoader is of the backend that its dataset is of.
+    kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
+    return any(kind.__module__.partition(".")[0] == backend.package for kind in kinds)
 
 
 @functools.cache
