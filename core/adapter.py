@@ -153,8 +153,12 @@ class Adapter(ABC):
     def open(self, run: Run) -> Session:
         """A session whose first batch is the one at ``run.position``. Costs nothing before its first `next`."""
 
-    def following(self, detail: str) -> str:
-        """The detail with which the next epoch begins where the rest of this one is given up."""
+    def beginning(self, epoch: int, world: World) -> str:
+        """What a state carries that was saved before anything of its epoch was opened."""
+        return ""
+
+    def following(self, detail: str, epoch: int, world: World) -> str:
+        """The detail with which the epoch after `epoch` begins where the rest of that one is given up."""
         return ""
 
     def part(self, detail: str, saved_world_size: int, world: World) -> str:

@@ -189,6 +189,8 @@ class Loader:
         world = self._world if self._session is not None and self._world is not None else self._current_world()
         seed = self._current_seed(world)
         adapter = self._adapter
+        if not detail and not position:
+            detail = adapter.beginning(epoch, world)
         return states.build(
             adapter=adapter.name,
             epoch=epoch,
@@ -389,7 +391,8 @@ class Loader:
         share = self._share(world, self._epoch, position)
         if share is not None and share.global_steps == 0 and position > 0:
             # Less is left than one global batch: the epoch was over.
-            self._epoch, position, self._detail = self._epoch + 1, 0, adapter.following(self._detail)
+            self._detail = adapter.following(self._detail, self._epoch, world)
+            self._epoch, position = self._epoch + 1, 0
             adapter.prepare(seed, self._epoch)
             share = self._share(world, self._epoch, 0)
         run = Run(self._epoch, position, seed, world, share, self._tail, self._detail)
@@ -471,7 +474,8 @@ class Loader:
                 )
             adapter = self._adapter
             self._close_session(keep_detail=adapter.continuous)
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, adapter.following(self._detail)
+            self._detail = adapter.following(self._detail, self._epoch, self._current_world())
+            self._epoch, self._first = self._epoch + 1, 0
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -497,7 +501,8 @@ class Loader:
         nothing, batches_before = self.position == 0, self._trail[-1][2] if self._trail else 0
         self._close_session()
         if resumed_at_the_end:
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, ""
+            self._detail = self._adapter.following(self._detail, self._epoch, self._current_world())
+            self._epoch, self._first = self._epoch + 1, 0
             return True
         current.exhausted = True
         if nothing and batches_before:

@@ -27,6 +27,7 @@ class _Backend(NamedTuple):
 
 # The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
 _BACKENDS = (
+    _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
