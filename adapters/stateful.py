@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.encoding import decode, encode
-from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.indexed import length_of
-from midepoch.protocol import Capabilities, Capability
+from midepoch.protocol import RAW, Capabilities, Capability
 from midepoch.world import World
 
 __all__ = ["StatefulAdapter"]
@@ -37,7 +37,8 @@ class StatefulAdapter(Adapter):
     def recognises(cls, source: object) -> bool:
         """Has the three methods, and is iterable as data is: modules and optimizers are not."""
         methods = all(callable(getattr(source, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
-        return methods and not isinstance(source, type)
+        # What derives from StatefulIterable has the methods from us.
+        return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Batches of all ranks, where the source knows its own."""
@@ -71,22 +72,24 @@ class StatefulAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its own load."""
-        return _StatefulSession(self.source, run.detail)
+        return _StatefulSession(self.source, run.detail, None if run.share is None else run.share.steps)
 
 
 class _StatefulSession(Session):
-    def __init__(self, source: Any, detail: str) -> None:
-        self._source, self._detail = source, detail
+    def __init__(self, source: Any, detail: str, steps: int | None) -> None:
+        self._source, self._steps = source, steps
         self._iterator: Any = None
         self._handed_out = 0
-        self._failed = False
+        self._failed = self._finished = False
+        self._opened = detail
+        self._asked = (0, detail)  # batches handed out, and the source's state then
 
     def take(self) -> Any:
         """The source's next batch."""
         if self._iterator is None:
-            if self._detail:
+            if self._opened:
                 try:
-                    self._source.load_state_dict(decode(self._detail))
+                    self._source.load_state_dict(decode(self._opened))
                 except Exception as error:
                     raise StateError(
                         f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): "
@@ -106,10 +109,32 @@ class _StatefulSession(Session):
 
     def detail(self, back: int, finished: bool) -> str:
         """The source's own state, as it is now."""
-        if back or self._failed:
+        if back or (self._failed and self._asked[0] != self._handed_out):
             raise StateError(
-                "the source's own state is that of now, "
-                + ("after a batch that failed" if self._failed else f"not of {back} batches ago")
-                + ": save it when no batch is in flight"
+                "the source's own state is that of now, after a batch that failed: load an older state to go on"
+                if self._failed
+                else f"the source's own state is that of now, not of {back} batches ago: save it when no batch is in "
+                "flight"
             )
-        return encode(self._source.state_dict()) if self._handed_out else self._detail
+        if finished:
+            self._finish()
+        elif self._asked[0] == self._handed_out:
+            return self._asked[1]
+        text = encode(self._source.state_dict())
+        if not finished:
+            self._asked = (self._handed_out, text)
+        return text
+
+    def _finish(self) -> None:
+        """Let the source see its end: until then its state says that nothing is left, not that it is finished."""
+        if self._finished:
+            return
+        self._finished = True
+        try:
+            next(self._iterator)
+        except StopIteration:
+            return
+        raise SourceError(
+            f"{type(self._source).__name__} goes on after the {self._steps} batches that were left by its len(): mend "
+            "its __len__"
+        )

@@ -68,6 +68,7 @@ class Session:
             may be a method, or an attribute that holds an iterator's own ``__next__``.
         missing: units by which the last global batch fell short of a full one, where only reading could tell. Negative
             where steps were passed over that had nothing to give: the units of those steps.
+        varies: it may end before the number of batches that its share has.
     """
 
     take: Callable[[], Any]
@@ -76,6 +77,11 @@ class Session:
     def missing_before(self, back: int) -> int:
         """`missing`, as it was `back` batches ago."""
         return 0 if back else self.missing
+
+    @property
+    def varies(self) -> bool:
+        """False, unless only reading can tell how many batches there are, whatever the source's length."""
+        return False
 
     def detail(self, back: int, finished: bool) -> str:
         """What a state must carry besides epoch and position, as it was `back` batches ago.

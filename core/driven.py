@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler, default_collate, default_convert, get_worker_info
@@ -81,7 +80,7 @@ def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
 class _Driven(Sampler[Any]):
     """Stands in for a sampler of the user's: gives the indices of our order from wherever it is put.
 
-    It is its own iterator, so that its position can be set between two samples.
+    Its iterators share its position, so that this can be set between two samples.
     """
 
     _AHEAD = 256  # positions taken from the order at once
@@ -95,13 +94,14 @@ class _Driven(Sampler[Any]):
         self.position = 0
         self.passes = 0
 
-    def __iter__(self) -> _Driven:
+    def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         if self.passes > 1:
             self.position = 0  # as a sampler does; `probe` and the reader notice
-        return self
+        return _Draws(self.draw)
 
-    def __next__(self) -> Any:
+    def draw(self) -> Any:
+        """The next index."""
         position = self.position
         if position >= self._length:
             raise StopIteration
@@ -119,6 +119,21 @@ class _Driven(Sampler[Any]):
         if name.startswith("__") or name == "_original":
             raise AttributeError(name)
         return getattr(self._original, name)
+
+
+class _Draws:
+    """One pass over a `_Driven`. Asked for an iterator, it is one already: that is no second pass."""
+
+    __slots__ = ("_draw",)
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> _Draws:
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
 
 
 class Driven:
@@ -151,13 +166,13 @@ class Driven:
         return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
 
 
-def probe(driven: Driven, streams: bool, seed: int) -> tuple[tuple[int, ...] | None, str]:
+def probe(driven: Driven, seed: int) -> tuple[tuple[int, ...] | None, str]:
     """Draws from each sampler a sample, if a jump is right; else None. And why.
 
     Reads samples 0, 1 and 2 in a row, and sample 1 after a jump: what is constant and equal is taken to follow from the
-    samplers alone. Each later sample is counted as it is read.
+    samplers alone. Each later sample is counted as it is read. The caller's generators are left alone.
     """
-    guard = Streams(driven.dataset) if streams else None
+    guard = Streams(driven.dataset)
     reader = _Counting(driven, guard, seed)
     first = reader.read(0)
     if first is None:
@@ -188,9 +203,9 @@ class _Counted(NamedTuple):
 class _Counting:
     """Reads single samples of epoch 0 and counts what they draw."""
 
-    def __init__(self, driven: Driven, guard: Streams | None, seed: int) -> None:
+    def __init__(self, driven: Driven, guard: Streams, seed: int) -> None:
         self._guard, self._key = guard, derive_key(Purpose.SAMPLE, seed, 0)
-        with _under(guard, derive_key(Purpose.OPENING, seed, 0)):
+        with guard.under(derive_key(Purpose.OPENING, seed, 0)):
             self._iterator, self._samplers = driven.open(seed, 0)
 
     def read(self, position: int, jump: tuple[int, ...] | None = None) -> _Counted | None:
@@ -198,17 +213,13 @@ class _Counting:
             for sampler, draws in zip(self._samplers, jump, strict=True):
                 sampler.position = position * draws
         before = [sampler.position for sampler in self._samplers]
-        with _under(self._guard, extend_key(self._key, position)):
+        with self._guard.under(extend_key(self._key, position)):
             try:
                 item = next(self._iterator)
             except StopIteration:
                 return None
         drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
         return _Counted(drawn, any(sampler.passes > 1 for sampler in self._samplers), digest(item))
-
-
-def _under(guard: Streams | None, key: int) -> AbstractContextManager[None]:
-    return nullcontext() if guard is None else guard.under(key)
 
 
 class DrivenRequest(NamedTuple):

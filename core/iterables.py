@@ -110,7 +110,7 @@ class IterableAdapter(Adapter):
     def _drive(self, seed: int) -> tuple[int, ...] | None:
         """Draws from each sampler, a sample; None where the source has to be replayed."""
         if self._driven is not None and not self._probed:
-            self._draws, self._why = probe(self._driven, self.options.streams, seed)
+            self._draws, self._why = probe(self._driven, seed)
             self._probed = True
             if self._draws is None:
                 self._driven = None
@@ -143,6 +143,7 @@ class IterableAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """As the table in docs/capabilities.md has it."""
         exact = promises.augmentations(self.options, self._stream, self._collate)
+        self._drive(self.options.seed if self.options.seed is not None else self.seed or 0)
         if self._driven is not None:
             return Capabilities(
                 exact_order=promises.OUR_ORDER,
@@ -184,6 +185,11 @@ class IterableAdapter(Adapter):
             return
         if not replayed or (replayed[1] and self._driven is None and self._probed):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
+        if not replayed[1] and self._drive(seed) is not None:
+            raise StateMismatchError(
+                f"how the source is read differs: the state was saved by a replay, this source can jump ({self._why}); "
+                "make the dataset as it was, or start this data anew"
+            )
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
@@ -336,6 +342,11 @@ class _DrivenSession(Session):
     def __init__(self, answers: Iterator[Any], close: Callable[[], None], reader: DrivenReader, detail: str) -> None:
         self.take = answers.__next__
         self._close, self._reader, self._detail = close, reader, detail
+
+    @property
+    def varies(self) -> bool:
+        """True once a sample has drawn another number."""
+        return self._reader.varies
 
     def detail(self, back: int, finished: bool) -> str:
         """The draws a sample; or that this epoch broke the count, so that it can only be replayed."""

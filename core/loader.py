@@ -17,6 +17,7 @@ import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -64,6 +65,7 @@ class Loader:
         self._resumed = False  # the pass that runs went on from a load
         self._loaded: State | None = None  # what was loaded, until a batch is handed out
         self._detail = ""  # of the position, while no session is open
+        self._lost = ""  # why it is not known
         self._world: World | None = None  # of the last pass
         self._reset_runtime()
 
@@ -72,8 +74,10 @@ class Loader:
         self._next: Callable[[], Any] = self._no_session
         self._step = 0  # batches handed out by the session
         self._last: int | None = None  # step whose batch ends the epoch
+        self._own_steps = 0  # batches of this rank in the session, where their number is known
         self._global_batch = 1
         self._peeked: list[Any] = []
+        self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
         self._active: _Pass | None = None  # the pass that owns the cursor
         self._running: _Pass | None = None  # the same, while the session is open and nothing else is to be done
         self._trail: deque[tuple[int, int, int, int]] = deque(maxlen=_REMEMBERED_PASSES)
@@ -98,8 +102,15 @@ class Loader:
     @property
     def position(self) -> int:
         """Units of this epoch that all ranks together have been handed."""
-        missing = self._session.missing if self._session is not None else 0
-        return self._first + self._step * self._global_batch - missing
+        return self._first + self._step * self._global_batch - self._missing_before(0)
+
+    def _missing_before(self, back: int) -> int:
+        """The session's `missing`, as it was so many batches ago."""
+        if self._session is None:
+            return 0
+        if self._peeked:
+            return self._session.missing_before(back + 1) if back else self._unmoved[0]
+        return self._session.missing_before(back)
 
     @property
     def sampler(self) -> _EpochSetter:
@@ -119,7 +130,7 @@ class Loader:
         if by_source is None:
             return world
         if stated is None and world.world_size == 1:
-            return by_source
+            return replace(by_source, local_rank=world.local_rank)
         if (world.rank, world.world_size) != (by_source.rank, by_source.world_size):
             raise MidepochError(
                 f"the source's sampler is rank {by_source.rank} of {by_source.world_size}, the world is rank "
@@ -207,9 +218,8 @@ class Loader:
         """Epoch, position and detail of so many batches ago."""
         session, ended = self._session, self._last == 0
         if in_flight <= self._step:
-            missing = session.missing_before(in_flight) if session is not None else 0
-            position = self._first + (self._step - in_flight) * self._global_batch - missing
-            return self._epoch, position, self._detail if session is None else session.detail(in_flight, ended)
+            position = self._first + (self._step - in_flight) * self._global_batch - self._missing_before(in_flight)
+            return self._epoch, position, self._session_detail(in_flight)
         back = in_flight - self._step
         for epoch, first, steps, global_batch in reversed(self._trail):
             if back <= steps:
@@ -225,6 +235,16 @@ class Loader:
             "number "
             "of batches that were taken and not yet trained on"
         )
+
+    def _session_detail(self, back: int) -> str:
+        session = self._session
+        if session is None:
+            if self._lost:
+                raise StateError(self._lost)
+            return self._detail
+        if self._peeked:
+            return session.detail(back + 1, False) if back else self._unmoved[1]
+        return session.detail(back, self._last == 0)
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state` at the next ``next()``, whatever was going on.
@@ -256,10 +276,10 @@ class Loader:
             )
         if detail and not adapter.rank_independent:
             detail = adapter.part(detail, checked["world_size"], world)
-        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
+        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         self._move(checked["epoch"], checked["position"])
         self._seed = checked["seed"]
         self._detail = detail
@@ -273,7 +293,7 @@ class Loader:
         self._epoch, self._first, self._step = epoch, position, 0
         self._begun = self._resumed = self._fresh = False
         self._loaded = None
-        self._detail = ""
+        self._detail = self._lost = ""
         self._trail.clear()
         if self._active is not None:
             self._active.ended = False
@@ -332,8 +352,10 @@ class Loader:
         if not self._peeked:
             if self._last == 0:
                 self._close_session()  # the epoch that ended; the next batch is the next epoch's first
+            detail = self._session_detail(0)
             if self._session is None:
                 self._open()
+            missing = 0 if self._session is None else self._session.missing
             try:
                 self._peeked.append(self._next())
             except StopIteration:
@@ -341,6 +363,7 @@ class Loader:
             except BaseException:
                 self._close_session(keep_detail=self._step > 0)
                 raise
+            self._unmoved = missing, detail
             self._running = None
         return self._peeked[0]
 
@@ -366,7 +389,18 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in ("_session", "_next", "_step", "_last", "_peeked", "_active", "_running", "_trail"):
+        for name in (
+            "_session",
+            "_next",
+            "_step",
+            "_last",
+            "_own_steps",
+            "_peeked",
+            "_unmoved",
+            "_active",
+            "_running",
+            "_trail",
+        ):
             del attributes[name]
         return attributes
 
@@ -386,6 +420,8 @@ class Loader:
                 f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
                 "use, or load a state to go on in another world"
             )
+        if self._lost:
+            raise StateError(self._lost)
         seed, position, adapter = self._current_seed(world), self.position, self._adapter
         adapter.prepare(seed, self._epoch)
         share = self._share(world, self._epoch, position)
@@ -403,28 +439,31 @@ class Loader:
         self._global_batch = adapter.batch_size * world.world_size
         # An epoch of no batches is not over before StopIteration says so: -1 is never reached.
         self._last = None if share is None else share.global_steps or -1
+        self._own_steps = 0 if share is None else share.steps
 
     def _close_session(self, keep_detail: bool = True) -> None:
-        session, ended = self._session, self._last == 0
+        session = self._session
         self._running = None
-        self._peeked.clear()
         if session is None:
             return
         try:
             if keep_detail:
-                self._detail = session.detail(0, ended)
+                self._detail = self._session_detail(0)
+        except StateError as error:
+            self._lost = str(error)
         finally:
             if self._step:
                 self._trail.append((self._epoch, self._first, self._step, self._global_batch))
             if session.missing < 0:
                 self._trail.clear()  # its steps say nothing of positions
             self._first, self._step = self.position, 0
+            self._peeked.clear()
             self._session, self._next, self._last = None, self._no_session, None
             session.close()
 
     def _start(self, current: _Pass) -> Any:
         """The next batch where something has to be done first."""
-        if current.exhausted:
+        if current.exhausted or (current.ended and (current.superseded or current.closed)):
             raise StopIteration
         if current.closed:
             raise MidepochError("the loader was closed while this pass ran: iterate it anew")
@@ -475,7 +514,7 @@ class Loader:
             adapter = self._adapter
             self._close_session(keep_detail=adapter.continuous)
             self._detail = adapter.following(self._detail, self._epoch, self._current_world())
-            self._epoch, self._first = self._epoch + 1, 0
+            self._epoch, self._first, self._lost = self._epoch + 1, 0, ""
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -491,6 +530,13 @@ class Loader:
             self._close_session(keep_detail=self._step > 0)
             return False
         if self._last is not None:
+            if self._step < self._own_steps and not session.varies:
+                given, expected = self._step, self._own_steps
+                self._close_session(keep_detail=self._step > 0)
+                raise SourceError(
+                    f"the source ended after {given} of the {expected} batches that were left: mend its __len__, or "
+                    "the StopIteration that its code raises or lets through"
+                ) from None
             # An epoch of no batches, a rank without a part in the last global batch, or last steps that gave none.
             current.exhausted = not (self._step == 0 and self._first > 0 and session.missing < 0)
             self._roll()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch.utils.data import get_worker_info
@@ -61,12 +61,18 @@ class StatefulIterable(Protocol):
         object.__setattr__(made, _INHERITED, _Inherited(made))
         return made
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        own = cls.__dict__.get("__iter__")
-        if own is not None and not getattr(cls, "_is_protocol", False):
-            setattr(cls, RAW, False)
-            cls.__iter__ = _resumable_iter(own)  # type: ignore[method-assign]
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        # The one that Protocol would lend ends the chain of super().__init__() calls without a word.
+        super().__init__(*arguments, **keywords)
+
+    if not TYPE_CHECKING:  # type checkers would take it for a member that every implementation needs
+
+        def __init_subclass__(cls, **arguments: Any) -> None:
+            super().__init_subclass__(**arguments)
+            own = cls.__dict__.get("__iter__")
+            if own is not None and not getattr(cls, "_is_protocol", False):
+                setattr(cls, RAW, False)
+                cls.__iter__ = _resumable_iter(own)  # type: ignore[method-assign]
 
 
 def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:

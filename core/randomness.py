@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import random
+import struct
 import sys
 import threading
 import types
@@ -159,12 +160,14 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
         yield ".__func__", value.__func__
+    elif isinstance(value, types.BuiltinMethodType):
+        yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 yield f".{name}", cell.cell_contents
-        for place, default in enumerate(value.__defaults__ or ()):
-            yield f".__defaults__[{place}]", default
+        yield ".__defaults__", value.__defaults__
+        yield ".__kwdefaults__", value.__kwdefaults__
         yield from _globals_used(value)
     else:
         attributes = getattr(value, "__dict__", None)
@@ -175,30 +178,96 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             for name in _slots(kind):
                 with contextlib.suppress(AttributeError):
                     yield f".{name}", object.__getattribute__(value, name)
-            for member in vars(kind).values():
-                if isinstance(member, types.FunctionType):
-                    yield from _globals_used(member)
+            yield "", _Class(kind)
+
+
+class _Class:
+    """Stands for a class whose methods are looked through, once for all of its objects."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
+def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class's own body holds: class attributes and methods, of code that is not a library's."""
+    if _is_library(kind.__module__):
+        return
+    for name, member in list(vars(kind).items()):
+        if isinstance(member, staticmethod | classmethod):
+            member = member.__func__
+        elif isinstance(member, property):
+            member = member.fget
+        elif isinstance(member, functools.cached_property):
+            member = member.func
+        if isinstance(member, types.FunctionType) or not name.startswith("__"):
+            yield f".{name}", member
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
+    # A private slot is known under the mangled name.
+    names = tuple(
+        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+    )
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+_OURS_AND_THEIRS = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
+"""Modules that are not searched: they are large, and draw from no generator but the global ones."""
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _OURS_AND_THEIRS
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """True for the code of installed packages, of which there is too much to follow all that it names."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
 def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Generators that stand at the top of the function's module and that it names, such as ``rng = default_rng(0)``."""
-    for name in function.__code__.co_names:
+    """What stands at the top of the function's module and is named in it: ``rng``, ``transform``, a helper function.
+
+    Of a module that is named, as in ``helpers.augment(x)``, what the function may take from it.
+    """
+    if _is_library(function.__module__):
+        return
+    installed = _is_installed((function.__module__ or "").partition(".")[0])
+    names = list(_names(function.__code__))
+    for name in names:
         found = function.__globals__.get(name)
-        if isinstance(found, _GENERATORS):
-            yield f" -> {function.__module__}.{name}", found
+        if installed:
+            if isinstance(found, _GENERATORS):
+                yield f" -> {name}", found
+        elif isinstance(found, types.ModuleType):
+            if not _is_library(found.__name__):
+                yield from ((f" -> {name}.{each}", vars(found)[each]) for each in names if each in vars(found))
+        elif isinstance(found, type):
+            yield f" -> {name}", _Class(found)
+        elif isinstance(found, _CARRIERS) or (found is not None and not _is_library(type(found).__module__)):
+            yield f" -> {name}", found
+
+
+_CARRIERS = (*_GENERATORS, types.FunctionType, types.MethodType, functools.partial, list, tuple, dict, set)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names and attributes that code uses, those of the functions defined in it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     """The generator objects reachable from `roots`, and the paths of those that cannot be keyed.
 
-    Follows attributes, slots, containers, closures, partials, bound methods, and module-level generators that the
-    methods name. The global generators themselves are not listed: `Streams` has them anyway.
+    Follows attributes, slots, containers, closures, defaults, partials, bound methods, classes, and what methods and
+    functions name at the top of their modules. The global generators are not listed: `Streams` has them anyway.
     """
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
@@ -206,6 +275,11 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
         path, value = queue.popleft()
+        if isinstance(value, _Class):
+            if id(value.kind) not in seen:
+                seen[id(value.kind)] = value.kind
+                queue.extend((path + step, child) for step, child in _class_members(value.kind))
+            continue
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         if len(seen) >= _LARGEST_SEARCH:
@@ -283,39 +357,58 @@ class _NumpyGlobal:
     """numpy's global RandomState, lent a bit generator of ours and given back its own.
 
     Swapping is 300 times cheaper than ``get_state`` and ``set_state``. It has one catch: the second value of a pair of
-    normal numbers, which RandomState keeps, is lost with it. ``get_state`` alone can tell whether there is one, so it
-    is asked only when the caller has drawn since the last look, which the position in its state tells.
+    normal numbers, which RandomState keeps, is lost with it. So that is copied as memory, ``struct { int has_gauss;
+    double gauss; }``; where a test object shows another layout, the slow way is taken.
     """
+
+    _BYTES = 16
 
     def __init__(self) -> None:
         self._ours = np.random.MT19937(0)
         self._theirs: Any = None
-        self._words: Any = None
-        self._seen = (-1, -1)
-        self._pair: dict[str, Any] | None = None
+        offset = _offset_of_pair()
+        self._address = None if offset is None else id(np.random.mtrand._rand) + offset
+        self._copy = ctypes.create_string_buffer(self._BYTES)
+        self._pair: Any = None
 
     def borrow(self) -> None:
-        theirs = np.random.get_bit_generator()
-        if theirs is not self._theirs:
-            self._theirs = theirs
-            self._words = None
-            if isinstance(theirs, np.random.MT19937):
-                # struct mt19937_state { uint32_t key[624]; int pos; }, at the address numpy publishes for it
-                self._words = (ctypes.c_uint32 * 625).from_address(theirs.ctypes.state_address)
-            self._seen = (-1, -1)
-        words = self._words
-        if words is None or self._seen != (words[0], words[624]) or self._pair is not None:
-            state = np.random.get_state(legacy=False)
-            assert isinstance(state, dict)  # what legacy=False is for
-            self._pair = state if state.get("has_gauss") else None
-            if words is not None:
-                self._seen = (words[0], words[624])
+        self._theirs = np.random.get_bit_generator()
+        if self._address is None:
+            self._pair = np.random.get_state(legacy=False)
+        else:
+            ctypes.memmove(self._copy, self._address, self._BYTES)
         np.random.set_bit_generator(self._ours)
 
     def give_back(self) -> None:
         np.random.set_bit_generator(self._theirs)
-        if self._pair is not None:
+        if self._address is None:
             np.random.set_state(self._pair)
+        else:
+            ctypes.memmove(self._address, self._copy, self._BYTES)
+
+
+@functools.cache
+def _offset_of_pair() -> int | None:
+    """Where in a RandomState `_NumpyGlobal` finds the second normal number; None if that cannot be told."""
+    if sys.implementation.name != "cpython":
+        return None
+    state = np.random.RandomState(1)
+    size = type(state).__basicsize__
+
+    def memory() -> bytes:
+        return ctypes.string_at(id(state), size)
+
+    state.standard_normal()
+    with_pair = memory()
+    kept = state.get_state(legacy=False)
+    assert isinstance(kept, dict)  # what legacy=False is for
+    second = struct.pack("d", kept["gauss"])
+    offsets = [place - 8 for place in range(8, size - 7, 8) if with_pair[place : place + 8] == second]
+    state.standard_normal()
+    without = memory()
+    if len(offsets) != 1 or [struct.unpack_from("i", each, offsets[0])[0] for each in (with_pair, without)] != [1, 0]:
+        return None
+    return offsets[0]
 
 
 class Streams:

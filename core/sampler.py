@@ -175,10 +175,10 @@ def understand(sampler: Any) -> Understood:
             Shuffled(size) if sampler.shuffle else Sequential(size),
             seed=sampler.seed % (1 << 64),
             tail="drop" if sampler.drop_last else "pad",
-            world=World(sampler.rank, sampler.num_replicas, World.current().local_rank),
+            world=World(sampler.rank, sampler.num_replicas),
         )
     if kind is ResumableSampler:
-        return Understood(sampler.order, seed=sampler.seed, world=sampler.world)
+        return Understood(sampler.order, seed=sampler.seed, tail=sampler.tail, world=sampler.world)
     ranked = isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank"))
     return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=ranked)
 
@@ -218,6 +218,8 @@ class ResumableSampler(Sampler[int]):
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size must be an int of at least 1, got {batch_size!r}")
         order = (Shuffled(size) if shuffle else Sequential(size)) if isinstance(shuffle, bool) else shuffle
+        if not callable(getattr(order, "epoch", None)):
+            raise TypeError(f"shuffle must be True, False or an order of midepoch.order, got {shuffle!r}")
         if order.size != size:
             raise ValueError(f"the order is over {order.size} positions, size is {size}: make them equal")
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size

@@ -110,7 +110,7 @@ def check(state: object) -> State:
     """
     if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] != VERSION:
         raise StateVersionError(
-            f"the state has format version {state['version']}, this midepoch reads version {VERSION}: "
+            f"the state has format version {_shown(state['version'])}, this midepoch reads version {VERSION}: "
             "load it with the midepoch that wrote it"
         )
     _check_keys(state)
@@ -126,8 +126,7 @@ def check(state: object) -> State:
         measured = len(value) if isinstance(value, str) else value
         if measured is not None and not least <= measured < bound + isinstance(value, str):
             what = "length" if isinstance(value, str) else "value"
-            shown = str(measured) if measured < _LARGEST_INTEGER << 2 else "an absurdly large number"
-            raise StateCorruptError(f"{name} has an impossible {what}, {shown}: use an undamaged state")
+            raise StateCorruptError(f"{name} has an impossible {what}, {_shown(measured)}: use an undamaged state")
     if copy["size"] is not None and copy["position"] > copy["size"]:
         raise StateCorruptError(
             f"position {copy['position']} lies beyond the state's own size {copy['size']}: use an undamaged state"
@@ -141,14 +140,20 @@ def check(state: object) -> State:
     return copy
 
 
+def _shown(number: int) -> str:
+    # Python refuses to write out integers of thousands of digits.
+    return str(number) if abs(number) < 1 << 128 else "an absurdly large number"
+
+
 def _parsed(fingerprint: str) -> dict[str, str]:
+    """The parts of a fingerprint; all of it as one part where it is not what `Loader` writes."""
     try:
         parsed = json.loads(fingerprint)
     except (ValueError, RecursionError):
         parsed = None
-    if not isinstance(parsed, dict) or not all(isinstance(value, str) for value in parsed.values()):
-        raise StateCorruptError("the state's fingerprint does not parse: use an undamaged state")
-    return parsed
+    if isinstance(parsed, dict) and all(isinstance(value, str) for value in parsed.values()):
+        return parsed
+    return {"fingerprint": fingerprint[:200]}
 
 
 def compare_fingerprints(saved: str, current: str) -> None:
@@ -156,13 +161,12 @@ def compare_fingerprints(saved: str, current: str) -> None:
     if saved == current:
         return
     before, now = _parsed(saved), _parsed(current)
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            raise StateMismatchError(
-                f"{name} differs: the state was saved with {before.get(name, 'none')}, this loader has "
-                f"{now.get(name, 'none')}; make the loader as it was, or start this data anew"
-            )
-    raise StateCorruptError("the state's fingerprint is not in its canonical form: use an undamaged state")
+    differing = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    name = differing[0] if differing else "fingerprint"
+    raise StateMismatchError(
+        f"{name} differs: the state was saved with {before.get(name, 'none')!r}, this loader has "
+        f"{now.get(name, 'none')!r}; make the loader as it was, or start this data anew"
+    )
 
 
 # --- states of which each rank knows only its part -------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -110,6 +111,32 @@ def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
 
 def lone_loader(size: int = 6, batch_size: int = 6) -> ReferenceLoader:
     return ReferenceLoader(size=size, batch_size=batch_size)
+
+
+class WritesHistoryDifferently(ReferenceLoader):
+    """What is in flight is in the state's detail, which changes nothing else."""
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        return reference_loader.reseal(state | {"detail": "in flight"}) if in_flight else state
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        super().check_topology(state | {"detail": "" if state["detail"] == "in flight" else state["detail"]})
+
+
+class HasNoLength(ReferenceLoader):
+    def __len__(self) -> int:
+        raise TypeError("this cannot be known")
+
+    @property
+    def batches_done(self) -> int:
+        return len(self)
+
+
+@pytest.mark.parametrize("kind", [WritesHistoryDifferently, HasNoLength])
+def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader]) -> None:
+    report = check(kind)
+    assert set(statuses(report).values()) == {"holds"}, str(report)
 
 
 def test_what_cannot_be_examined_says_why() -> None:
@@ -243,6 +270,12 @@ def test_a_pool_finds_modules_off_the_import_path(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, name, module)
     specification.loader.exec_module(module)
     assert shared_pool().run([Call(0, module.answer)], timeout=60) == [name]
+
+
+def test_a_pool_starts_workers_as_its_caller_does() -> None:
+    here = multiprocessing.get_start_method()
+    assert shared_pool().run([Call(0, multiprocessing.get_start_method)], timeout=60) == [here]
+    assert here == "fork" or sys.platform != "linux" or sys.version_info >= (3, 14)
 
 
 def test_a_closed_pool_leaves_no_process() -> None:

@@ -458,6 +458,11 @@ class _IndexedSession(Session):
         reached = min((self._taken + self._passed_over) * share.global_batch, share.size - share.start)
         return self._taken * share.global_batch - reached
 
+    @property
+    def varies(self) -> bool:
+        """True where steps were passed over."""
+        return self._passed_over > 0
+
     def missing_before(self, back: int) -> int:
         """As it was so many batches ago."""
         if not back:

@@ -6,6 +6,7 @@ examined says why.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -25,7 +26,7 @@ import torch
 
 from . import items
 from .examine import Examination
-from .record import Finding, Pass, Plan, Recording, Seen, Settings, length_of, open_loader, see
+from .record import Finding, Pass, Plan, Recording, Seen, Settings, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
 from .report import HOLDS, Law, LawError, Outcome, Report, Verdict, combined, law
 from .worlds import partition, topology
@@ -365,11 +366,12 @@ def observer(examination: Examination) -> Outcome:
     passes: list[list[Seen]] = examination.investigate(_ask_everything, examination.options(), counts)
     for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
         examination.same(expected.batches, got, "with states asked for, the batch of the run without", epoch=epoch)
-    peeked = examination.investigate(_peek_always, examination.options(), counts)
+    peeked: _Peeked | None = examination.investigate(_peek_always, examination.options(), counts)
     if peeked is None:
         return Outcome("holds", "the loader has no peek()")
-    for epoch, (expected, shown, got) in enumerate(zip(whole.passes, *peeked, strict=True)):
-        examination.same(expected.batches, shown, "peek() shows the batch to come", epoch=epoch)
+    for epoch, (expected, shown, got) in enumerate(zip(whole.passes, peeked.shown, peeked.taken, strict=True)):
+        first = int(peeked.skips and epoch > 0)
+        examination.same(expected.batches[first:], shown, "peek() shows the batch to come", epoch=epoch, first=first)
         examination.same(expected.batches, got, "after peek(), the batch of the run without", epoch=epoch)
     return HOLDS
 
@@ -378,7 +380,9 @@ def _ask(loader: Any) -> None:
     loader.state_dict()
     loader.state_dict()
     for name in ("batches_done", "batches_left", "epoch", "position", "capabilities"):
-        getattr(loader, name, None)
+        # What follows from a length that cannot be known is a TypeError, as the length itself.
+        with contextlib.suppress(TypeError):
+            getattr(loader, name, None)
     length_of(loader)
 
 
@@ -398,16 +402,25 @@ def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequ
     return passes
 
 
-def _peek_always(
-    settings: Settings, options: Mapping[str, Any], counts: Sequence[int]
-) -> tuple[list[list[Seen]], list[list[Seen]]] | None:
+@dataclasses.dataclass
+class _Peeked:
+    """What peek() showed and what was taken, for each pass; ``skips``: peek() was not asked between two passes."""
+
+    shown: list[list[Seen]]
+    taken: list[list[Seen]]
+    skips: bool
+
+
+def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> _Peeked | None:
     shown: list[list[Seen]] = []
     taken: list[list[Seen]] = []
     with open_loader(settings, options) as loader:
         if not callable(getattr(loader, "peek", None)):
             return None
+        # Where the length is unknown, an epoch that was read to its end may still be the current one.
+        skips = length_of(loader) is None
         for count in counts:
-            shown.append([see(settings, loader.peek())])
+            shown.append([] if skips and shown else [see(settings, loader.peek())])
             taken.append([])
             iterator = iter(loader)
             for batch in iterator:
@@ -419,7 +432,7 @@ def _peek_always(
             surplus = next(iterator, _END) if len(taken[-1]) >= count else _END
             if surplus is not _END:
                 taken[-1].append(see(settings, surplus))
-    return shown, taken
+    return _Peeked(shown, taken, skips)
 
 
 _END = object()
@@ -630,45 +643,81 @@ def delivery(examination: Examination) -> Outcome:
         outcomes["workers"] = Outcome("not applicable", reason)
     else:
         variants.append(examination.options(num_workers=workers))
-    for findings, in_flight in examination.investigate_each(_take_slowly, variants):
-        examination.raise_first(findings)
-        outcomes["in flight"] = HOLDS if in_flight else Outcome("not applicable", "state_dict takes no in_flight")
+    found: list[_Slow] = examination.investigate_each(_take_slowly, variants)
+    for options, slow in zip(variants, found, strict=True):
+        examination.raise_first(slow.findings)
+        _resume_in_flight(examination, options, slow)
+        if slow.refused:
+            outcomes["in flight"] = Outcome("refused clearly", slow.refused)
+        else:
+            told = "" if slow.in_flight else "state_dict takes no in_flight"
+            outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
     if len(variants) == 2:
         _resume_with_workers(examination, variants[1], workers)
     return combined({"prefetched": HOLDS, **outcomes})
 
 
-def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> tuple[list[Finding], bool]:
-    """(what moved the state although nothing was taken, whether the loader knows ``in_flight``)."""
+@dataclasses.dataclass
+class _Slow:
+    """A slow training loop: the ids of its batches, what moved the state although nothing was taken, whether the
+    loader knows ``in_flight``, (epoch, batches taken, of them in flight, state) for each state that is not the one
+    given at that time, and why a backend's own state, which is that of now, was refused for an earlier batch.
+    """
+
+    ids: list[list[tuple[Hashable, ...]]]
+    findings: list[Finding]
+    in_flight: bool
+    other: list[tuple[int, int, int, dict[str, Any]]]
+    refused: str = ""
+
+
+def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
     with open_loader(settings, options) as loader:
-        in_flight = "in_flight" in inspect.signature(loader.state_dict).parameters
+        slow = _Slow([], [], "in_flight" in inspect.signature(loader.state_dict).parameters, [])
         for epoch in range(2):
             notes = [items.digest(loader.state_dict())]
-            for number, _ in enumerate(loader, start=1):
+            slow.ids.append([])
+            for number, batch in enumerate(loader, start=1):
+                slow.ids[-1].append(see(settings, batch).ids)
                 notes.append(items.digest(loader.state_dict()))
                 if number == 1 and epoch == 0:
                     time.sleep(_PAUSE)
                 if items.digest(loader.state_dict()) != notes[-1]:
                     expected = f"the same state {_PAUSE} s after a batch was taken"
-                    return [Finding(expected, "it has moved on", epoch, number)], in_flight
+                    slow.findings.append(Finding(expected, "it has moved on", epoch, number))
+                    return slow
                 # Where 'finished' has two spellings, the first state of a later epoch may be either.
                 oldest = number if epoch == 0 else number - 1
-                for held in range(1, min(oldest, _READ_AHEAD) + 1 if in_flight else 1):
-                    earlier = loader.state_dict(in_flight=held)
-                    if items.digest(earlier) != notes[number - held]:
-                        return [_wrong_history(held, earlier, epoch, number)], in_flight
-    return [], in_flight
+                for held in range(1, min(oldest, _READ_AHEAD) + 1 if slow.in_flight else 1):
+                    try:
+                        state = copy.deepcopy(loader.state_dict(in_flight=held))
+                    except from_midepoch("StateError") as error:  # type: ignore[misc]
+                        if getattr(getattr(loader, "capabilities", None), "rank_independent", True):
+                            raise
+                        slow.refused = str(error)
+                        break
+                    if items.digest(state) != notes[number - held]:
+                        slow.other.append((epoch, number, held, state))
+    return slow
 
 
-def _wrong_history(held: int, state: dict[str, Any], epoch: int, number: int) -> Finding:
-    return Finding(
-        f"with in_flight={held}, the state of {held} batches ago",
-        f"{state}",
-        epoch,
-        number,
-        "the positions that were handed over are not kept, or not long enough",
-        "keep the last few of them",
-    )
+def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow: _Slow) -> None:
+    """A state that counts what is in flight may be written differently, but must resume at the same batch."""
+    plans = [
+        examination.plan(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
+    ]
+    for (epoch, number, held, state), recording in zip(slow.other, examination.resume(plans), strict=True):
+        expected = slow.ids[epoch][number - held :]
+        if recording.failure is None and recording.passes[0].ids == expected:
+            continue
+        raise examination.error(
+            f"with in_flight={held} after {number} batches, a state that resumes at batch {number - held}",
+            f"{state}: {recording.failure or f'resumes with samples {recording.passes[0].ids[:1]}'}",
+            epoch=epoch,
+            batch=number,
+            cause="the positions that were handed over are not kept, or not long enough",
+            cure="keep the last few of them",
+        )
 
 
 def _resume_with_workers(examination: Examination, options: Mapping[str, Any], workers: int) -> None:
@@ -850,14 +899,14 @@ def any_item(examination: Examination) -> Outcome:
     options = examination.options(items=list(ANY_ITEMS))
     plan = Plan(settings, options, passes=2, states=True, limit=2 * len(ANY_ITEMS))
     head = examination.sound(examination.record([plan])[0], "a source of odd items")
-    expected = Counter(map(items.digest, ANY_ITEMS))
+    expected = Counter(identity for item in ANY_ITEMS for identity in _whole_item(item))
     for epoch, part in enumerate(head.passes):
-        got = Counter(part.digests)
-        lost = [repr(item) for item in ANY_ITEMS if items.digest(item) in expected - got]
+        got = Counter(identity for ids in part.ids for identity in ids)
         if got != expected:
+            lost = ", ".join(repr(item) for item in ANY_ITEMS if _whole_item(item)[0] in expected - got)
             raise examination.error(
                 f"{len(ANY_ITEMS)} items, each once",
-                f"{len(part.batches)} items" + (f"; lost: {', '.join(lost)}" if lost else ""),
+                f"{len(part.batches)} items" + (f"; lost: {lost}" if lost else ""),
                 epoch=epoch,
                 batch=len(part.batches),
             )
@@ -875,7 +924,14 @@ def any_item(examination: Examination) -> Outcome:
 
 
 def _whole_item(item: Any) -> list[Hashable]:
-    return [items.digest(item)]
+    """An item's identity, in which a tuple is a list and an array a tensor: torch's own conversion makes them so."""
+    return [items.digest(_converted(item))]
+
+
+def _converted(item: Any) -> Any:
+    if isinstance(item, np.ndarray):
+        return torch.from_numpy(item)
+    return [_converted(part) for part in item] if isinstance(item, (tuple, list)) else item
 
 
 _ALL = (

@@ -176,7 +176,8 @@ class _Server:
         self.connection, theirs = context.Pipe()
         self.answered = False
         # Not a daemon: daemons may not have children, and loaders start workers.
-        self.process: SpawnProcess = context.Process(target=_serve, args=(theirs,), daemon=False)
+        arguments = (theirs, _start_method())
+        self.process: SpawnProcess = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
         theirs.close()
 
@@ -246,8 +247,16 @@ def _parents(name: str) -> list[str]:
     return [parent for parent in parents if not _importable(parent)]
 
 
-def _serve(connection: Connection) -> None:
+def _start_method() -> str:
+    """How this process starts others: as it was told, else as the platform does; asking settles nothing."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def _serve(connection: Connection, start_method: str) -> None:
     import torch
+
+    # A spawned process would spawn its own, seconds for each worker of a loader; they start as they do at the caller's.
+    multiprocessing.set_start_method(start_method, force=True)
 
     torch.set_num_threads(1)  # several ranks share the machine
     # An interrupt reaches the whole group; the process that asked ends this one by closing the pipe.

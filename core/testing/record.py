@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import os
 import random
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -248,11 +250,16 @@ def length_of(loader: Any) -> int | None:
 
 def in_group(file: str, rank: int, world_size: int, function: Callable[..., Result], *arguments: Any) -> Result:
     """``function(*arguments)`` inside a gloo process group that meets through ``file``."""
+    # All ranks are on this machine, whose name may resolve to an address that they cannot reach.
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     try:
-        return function(*arguments)
+        result = function(*arguments)
+        torch.distributed.barrier()  # nobody leaves while another is still connecting
+        return result
     finally:
         torch.distributed.destroy_process_group()
 

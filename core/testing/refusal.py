@@ -54,7 +54,7 @@ def refusal(examination: Examination) -> Outcome:
     outcomes = {}
     if ours:
         for option in ("seed", "size"):
-            found = _from_variation(examination, option, cut)
+            found = _from_variation(examination, option, cut, good)
             outcomes[option] = found if isinstance(found, Outcome) else HOLDS
             if not isinstance(found, Outcome):
                 cases.append(found)
@@ -138,11 +138,13 @@ def _flip(value: Any) -> Any:
     return "x"
 
 
-def _from_variation(examination: Examination, option: str, cut: int) -> _Case | Outcome:
+def _from_variation(examination: Examination, option: str, cut: int, good: dict[str, Any]) -> _Case | Outcome:
     """The case of a state from a loader with another stated seed or another size of the dataset."""
     if not examination.takes(option):
         return Outcome("not applicable", f"the factory takes no {option}")
     default = examination.default(option)
+    if option == "size" and type(good["size"]) is not int:
+        return Outcome("not applicable", "the loader does not know its size")
     if type(default) is not int:
         if option == "size":
             return Outcome("not applicable", "the factory's size has no default to vary")

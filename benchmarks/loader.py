@@ -1,0 +1,212 @@
+"""What wrapping a DataLoader costs: per batch, per sample, to the first batch after a resume, and in memory.
+
+Run ``python benchmarks/loader.py``. Alternated rounds in one run; reported are medians, and the median of the rounds'
+ratios. Prints Markdown; docs/benchmarks.md holds its output with the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+import midepoch
+
+BATCH_SIZE = 32
+
+
+def microseconds_per_batch(batches: Iterable[Any]) -> float:
+    start = time.perf_counter()
+    count = sum(1 for _ in batches)
+    return (time.perf_counter() - start) / count * 1e6
+
+
+def plain(batches: int, batch_size: int, workers: int) -> DataLoader[int]:
+    return DataLoader(range(batches * batch_size), batch_size, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+
+
+def alternate(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds a batch, of each maker in each round; every other round runs backwards."""
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for turn in range(rounds):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            times[name].append(microseconds_per_batch(makers[name]()))
+    return times
+
+
+def ratio(times: list[float], base: list[float]) -> float:
+    return statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
+
+
+def overhead(rounds: int, batches: int) -> None:
+    print("| batch size | workers | plain, µs a batch | `randomness='none'` | ratio | per-sample streams | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for batch_size, workers in ((BATCH_SIZE, 0), (1, 0), (BATCH_SIZE, 2)):
+
+        def make(batch_size: int = batch_size, workers: int = workers) -> DataLoader[int]:
+            return plain(batches, batch_size, workers)
+
+        times = alternate(
+            {
+                "plain": make,
+                "none": lambda make=make: midepoch.wrap(make(), randomness="none"),  # type: ignore[misc]
+                "sample": lambda make=make: midepoch.wrap(make()),  # type: ignore[misc]
+            },
+            rounds,
+        )
+        median = {name: statistics.median(values) for name, values in times.items()}
+        print(
+            f"| {batch_size} | {workers} | {median['plain']:.1f} | {median['none']:.1f} | "
+            f"{ratio(times['none'], times['plain']):.2f} | {median['sample']:.1f} | "
+            f"{ratio(times['sample'], times['plain']):.2f} |"
+        )
+        if (batch_size, workers) == (BATCH_SIZE, 0):
+            extra = median["sample"] - median["none"]
+        if (batch_size, workers) == (1, 0):
+            one = median["sample"] - median["none"]
+    each = (extra - one) / (BATCH_SIZE - 1)
+    print(f"\nStreams: {each:.1f} µs a sample and {one - each:.1f} µs a batch.")
+
+
+def resume(rounds: int) -> None:
+    print("\n| samples | first batch at 0 %, ms | at 90 %, ms | ratio |\n|---|---|---|---|")
+    for size in (10**5, 10**6, 10**7, 10**8, 10**9):
+        times: dict[float, list[float]] = {0.0: [], 0.9: []}
+        for turn in range(rounds):
+            for progress in (0.0, 0.9) if turn % 2 else (0.9, 0.0):
+                loader = midepoch.wrap(DataLoader(range(size), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
+                loader.seek(position=int(size * progress) // BATCH_SIZE * BATCH_SIZE)
+                state = loader.state_dict()
+                start = time.perf_counter()
+                loader = midepoch.wrap(DataLoader(range(size), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
+                loader.load_state_dict(state)
+                next(iter(loader))
+                times[progress].append((time.perf_counter() - start) * 1e3)
+        print(
+            f"| {size:,} | {statistics.median(times[0.0]):.2f} | {statistics.median(times[0.9]):.2f} | "
+            f"{ratio(times[0.9], times[0.0]):.2f} |"
+        )
+
+
+_MEMORY = """
+import resource, sys
+from torch.utils.data import DataLoader
+import midepoch
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+size = int(sys.argv[1])
+small = midepoch.wrap(DataLoader(range(1000), 32, shuffle=True), seed=0)
+for _ in zip(range(20), small): pass
+before = peak()
+loader = midepoch.wrap(DataLoader(range(size), 32, shuffle=True), seed=0)
+loader.seek(position=size // 2)
+for _ in zip(range(2000), loader): pass
+print(peak() - before)
+"""
+
+
+def memory() -> None:
+    run = subprocess.run([sys.executable, "-c", _MEMORY, str(10**9)], capture_output=True, text=True, check=True)
+    print(f"\nMemory: at 1,000,000,000 samples a loader takes {float(run.stdout):.1f} MiB more than at 1,000.")
+
+
+def state() -> None:
+    loader = midepoch.wrap(DataLoader(range(10**9), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
+    next(iter(loader))
+    micro = min(timeit.repeat(loader.state_dict, number=2000, repeat=7)) / 2000 * 1e6
+    print(
+        f"\nState: `state_dict()` takes {micro:.1f} µs and gives {len(json.dumps(loader.state_dict()))} bytes of JSON."
+    )
+
+
+def sampler(rounds: int) -> None:
+    size = 10**6
+    makers: dict[str, Callable[[], Iterable[Any]]] = {
+        "torch": lambda: BatchSampler(RandomSampler(range(size)), BATCH_SIZE, False),
+        "midepoch": lambda: BatchSampler(midepoch.ResumableSampler(size), BATCH_SIZE, False),
+    }
+    times = alternate(makers, rounds)
+    theirs, ours = (statistics.median(times[name]) / BATCH_SIZE * 1e3 for name in ("torch", "midepoch"))
+    print(
+        f"\nSampler: `BatchSampler(RandomSampler)` {theirs:.0f} ns an index, `BatchSampler(ResumableSampler)` "
+        f"{ours:.0f} ns, ratio {ratio(times['midepoch'], times['torch']):.2f}."
+    )
+
+
+def boring(rounds: int, batches: int) -> None:
+    """An epoch of Lightning's BoringModel: batches of one, a linear layer; the worst case that was published."""
+    import logging
+    import warnings
+
+    import lightning
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+    def epoch(loader: Any) -> float:
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        model = BoringModel()
+        start = time.perf_counter()
+        trainer.fit(model, loader)
+        return time.perf_counter() - start
+
+    dataset = RandomDataset(32, batches)
+    makers: dict[str, Callable[[], Any]] = {
+        "plain": lambda: DataLoader(dataset),
+        "none": lambda: midepoch.wrap(DataLoader(dataset), randomness="none"),
+        "sample": lambda: midepoch.wrap(DataLoader(dataset)),
+    }
+    epoch(makers["plain"]())
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for turn in range(rounds):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            times[name].append(epoch(makers[name]()) / batches * 1e6)
+    base, none, sample = (times[name] for name in ("plain", "none", "sample"))
+    print(
+        f"\nLightning's BoringModel, batch size 1: {statistics.median(base):.0f} µs a step plain; wrapped "
+        f"{ratio(none, base):.3f} of that without streams, {ratio(sample, base):.3f} with."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=3000)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    gigabytes = resource.getpagesize() * _pages() / 2**30
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {platform.machine()}, "
+        f"{gigabytes:.0f} GiB of memory; medians of {arguments.rounds} alternated rounds\n"
+    )
+    overhead(arguments.rounds, arguments.batches)
+    resume(arguments.rounds)
+    state()
+    memory()
+    sampler(arguments.rounds)
+    boring(arguments.rounds, 1000)
+
+
+def _pages() -> int:
+    import os
+
+    return os.sysconf("SC_PHYS_PAGES")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Factories of loaders over every source of the core, for the laws. Each sample says who it is and what it drew."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
+
+import midepoch
+from midepoch.order import Windowed
+
+SIZE, BATCH, SEED = 14, 3, 7
+
+
+def identify(batch: Any) -> list[int]:
+    rows = batch if batch.ndim == 2 else batch[None]
+    return [int(value) for value in rows[:, 0]]
+
+
+def draws(batch: Any) -> list[tuple[float, ...]]:
+    rows = batch if batch.ndim == 2 else batch[None]
+    return [tuple(row[1:].tolist()) for row in rows]
+
+
+def log_read(path: str | None, index: int) -> None:
+    if path is not None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, f"{index}\n".encode())
+        os.close(descriptor)
+
+
+def sample(index: int, owned: np.random.Generator) -> torch.Tensor:
+    """The index, and a number from every generator that code in a dataset draws from."""
+    numbers = (random.random(), np.random.rand(), float(torch.rand(())), owned.random())
+    return torch.tensor([index, *numbers, midepoch.sample_generator().random()], dtype=torch.float64)
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __init__(self, size: int, read_log: str | None = None) -> None:
+        self.size, self.read_log, self.generator = size, read_log, np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        log_read(self.read_log, index)
+        return sample(index, self.generator)
+
+
+class Exposing(IterableDataset[torch.Tensor]):
+    """The pattern of a dataset that exposes its sampler and its iterator."""
+
+    def __init__(self, size: int, read_log: str | None = None) -> None:
+        self.samples = Samples(size, read_log)
+        self.sampler = RandomSampler(range(size))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.sampler_iter = iter(self.sampler)
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return self.samples[next(self.sampler_iter)]
+
+
+class ExposingGenerator(IterableDataset[torch.Tensor]):
+    """Two samplers, of which one gives two indices a sample; a generator method instead of an iterator attribute."""
+
+    def __init__(self, size: int, read_log: str | None = None) -> None:
+        self.samples = Samples(size, read_log)
+        self.sampler = RandomSampler(range(size))
+        self.pairs = [SequentialSampler(range(2 * size))]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        pairs = iter(self.pairs[0])
+        for index in self.sampler:
+            read = self.samples[index]
+            yield torch.cat([read, torch.tensor([next(pairs) + next(pairs)], dtype=read.dtype)])
+
+
+class Inheriting(midepoch.StatefulIterable, Exposing):
+    """The same, as a subclass."""
+
+    def __init__(self, size: int, read_log: str | None = None) -> None:
+        super().__init__(size, read_log)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return Exposing.__iter__(self)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Exposes nothing. With ``rank`` it divides itself, by rank and worker, as torch's docs teach."""
+
+    def __init__(self, size: int, rank: int = 0, world_size: int = 1, divides: bool = False) -> None:
+        self.samples, self.rank, self.world_size, self.divides = Samples(size), rank, world_size, divides
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first, step = 0, 1
+        if self.divides:
+            worker = get_worker_info()
+            number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+            first, step = self.rank * workers + number, self.world_size * workers
+        for index in range(first, len(self.samples), step):
+            yield self.samples[index]
+
+
+class Groups(Sampler[list[int]]):
+    """A user's own batch sampler: so many batches, of 1, 2, 3, 1, ... indices."""
+
+    def __init__(self, batches: int) -> None:
+        self.lengths = [place % 3 + 1 for place in range(batches)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = torch.randperm(sum(self.lengths)).tolist()
+        for length in self.lengths:
+            yield indices[:length]
+            indices = indices[length:]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def _wrap(source: Any, rank: int, world_size: int, seed: int | None, **options: Any) -> Any:
+    return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size), **options)
+
+
+def map_shuffled(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None, items: list[Any] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    if items is not None:
+        loader = DataLoader(cast(Any, items), batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
+    else:
+        loader = DataLoader(Samples(size, read_log), batch_size=batch_size, shuffle=True, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed, **options)
+
+
+def map_sequential_drop(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    loader = DataLoader(Samples(size, read_log), batch_size=batch_size, drop_last=True, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed, tail="drop")
+
+
+def map_uneven(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    return map_shuffled(rank, world_size, num_workers, batch_size, seed, size, read_log, tail="uneven")
+
+
+def map_listed(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    sampler = SubsetRandomSampler(range(size))
+    loader = DataLoader(Samples(size, read_log), batch_size, sampler=sampler, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
+def map_windowed(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    sampler = midepoch.ResumableSampler(size, seed=seed or 0, shuffle=Windowed(size, block_size=2, window=4))
+    loader = DataLoader(Samples(size, read_log), batch_size, sampler=sampler, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
+def map_distributed(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    dataset = Samples(size, read_log)
+    sampler: Any = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
+    loader = DataLoader(dataset, batch_size, sampler=sampler, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=seed)
+
+
+def map_batch_sampler(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = 7,
+    read_log: str | None = None,
+) -> Any:  # fmt: skip
+    groups = Groups(size)
+    loader = DataLoader(Samples(sum(groups.lengths), read_log), batch_sampler=groups, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
+def map_single(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE,
+    read_log: str | None = None,
+) -> Any:  # fmt: skip
+    loader = DataLoader(Samples(size, read_log), batch_size=None, shuffle=True, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
+def exposing_in_loader(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    loader = DataLoader(Exposing(size, read_log), batch_size, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
+def exposing_generator_in_loader(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    loader = DataLoader(ExposingGenerator(size, read_log), batch_size, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
+def exposing_plain(
+    rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None
+) -> Any:
+    return _wrap(Exposing(size, read_log), rank, world_size, seed)
+
+
+def inheriting(rank: int = 0, world_size: int = 1, size: int = SIZE, read_log: str | None = None) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    return Inheriting(size, read_log)
+
+
+def batches_list(
+    rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None
+) -> Any:
+    return _wrap([torch.tensor([[index]]) for index in range(size)] if items is None else items, rank, world_size, seed)
+
+
+class GeneratorFunction:
+    """A generator function; as a class so that processes can be sent one."""
+
+    def __init__(self, size: int, items: list[Any] | None) -> None:
+        self.size, self.items = size, items
+
+    def __call__(self) -> Iterator[Any]:
+        if self.items is not None:
+            yield from self.items
+            return
+        owned = np.random.default_rng(random.getrandbits(64))
+        for index in range(self.size):
+            yield sample(index, owned)
+
+
+def generator_function(
+    rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None
+) -> Any:
+    return _wrap(GeneratorFunction(size, items), rank, world_size, seed, shard=True)
+
+
+def stream_in_loader(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE,
+) -> Any:  # fmt: skip
+    loader = DataLoader(Stream(size), batch_size, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed, shard=True)
+
+
+def dividing_stream_in_loader(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE
+) -> Any:
+    loader = DataLoader(Stream(size, rank, world_size, divides=True), BATCH, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed, shard=False)
+
+
+class Carried:
+    """A source with a state of its own, that is exact: batches of one rank, counted."""
+
+    def __init__(self, size: int, rank: int, world_size: int) -> None:
+        self.batches = list(range(rank, size - size % world_size, world_size))
+        self.next = self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.next >= len(self.batches):
+            self.next, self.epoch = 0, self.epoch + 1
+        return self._rest(self.next)
+
+    def _rest(self, start: int) -> Iterator[torch.Tensor]:
+        for place in range(start, len(self.batches)):
+            self.next = place + 1
+            yield torch.tensor([[self.batches[place], self.epoch]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.epoch = state["next"], state["epoch"]
+
+
+def carried(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE) -> Any:
+    return _wrap(Carried(size, rank, world_size), rank, world_size, seed)

@@ -1,0 +1,394 @@
+"""What the tests read: small sources whose samples show which they are and which random numbers they drew."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
+
+import midepoch
+from midepoch.loader import Loader
+from midepoch.testing.pool import Call, shared_pool
+
+# --- what comes out ---
+
+
+def plain(batch: Any) -> Any:
+    """A batch as built-in values, so that == compares it bit for bit."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [plain(value) for value in batch]
+    return batch
+
+
+def taken(loader: Any, count: int | None = None) -> list[Any]:
+    """The next batches of a new pass, all of them without `count`; the pass is then given up without a word."""
+    return [plain(batch) for batch in itertools.islice(iter(loader), count)]
+
+
+def resumed(make: Callable[[], Loader], state: dict[str, Any]) -> list[Any]:
+    """The rest of the epoch, by a fresh loader."""
+    with make() as loader:
+        loader.load_state_dict(state)
+        return taken(loader)
+
+
+def heads(make: Callable[[], Loader], count: int) -> tuple[list[Any], dict[str, Any]]:
+    """The first batches of a fresh loader, and the state after them."""
+    with make() as loader:
+        return taken(loader, count), loader.state_dict()
+
+
+def flat(batches: list[Any]) -> list[Any]:
+    """The samples of some batches, one after the other."""
+    return [sample for batch in batches for sample in batch]
+
+
+def quiet_resume(make: Callable[[], Loader], state: dict[str, Any]) -> list[Any]:
+    """`resumed`, where a replay is expected to say what it costs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", midepoch.MidepochWarning)
+        return resumed(make, state)
+
+
+# --- map-style datasets ---
+
+
+class Indices(Dataset[int]):
+    """Sample i is i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return index
+
+
+class Noisy(Indices):
+    """Sample i is (i, and one number from each of the global generators), as augmentations draw them."""
+
+    def __getitem__(self, index: int) -> Any:
+        numbers = [index, random.random(), np.random.standard_normal(), float(torch.rand(()))]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+class Fetched(Noisy):
+    """Reads whole batches at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Failing(Noisy):
+    """Raises, or is killed, at some samples as long as a file is there."""
+
+    def __init__(self, size: int, failing: Sequence[int], marker: str | Path, deadly: bool = False) -> None:
+        super().__init__(size)
+        self.failing, self.marker, self.deadly = frozenset(failing), str(marker), deadly
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.failing and Path(self.marker).exists():
+            if self.deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(f"sample {index} cannot be read")
+        return super().__getitem__(index)
+
+
+class Configured(Indices):
+    """Sample i is (i, what worker_init_fn told the worker's copy)."""
+
+    told = -1
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.told
+
+
+def tell_the_dataset(worker: int) -> None:
+    """A worker_init_fn as torch's docs have it: it configures the worker's own copy of the dataset."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.told = 7  # type: ignore[attr-defined]
+
+
+def noisy_collate(samples: list[Any]) -> Any:
+    """Draws once for the batch, as mixup does."""
+    return torch.stack(samples), random.random(), float(np.random.rand())
+
+
+# --- iterable datasets ---
+
+
+class RandomIterableDataset(IterableDataset[Any]):
+    """The class of the design, as it stands there."""
+
+    def __init__(self, size: int, length: int) -> None:
+        self.data = torch.randn(length, size)
+        self.sampler = RandomSampler(range(length))
+
+    def __iter__(self) -> RandomIterableDataset:
+        self.sampler_iter = iter(self.sampler)
+        return self
+
+    def __next__(self) -> Any:
+        return self.data[next(self.sampler_iter)]
+
+
+class Exposing(IterableDataset[Any]):
+    """The same pattern, with the index and an augmentation in the sample."""
+
+    def __init__(self, length: int, sampler: Any = None) -> None:
+        self.sampler = RandomSampler(range(length)) if sampler is None else sampler
+
+    def __iter__(self) -> Exposing:
+        self.sampler_iter = iter(self.sampler)
+        return self
+
+    def __next__(self) -> Any:
+        index = next(self.sampler_iter)
+        return torch.tensor([index, random.random(), float(torch.rand(()))], dtype=torch.float64)
+
+
+class Inheriting(midepoch.StatefulIterable, IterableDataset[Any]):
+    """The same pattern, deriving from StatefulIterable."""
+
+    def __init__(self, length: int) -> None:
+        self.sampler = RandomSampler(range(length))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler_iter = iter(self.sampler)
+        return self
+
+    def __next__(self) -> Any:
+        index = next(self.sampler_iter)
+        return torch.tensor([index, random.random()], dtype=torch.float64)
+
+
+class Pairs(IterableDataset[Any]):
+    """Two samplers: one sample draws twice from the first and once from the second."""
+
+    def __init__(self, length: int) -> None:
+        self.samplers = [RandomSampler(range(2 * length)), RandomSampler(range(length))]
+
+    def __iter__(self) -> Pairs:
+        self.iterators = [iter(sampler) for sampler in self.samplers]
+        return self
+
+    def __next__(self) -> Any:
+        first, second = self.iterators
+        return torch.tensor([next(first), next(first), next(second)])
+
+
+class Rejecting(IterableDataset[Any]):
+    """Draws until an index pleases it, so samples draw unequally: from sample 0 on, or later only."""
+
+    def __init__(self, length: int, tolerant_until: int = 0) -> None:
+        self.sampler = RandomSampler(range(length))
+        self.tolerant_until = tolerant_until
+
+    def __iter__(self) -> Rejecting:
+        self.sampler_iter = iter(self.sampler)
+        self.given = 0
+        return self
+
+    def __next__(self) -> int:
+        index = next(self.sampler_iter)
+        while self.given >= self.tolerant_until and index % 3 == 0:
+            index = next(self.sampler_iter)
+        self.given += 1
+        return int(index)
+
+
+class SharingItsSampler(IterableDataset[Any]):
+    """Divides its sampler among the workers itself, as torch's docs teach, though it exposes it."""
+
+    def __init__(self, length: int) -> None:
+        self.sampler = RandomSampler(range(length))
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return itertools.islice(iter(self.sampler), first, None, step)
+
+
+class Stream(IterableDataset[Any]):
+    """No samplers: (number, an augmentation), shuffled by a buffer as streaming datasets do."""
+
+    def __init__(self, length: int, by_worker: bool = False) -> None:
+        self.length, self.by_worker = length, by_worker
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None or not self.by_worker else (info.id, info.num_workers)
+        buffer: list[int] = []
+        for number in range(first, self.length, step):
+            buffer.append(number)
+            if len(buffer) == 4:
+                yield self.sample(buffer.pop(random.randrange(4)))
+        while buffer:
+            yield self.sample(buffer.pop())
+
+    def sample(self, number: int) -> Any:
+        return torch.tensor([number, random.random(), float(np.random.rand())], dtype=torch.float64)
+
+
+def numbers(count: int = 10) -> Iterator[Any]:
+    """A generator function: (number, an augmentation)."""
+    for number in range(count):
+        yield [number, random.random()]
+
+
+class Restartable:
+    """A re-iterable object: ``__iter__`` starts over."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return numbers(self.count)
+
+
+class Counter:
+    """A source with a state of its own: its batches are numbers, and it keeps count."""
+
+    def __init__(self, count: int = 6) -> None:
+        self.count, self.given, self.resumes = count, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.resumes:
+            self.given = 0
+        self.resumes = False
+        while self.given < self.count:
+            self.given += 1
+            yield self.given - 1
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.resumes = state["given"], True
+
+
+# --- samplers ---
+
+
+class EverySecond(Sampler[int]):
+    """A user's own sampler: even indices first, the odd ones shuffled."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        odd = list(range(1, self.size, 2))
+        random.shuffle(odd)
+        return iter([*range(0, self.size, 2), *odd])
+
+
+class Buckets(Sampler[list[int]]):
+    """A user's own batch sampler: batches of 1, 2, 3 and so on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.size).tolist()
+        length = 1
+        while order:
+            yield order[:length]
+            order = order[length:]
+            length += 1
+
+
+class Forgetful(Sampler[int]):
+    """Does not repeat itself: its order depends on how often it was asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.asked = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter([(index + self.asked) % self.size for index in range(self.size)])
+
+
+# --- processes ---
+
+
+def in_processes(function: Callable[..., Any], *arguments: tuple[Any, ...]) -> list[Any]:
+    """`function` in one spawned process for each tuple of arguments, all at once; they are kept for later calls."""
+    calls = [Call(number, function, each) for number, each in enumerate(arguments)]
+    return shared_pool().run(calls, timeout=120)
+
+
+def in_gloo_world(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """`function(rank, *arguments)` in spawned processes under torch.distributed with gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        return in_processes(_one_rank, *((function, rank, world_size, store, arguments) for rank in range(world_size)))
+
+
+def _one_rank(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        return function(rank, *arguments)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- loaders that several files make ---
+
+
+def noisy_loader(size: int = 22, **keywords: Any) -> DataLoader[Any]:
+    """Shuffled, with augmentations."""
+    return DataLoader(Noisy(size), **{"batch_size": 4, "shuffle": True, **keywords})
+
+
+def loader_at(rank: int, world_size: int, size: int, batch_size: int, drop_last: bool, tail: Any) -> Loader:
+    """A wrapped DataLoader over `Indices`, in order, at one rank."""
+    loader = DataLoader(Indices(size), batch_size=batch_size, drop_last=drop_last)
+    return midepoch.wrap(loader, seed=0, world=midepoch.World(rank, world_size), tail=tail)
+
+
+def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_last: bool, even: bool) -> list[Any]:
+    """What torch's DistributedSampler and DataLoader give this rank; `even` is the sampler's own drop_last."""
+    dataset = Indices(size)
+    sampler: Sampler[int] = DistributedSampler(dataset, world_size, rank, shuffle=False, drop_last=even)
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+    return [batch.tolist() for batch in loader]
+
+
+make_counter = functools.partial(Counter, 6)

@@ -1,0 +1,660 @@
+"""One random stream for each sample: pinned, found everywhere, and nobody else's generator is touched."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import albumentations
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import sources
+
+import midepoch
+from midepoch import MidepochError
+from midepoch.keys import derive_key, derive_keys, extend_key, mix
+from midepoch.loader import Loader
+from midepoch.randomness import Streams, find_generators
+
+MASK = (1 << 64) - 1
+
+# --- pinned: a failure here means that augmentations saved by earlier versions have changed ---
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    # The published outputs of SplitMix64 from state 0, and from 1234567.
+    assert [derive_key(word) for word in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    gamma = 0x9E3779B97F4A7C15
+    assert [mix(1234567 + place * gamma) for place in (1, 2, 3)] == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ((), 0),
+        ((0, 0), 0xA706DD2F4D197E6F),
+        ((1, 2, 3), 0x27D1DADE99DDF6A4),
+        ((5, 0, 12), 0xFE68374C9DF0F2FB),
+        ((MASK,), 0),
+        ((-1,), 0),
+    ],
+)
+def test_keys_are_pinned(words: tuple[int, ...], key: int) -> None:
+    assert derive_key(*words) == key
+    assert extend_key(derive_key(*words[:1]), *words[1:]) == key
+
+
+def test_many_keys_are_those_of_each() -> None:
+    for key in (0, derive_key(1, 5, 0), MASK):
+        positions = np.array([0, 1, 2, 1000, 2**40, 2**62])
+        each = [extend_key(key, int(position)) for position in positions]
+        assert derive_keys(key, positions).tolist() == each
+        assert positions.tolist() == [0, 1, 2, 1000, 2**40, 2**62]
+    assert len(set(derive_keys(7, np.arange(100_000)).tolist())) == 100_000
+
+
+FIRST_EPOCH = [
+    [0.0, 0.5048652420649379, -0.9350049847477298, 0.15531247854232788],
+    [1.0, 0.09629571713891649, -2.547220884901478, 0.15668857097625732],
+    [2.0, 0.06084134166802069, 0.5624600538925335, 0.8792851567268372],
+]
+SECOND_EPOCH = [
+    [0.0, 0.2642892745075829, 0.40833646883041996, 0.7314257025718689],
+    [1.0, 0.9167360259883156, 0.8761907224410173, 0.7610909938812256],
+    [2.0, 0.6827211179764605, -0.9913271406152337, 0.010368108749389648],
+]
+
+
+@pytest.mark.parametrize(("batch_size", "num_workers"), [(3, 0), (1, 0), (2, 2)])
+def test_sample_streams_are_pinned(batch_size: int, num_workers: int) -> None:
+    loader = DataLoader(sources.Noisy(3), batch_size=batch_size, num_workers=num_workers)
+    with midepoch.wrap(loader, seed=5) as wrapped:
+        assert sources.flat(sources.taken(wrapped)) == FIRST_EPOCH
+        assert sources.flat(sources.taken(wrapped)) == SECOND_EPOCH
+
+
+class FromSampleGenerator(sources.Indices):
+    """Sample i draws from the sample's own generator, asking for it twice."""
+
+    def __getitem__(self, index: int) -> Any:
+        first = midepoch.sample_generator().random()
+        return index, first, int(midepoch.sample_generator().integers(0, 1000))
+
+
+def test_the_sample_generator_is_pinned() -> None:
+    loader = midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), seed=5)
+    assert sources.taken(loader) == [list(sample) for sample in SAMPLE_GENERATOR]
+
+
+SAMPLE_GENERATOR = [(0, 0.6042999354296875, 306), (1, 0.4694153079695942, 565)]
+
+
+class Owning(Dataset[Any]):
+    """Draws from generators of every kind that it owns."""
+
+    def __init__(self) -> None:
+        self.new = np.random.default_rng(1)
+        self.old = np.random.RandomState(1)
+        self.philox = np.random.Generator(np.random.Philox(1))
+        self.legacy_philox = np.random.RandomState(np.random.Philox(1))
+        self.python = random.Random(1)
+        self.torch = torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return [
+            index,
+            self.new.standard_normal(),
+            self.old.standard_normal(),
+            self.philox.random(),
+            self.legacy_philox.standard_normal(),
+            self.python.gauss(0, 1),
+            float(torch.rand((), generator=self.torch)),
+        ]
+
+
+def test_owned_generators_are_pinned() -> None:
+    loader = midepoch.wrap(DataLoader(Owning(), batch_size=None), seed=5)
+    assert sources.taken(loader, 2) == OWNED
+
+
+OWNED = [
+    [
+        0, -0.19995570304502425, 0.39545210234517253, 0.027114040625369484, -0.4288497228264895, 1.0084448899002734,
+        0.50031977891922,
+    ],
+    [
+        1, 1.4744902266779814, -0.23659212435066307, 0.7137456139104411, 0.5889555449168601, -0.5437681840892501,
+        0.5834953784942627,
+    ],
+]  # fmt: skip
+
+
+# --- the caller's generators ---
+
+
+def caller_draws() -> list[Any]:
+    """From each global generator: whole numbers, and one of a pair of normal numbers, which is kept for the next."""
+    return [
+        random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.standard_normal()),
+        float(torch.rand(())), float(torch.randn(())),
+    ]  # fmt: skip
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "map": lambda: sources.noisy_loader(),
+    "map, workers": lambda: sources.noisy_loader(num_workers=1),
+    "map, batches": lambda: DataLoader(sources.Fetched(22), batch_size=4, collate_fn=sources.noisy_collate),
+    "listed": lambda: DataLoader(sources.Noisy(22), batch_size=4, sampler=sources.EverySecond(22)),
+    "driven": lambda: DataLoader(sources.Exposing(22), batch_size=4),
+    "stream": lambda: DataLoader(sources.Stream(22), batch_size=4),
+    "stream, worker": lambda: DataLoader(sources.Stream(22), batch_size=4, num_workers=1),
+    "generator function": lambda: sources.numbers,
+    "dataset": lambda: sources.Noisy(9),
+    "owning": lambda: DataLoader(Owning(), batch_size=2),
+}
+
+
+def seed_everything() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_caller_s_generators_are_as_they_were(name: str) -> None:
+    """Whatever is done with a loader between the caller's draws, these are the same as without it."""
+    seed_everything()
+    expected = [caller_draws() for _ in range(6)]
+    seed_everything()
+    loader = midepoch.wrap(SOURCES[name](), seed=5)
+    got = [caller_draws()]
+    batches = iter(loader)
+    next(batches)
+    got.append(caller_draws())
+    next(batches)
+    state = loader.state_dict()
+    got.append(caller_draws())
+    loader.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", midepoch.MidepochWarning)
+        loader.peek()
+    loader.capabilities  # noqa: B018
+    got.append(caller_draws())
+    list(batches)
+    got.append(caller_draws())
+    loader.close()
+    got.append(caller_draws())
+    assert got == expected
+
+
+def test_the_second_of_a_pair_of_normal_numbers_survives() -> None:
+    """Of numpy's and python's, also where the caller restores a state that holds one between two batches."""
+    loader = midepoch.wrap(DataLoader(sources.Noisy(40), batch_size=1), seed=5)
+    batches = iter(loader)
+    for _ in range(3):
+        seed_everything()
+        np.random.standard_normal(), random.gauss(0, 1)
+        numpy_state, python_state = np.random.get_state(), random.getstate()
+        next(batches)
+        second = np.random.standard_normal(), random.gauss(0, 1)
+        next(batches)  # the pair is used up; the position in the state is the same
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        next(batches)
+        assert (np.random.standard_normal(), random.gauss(0, 1)) == second
+
+
+def test_an_error_in_a_sample_gives_the_generators_back(tmp_path: Path) -> None:
+    marker = tmp_path / "failing"
+    marker.touch()
+    loader = midepoch.wrap(DataLoader(sources.Failing(22, [2], marker), batch_size=4), seed=5)
+    seed_everything()
+    expected = caller_draws()
+    seed_everything()
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        next(iter(loader))
+    assert caller_draws() == expected
+    with pytest.raises(MidepochError, match="no sample is being read"):
+        midepoch.sample_generator()
+
+
+def test_another_global_bit_generator_of_the_caller_s_is_kept() -> None:
+    """The caller may have put numpy's global generator on one of its own."""
+    theirs = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(5))
+        expected = np.random.RandomState(np.random.PCG64(5)).standard_normal(4).tolist()
+        got = [np.random.standard_normal()]
+        batches = iter(midepoch.wrap(sources.noisy_loader(), seed=5))
+        for _ in range(3):
+            next(batches)
+            got.append(np.random.standard_normal())
+        assert got == expected
+    finally:
+        np.random.set_bit_generator(theirs)
+
+
+def test_generators_shared_with_the_caller_are_as_they_were() -> None:
+    shared = np.random.default_rng(7)
+
+    class Sharing(sources.Indices):
+        def __getitem__(self, index: int) -> Any:
+            return shared.random()
+
+    expected = np.random.default_rng(7).random()
+    batches = midepoch.wrap(DataLoader(Sharing(8), batch_size=2), seed=5)
+    first = sources.taken(batches)
+    assert shared.random() == expected
+    assert sources.taken(midepoch.wrap(DataLoader(Sharing(8), batch_size=2), seed=5)) == first
+
+
+def test_without_streams_the_source_draws_from_the_caller() -> None:
+    seed_everything()
+    expected = [sources.plain(batch) for batch in DataLoader(sources.Noisy(8), batch_size=4)]
+    seed_everything()
+    # DataLoader itself draws a base seed when it is iterated.
+    torch.empty((), dtype=torch.int64).random_()
+    loader = midepoch.wrap(DataLoader(sources.Noisy(8), batch_size=4), randomness="none", seed=5)
+    assert sources.taken(loader) == expected
+    assert not loader.capabilities.exact_augmentations
+    assert "randomness='none'" in loader.capabilities.exact_augmentations.reason
+
+
+# --- the sample's own generator ---
+
+
+def test_outside_of_a_sample_there_is_no_generator() -> None:
+    for _ in range(2):
+        with pytest.raises(MidepochError, match=r"inside the dataset.*randomness='sample'"):
+            midepoch.sample_generator()
+        sources.taken(midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), seed=5))
+    with pytest.raises(MidepochError, match="no sample is being read"):
+        sources.taken(midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), randomness="none"))
+
+
+def test_the_sample_generator_is_the_sample_s() -> None:
+    """The same on any batch size, world and number of workers; another in each epoch, and for each sample."""
+    loader = midepoch.wrap(DataLoader(FromSampleGenerator(12), batch_size=None), seed=5)
+    first, second = sources.taken(loader), sources.taken(loader)
+    assert len({sample[1] for sample in first + second}) == 24
+    for batch_size, num_workers, world_size in ((4, 0, 1), (3, 2, 1), (2, 0, 3)):
+        ranks = []
+        for rank in range(world_size):
+            split = DataLoader(FromSampleGenerator(12), batch_size=batch_size, num_workers=num_workers, collate_fn=list)
+            with midepoch.wrap(split, seed=5, world=midepoch.World(rank, world_size)) as wrapped:
+                ranks.append(sources.taken(wrapped))
+        assert [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch] == first
+
+
+class Nested(sources.Indices):
+    """Reads another wrapped loader inside a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        before = midepoch.sample_generator().random()
+        inner = sources.taken(midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), seed=index))
+        return before, inner, midepoch.sample_generator().random(), random.random()
+
+
+def test_samples_may_read_loaders() -> None:
+    class Flat(sources.Indices):
+        def __getitem__(self, index: int) -> Any:
+            first, second = midepoch.sample_generator().random(2)
+            return first, second, random.random()
+
+    make = functools.partial(DataLoader, batch_size=None, collate_fn=list)
+    nested = sources.taken(midepoch.wrap(make(Nested(3)), seed=5))
+    flat = sources.taken(midepoch.wrap(make(Flat(3)), seed=5))
+    assert [[sample[0], sample[2], sample[3]] for sample in nested] == flat
+
+
+# --- generators that a dataset owns ---
+
+
+class Slotted:
+    __slots__ = ("__dict__", "rng")
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(2)
+
+    def __call__(self) -> float:
+        return float(self.rng.random())
+
+
+class SlottedChild(Slotted):
+    __slots__ = ("other",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = random.Random(2)
+
+    def __call__(self) -> float:
+        return super().__call__() + self.other.random()
+
+
+module_generator = np.random.default_rng(3)
+
+
+def from_module() -> float:
+    return float(module_generator.random())
+
+
+class FromModule:
+    def __call__(self) -> float:
+        return float(module_generator.random())
+
+
+def closure() -> Callable[[], float]:
+    rng = random.Random(4)
+
+    def draw() -> float:
+        return rng.random()
+
+    return lambda: draw()
+
+
+def from_default(rng: np.random.Generator = np.random.default_rng(5)) -> float:  # noqa: B008
+    return float(rng.random())
+
+
+def with_argument(rng: Any) -> float:
+    return float(rng.random())
+
+
+def with_keyword(*, rng: np.random.Generator) -> float:
+    return float(rng.random())
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Container:
+    """Draws from the generator in some nest of containers."""
+
+    def __init__(self, nest: Any, find: Callable[[Any], Any]) -> None:
+        self.nest, self.find = nest, find
+
+    def __call__(self) -> float:
+        return float(self.find(self.nest).random())
+
+
+def rng_of(nest: Any) -> Any:
+    while not hasattr(nest, "random"):
+        nest = (
+            next(iter(nest.values() if isinstance(nest, dict) else nest)) if not isinstance(nest, Holder) else nest.held
+        )
+    return nest
+
+
+class Method:
+    def __init__(self) -> None:
+        self.rng = random.Random(6)
+
+    def draw(self) -> float:
+        return self.rng.random()
+
+
+class PrivateSlot:
+    __slots__ = ("__rng",)
+
+    def __init__(self) -> None:
+        self.__rng = random.Random(6)
+
+    def __call__(self) -> float:
+        return self.__rng.random()
+
+
+class OfTheClass:
+    rng = random.Random(6)
+
+    def __call__(self) -> float:
+        return self.rng.random()
+
+
+def closure_of_a_method() -> Callable[[], float]:
+    rng = np.random.default_rng(6)
+
+    class Drawer:
+        def __call__(self) -> float:
+            return self.number
+
+        @property
+        def number(self) -> float:
+            return float(rng.random())
+
+    return Drawer()
+
+
+def keyword_only(*, rng: random.Random = random.Random(6)) -> float:  # noqa: B008
+    return rng.random()
+
+
+def through_a_helper() -> float:
+    return from_module() + (lambda: module_object())()
+
+
+def through_a_module() -> float:
+    return float(keyword_module.draw())
+
+
+module_object = PrivateSlot()
+keyword_module = types.ModuleType("helpers")
+keyword_module.draw = closure_of_a_method()  # type: ignore[attr-defined]
+
+
+class Lazy:
+    """Makes its generator when it is first needed."""
+
+    def __init__(self) -> None:
+        self.rng: np.random.Generator | None = None
+
+    def __call__(self) -> float:
+        if self.rng is None:
+            self.rng = np.random.default_rng()
+        return float(self.rng.random())
+
+
+class Property:
+    """Keeps it behind a name of its own."""
+
+    def __init__(self) -> None:
+        self._hidden = Holder({"key": (Holder(np.random.default_rng(7)),)})
+
+    def __call__(self) -> float:
+        return float(self._hidden.held["key"][0].held.random())
+
+
+DRAWING: dict[str, Callable[[], Callable[[], float]]] = {
+    "slots": Slotted,
+    "slots of a parent": SlottedChild,
+    "module global": lambda: from_module,
+    "module global in a method": FromModule,
+    "closure": closure,
+    "default argument": lambda: from_default,
+    "partial": lambda: functools.partial(with_argument, random.Random(8)),
+    "partial keyword": lambda: functools.partial(with_keyword, rng=np.random.default_rng(8)),
+    "partial of a partial": lambda: functools.partial(functools.partial(with_argument), np.random.RandomState(8)),
+    "bound method": lambda: Method().draw,
+    "list": lambda: Container([[np.random.default_rng(9)]], rng_of),
+    "dict": lambda: Container({"a": {"b": np.random.default_rng(9)}}, rng_of),
+    "tuple and deque": lambda: Container((deque([random.Random(9)]),), rng_of),
+    "set": lambda: Container(frozenset({random.Random(9)}), rng_of),
+    "namespace": lambda: Container([types.SimpleNamespace(random=np.random.default_rng(9).random)], rng_of),
+    "objects in containers": Property,
+    "private slot": PrivateSlot,
+    "class attribute": OfTheClass,
+    "closure of a method": closure_of_a_method,
+    "keyword-only default": lambda: keyword_only,
+    "helper functions and objects of a module": lambda: through_a_helper,
+    "module of the user's": lambda: through_a_module,
+    "lazy": Lazy,
+}
+
+
+class Drawing(sources.Indices):
+    """Sample i is (i, two draws of some callable)."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__(12)
+        self.draw = draw
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.draw(), self.draw()
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_owned_generators_are_found(name: str) -> None:
+    """A fresh dataset resumes exactly, whatever its generators have been through."""
+
+    def make(warm: int = 0) -> Loader:
+        draw = DRAWING[name]()
+        for _ in range(warm):
+            draw()
+        return midepoch.wrap(DataLoader(Drawing(draw), batch_size=2, shuffle=True, collate_fn=list), seed=5)
+
+    whole = sources.taken(make())
+    assert len({number for batch in whole for sample in batch for number in sample[1:]}) == 24
+    for cut in (1, 4):
+        state = sources.heads(functools.partial(make, 3), cut)[1]
+        assert sources.resumed(functools.partial(make, 7), state) == whole[cut:]
+    assert make().capabilities.exact_augmentations
+
+
+def test_a_generator_of_the_operating_system_is_named() -> None:
+    class Hopeless(sources.Indices):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.inner = {"entropy": random.SystemRandom()}
+
+    exact = midepoch.wrap(DataLoader(Hopeless()), seed=5).capabilities.exact_augmentations
+    assert not exact
+    for named in ("SystemRandom", "inner", "entropy", "sample_generator"):
+        assert named in exact.reason
+
+
+def test_the_search_ends() -> None:
+    """Cycles, long lists of atoms, self-references; and where it gives up, it says so."""
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    holder = Holder(None)
+    holder.held = [holder, cycle, list(range(10**6)), {"names": ["file"] * 10**5}]
+    found, hopeless = find_generators(holder)
+    assert (found, hopeless) == ([], [])
+    many, said = find_generators(Holder([Holder(None) for _ in range(150_000)]))
+    assert many == []
+    assert len(said) == 1
+    assert "100000" in said[0]
+
+
+def test_the_global_generators_are_not_owned() -> None:
+    holder = Holder([random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator])
+    assert find_generators(holder) == ([], [])
+
+
+def test_two_owned_generators_do_not_share_a_stream() -> None:
+    dataset = Container([np.random.default_rng(1), np.random.default_rng(1)], rng_of)
+    streams = Streams(dataset)
+    with streams.under(99):
+        first, second = (generator.random() for generator in dataset.nest)
+    assert first != second
+    with streams.under(99):
+        assert [generator.random() for generator in dataset.nest] == [first, second]
+
+
+def test_streams_do_not_depend_on_what_ran_before() -> None:
+    streams = Streams()
+    numbers = []
+    for noise in range(3):
+        with streams.under(7):
+            streams.start(noise)
+            random.gauss(0, 1), np.random.standard_normal(), torch.randn(noise + 1)
+            streams.start(7)
+            numbers.append(caller_draws())
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
+# --- the real library ---
+
+
+class Augmented(sources.Indices):
+    """Images under a real Albumentations pipeline."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__(20)
+        self.transform = albumentations.Compose(
+            [
+                albumentations.HorizontalFlip(p=0.5),
+                albumentations.RandomBrightnessContrast(p=0.9),
+                albumentations.GaussNoise(p=0.5),
+                albumentations.OneOf([albumentations.Blur(p=1.0), albumentations.RandomRotate90(p=1.0)], p=0.8),
+            ],
+            seed=seed,
+        )
+
+    def __getitem__(self, index: int) -> Any:
+        image = (np.arange(16 * 16 * 3) * (index + 1) % 256).astype(np.uint8).reshape(16, 16, 3)
+        return torch.from_numpy(np.ascontiguousarray(self.transform(image=image)["image"]))
+
+
+def augmented(seed: int | None, num_workers: int) -> Loader:
+    dataset = Augmented(seed)
+    return midepoch.wrap(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers), seed=5)
+
+
+@pytest.mark.parametrize("seed", [None, 137], ids=["unseeded", "seeded"])
+def test_albumentations_continues_exactly(seed: int | None) -> None:
+    """In a fresh object with fresh generators, with no and with two workers, and the same in both."""
+    with augmented(seed, 0) as loader:
+        whole, later = sources.taken(loader), sources.taken(loader)
+    assert json.dumps(whole) != json.dumps(later)
+    plain = [batch.tolist() for batch in DataLoader(_Plain(), batch_size=4)]
+    assert sorted(map(str, sources.flat(plain))) != sorted(map(str, sources.flat(whole)))
+    for before, after in itertools.product((0, 2), repeat=2):
+        state = sources.heads(functools.partial(augmented, seed, before), 2)[1]
+        assert sources.resumed(functools.partial(augmented, seed, after), state) == whole[2:]
+    assert loader.capabilities.exact_augmentations
+
+
+class _Plain(Augmented):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.transform = lambda image: {"image": image}
+
+
+def test_generators_are_refound_in_each_epoch() -> None:
+    """A dataset that makes a new generator at each epoch's start."""
+
+    class Renewing(sources.Indices):
+        rng = None
+
+        def __getitem__(self, index: int) -> Any:
+            return index, self.rng.random()  # type: ignore[attr-defined]
+
+    def epochs(cut: int | None = None) -> Iterator[Any]:
+        dataset = Renewing(8)
+        loader = midepoch.wrap(DataLoader(dataset, batch_size=2, collate_fn=list), seed=5)
+        for _ in range(3):
+            dataset.rng = np.random.default_rng()  # type: ignore[assignment]
+            yield sources.taken(loader)
+
+    assert list(epochs()) == list(epochs())

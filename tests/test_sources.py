@@ -1,0 +1,106 @@
+"""The laws, on every source of the core: 1, 2 and 3 ranks in real processes, 0 and 2 workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import law_sources as sources
+
+from midepoch.testing import ResumableTests
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+
+class _Sampled(ResumableTests):
+    identify = staticmethod(sources.identify)
+    draws: ClassVar[Any] = staticmethod(sources.draws)
+    quick = True
+    state_bytes = 512
+
+
+class TestMapShuffled(_Sampled):
+    make_loader = staticmethod(sources.map_shuffled)
+    shuffled = True
+    quick = False
+
+
+class TestMapSequentialDrop(_Sampled):
+    make_loader = staticmethod(sources.map_sequential_drop)
+    tail = "drop"
+    drop_last = True
+
+
+class TestMapUneven(_Sampled):
+    make_loader = staticmethod(sources.map_uneven)
+    tail = "uneven"
+
+
+class TestMapListed(_Sampled):
+    make_loader = staticmethod(sources.map_listed)
+    shuffled = True
+
+
+class TestMapWindowed(_Sampled):
+    make_loader = staticmethod(sources.map_windowed)
+
+
+class TestMapDistributed(_Sampled):
+    make_loader = staticmethod(sources.map_distributed)
+    shuffled = True
+
+
+class TestMapBatchSampler(_Sampled):
+    make_loader = staticmethod(sources.map_batch_sampler)
+
+
+class TestMapSingle(_Sampled):
+    make_loader = staticmethod(sources.map_single)
+
+
+class TestExposingInLoader(_Sampled):
+    make_loader = staticmethod(sources.exposing_in_loader)
+    shuffled = True
+
+
+class TestExposingGeneratorInLoader(_Sampled):
+    make_loader = staticmethod(sources.exposing_generator_in_loader)
+
+
+class TestExposingPlain(_Sampled):
+    make_loader = staticmethod(sources.exposing_plain)
+    shuffled = True
+
+
+class TestInheriting(_Sampled):
+    make_loader = staticmethod(sources.inheriting)
+
+
+class TestBatchesList(_Sampled):
+    make_loader = staticmethod(sources.batches_list)
+    draws = None
+
+
+class TestGeneratorFunction(_Sampled):
+    make_loader = staticmethod(sources.generator_function)
+
+
+class TestStreamInLoader(_Sampled):
+    make_loader = staticmethod(sources.stream_in_loader)
+
+
+class TestDividingStreamInLoader(_Sampled):
+    make_loader = staticmethod(sources.dividing_stream_in_loader)
+    tail = "uneven"  # as the dataset divides itself
+    elastic_content = False  # its streams are those of its worker
+
+
+class TestCarried(_Sampled):
+    make_loader = staticmethod(sources.carried)
+    tail = "drop"  # as the source does
+    draws = None
