@@ -68,11 +68,13 @@ class Session:
             may be a method, or an attribute that holds an iterator's own ``__next__``.
         missing: units by which the last global batch fell short of a full one, where only reading could tell. Negative
             where steps were passed over that had nothing to give: the units of those steps.
+        others_go_on: where this rank has nothing left of an epoch of unknown length, some other rank has.
         varies: it may end before the number of batches that its share has.
     """
 
     take: Callable[[], Any]
     missing: int = 0
+    others_go_on: bool = False
 
     def missing_before(self, back: int) -> int:
         """`missing`, as it was `back` batches ago."""

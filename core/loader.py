@@ -549,7 +549,8 @@ class Loader:
         if resumed_at_the_end:
             self._detail = self._adapter.following(self._detail, self._epoch, self._current_world())
             self._epoch, self._first = self._epoch + 1, 0
-            return True
+            current.exhausted = session.others_go_on
+            return not current.exhausted
         current.exhausted = True
         if nothing and batches_before:
             raise SourceError(

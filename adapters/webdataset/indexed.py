@@ -292,7 +292,9 @@ class IndexedAdapter(Adapter):
 
     def describe(self) -> dict[str, str]:
         """The order, the shards, and whether epochs are passes."""
-        described = {"order": self._order.describe(), "shards": f"{len(self._index.shards)}:{self._index.checksum}"}
+        index = self._index
+        shards = f"{len(index.shards)} shards of {index.size} samples, {index.checksum}"
+        described = {"order": self._order.describe(), "shards": shards}
         if self._refill:
             described["refill"] = "yes"
         if self._limit is not None:

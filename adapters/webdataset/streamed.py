@@ -310,7 +310,6 @@ class _Stream:
         self._source: Iterator[_Raw] = iter(())
         self._ahead: _Raw | None = None  # the first sample of the next stretch, if it is known
         self._open_pass()
-        self._fill(cursor.done)
 
     def close(self) -> None:
         close = getattr(self._source, "close", None)
@@ -335,8 +334,8 @@ class _Stream:
                     yield _Raw(place, begin, count, numbers[place], sample)
             offset = ordinal = 0
 
-    def _fill(self, done: int) -> None:
-        """Read the stretch that begins here, or at the next pass's start."""
+    def _fill(self) -> None:
+        """Read the stretch that the cursor stands in."""
         cursor = self.cursor
         length = self._layout.stretch_length(cursor.stretch)
         ahead = [] if self._ahead is None else [self._ahead]
@@ -344,33 +343,42 @@ class _Stream:
         self._ahead = None
         if self._stretch:
             first = self._stretch[0]
-            self.cursor = cursor._replace(place=first.place, offset=first.offset, ordinal=first.ordinal, done=done)
+            self.cursor = cursor._replace(place=first.place, offset=first.offset, ordinal=first.ordinal)
             key = derive_key(_SHUFFLE, self._seed, cursor.passes, self._stream, cursor.stretch)
             self._order = Shuffled(len(self._stretch)).epoch(key, 0)[:].tolist()
+        if cursor.done >= len(self._stretch):
+            self._settle()
+
+    def _settle(self) -> None:
+        """A stretch is done: put the cursor where the next one begins, so that the end is known when it is reached."""
+        self._stretch = []
+        first = self._ahead = next(self._source, None)
+        if first is not None:
+            stretch = self.cursor.stretch + 1
+            self.cursor = _Cursor(self.cursor.passes, first.place, first.offset, first.ordinal, stretch, 0)
+        for _ in range(2):
+            if self._ahead is not None or self.ended:
+                return
+            self.cursor = _Cursor(self.cursor.passes + 1)
+            self._open_pass()
+            self._ahead = next(self._source, None)
+        if self._ahead is None and not self.ended:
+            raise SourceError(
+                f"stream {self._stream} of {self._layout.streams} has no samples: pass fewer streams, or check its "
+                "shards"
+            )
 
     def __next__(self) -> tuple[int, dict[str, Any]]:
         """The key of the next sample's random stream, and the sample."""
-        empty_passes = 0
-        while self.cursor.done >= len(self._stretch):
+        while not self._stretch:
             if self.ended:
                 raise StopIteration
-            self._ahead = next(self._source, None)
-            if self._ahead is not None:
-                self.cursor = self.cursor._replace(stretch=self.cursor.stretch + 1, done=0)
-            else:
-                self.cursor = _Cursor(self.cursor.passes + 1)
-                self._open_pass()
-                empty_passes += 1
-                if empty_passes > 2 and not self.ended:
-                    raise SourceError(
-                        f"stream {self._stream} of {self._layout.streams} has no samples: pass fewer streams, or "
-                        "check its shards"
-                    )
-            self._fill(0)
+            self._fill()
         raw = self._stretch[self._order[self.cursor.done]]
-        self.cursor = self.cursor._replace(done=self.cursor.done + 1)
-        # webdataset's stages change samples in place, and a stretch is not read again.
         key = derive_key(Purpose.SAMPLE, self._seed, self.cursor.passes, raw.shard, raw.ordinal)
+        self.cursor = self.cursor._replace(done=self.cursor.done + 1)
+        if self.cursor.done == len(self._stretch):
+            self._settle()
         return key, raw.sample
 
 
@@ -665,8 +673,10 @@ class StreamedAdapter(Adapter):
             left = -(-max(0, size - run.position) // world.world_size)
         own = range((place.following + world.rank) % world.world_size, streams, world.world_size)
         cursors = {stream: place.cursors.get(stream, _Cursor(run.epoch)) for stream in own}
+        others = any(cursor.passes == run.epoch for cursor in place.cursors.values())
         place = _Place(place.following, size, cursors)
         session = _StreamedSession(self._finish, place, streams, world, left)
+        session.others_go_on = limit is None and others
         requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
         if self._server is None:
             session.begin(map(self._reader, requests), _nothing)
