@@ -106,8 +106,8 @@ class Loader:
 
     def _missing_before(self, back: int) -> int:
         """The session's `missing`, as it was so many batches ago."""
-        if self._session is None:
-            return 0
+        if self._session is None or self._last == 0:
+            return 0  # an epoch that has ended says nothing of the next
         if self._peeked:
             return self._session.missing_before(back + 1) if back else self._unmoved[0]
         return self._session.missing_before(back)

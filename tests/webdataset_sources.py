@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import pickle
 import random
 import tempfile
 from collections.abc import Hashable
@@ -51,6 +52,9 @@ def compress(urls: list[str]) -> list[str]:
         compressed.append(url + ".gz")
     return compressed
 
+
+# Indexes of the laws' shards are kept apart from the user's own, and from one law to the next.
+os.environ.setdefault("MIDEPOCH_CACHE", str(Path(tempfile.gettempdir()) / f"midepoch-webdataset-{os.getuid()}" / "c"))
 
 _FOLDER = Path(tempfile.gettempdir()) / f"midepoch-webdataset-{os.getuid()}"
 
@@ -116,13 +120,35 @@ def indexed(
     seed: int = SEED,
     read_log: str | None = None,
     size: int = 13,
+    items: list[Any] | None = None,
 ) -> midepoch.StatefulIterable:
     """13 samples in shards of unequal sizes, one of them empty, in a DataLoader."""
+    if items is not None:
+        return pickled(items, num_workers)
     urls = law_shards("indexed", [*_UNEQUAL, *([size - 13] if size > 13 else [])])
     dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(100)
     dataset = dataset.map(Reading(read_log)).batched(batch_size, collation_fn=stack)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size))
+
+
+def pickled(items: list[Any], num_workers: int) -> midepoch.StatefulIterable:
+    """Whatever can be pickled, an item a batch."""
+    folder = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
+    with wds.TarWriter(str(folder / "items.tar")) as writer:
+        for number, item in enumerate(items):
+            writer.write({"__key__": f"item{number:04d}", "item": pickle.dumps(item)})
+    dataset = wds.WebDataset(str(folder / "items.tar"), shardshuffle=False).to_tuple("item").map_tuple(pickle.loads)
+    dataset = dataset.batched(1, collation_fn=only)
+    return midepoch.wrap(DataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=as_it_is))
+
+
+def only(samples: list[tuple[Any]]) -> Any:
+    return samples[0][0]
+
+
+def as_it_is(value: Any) -> Any:
+    return value
 
 
 def indexed_sequential(

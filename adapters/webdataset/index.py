@@ -202,17 +202,13 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
 def _without_partial(
     shard: Shard, members: TarIndex, keys: Keys, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
-    """A damaged shard's samples but for the last one, which may miss files, unless it has as many as its neighbour."""
+    """A damaged shard's samples, without the last one if it may miss files: if another one has more."""
     damage = members.damage
     assert isinstance(damage, TarError)  # the caller has seen to it
     whole = len(starts)
     if whole:
-        per_sample = [
-            int(np.searchsorted(members.offsets, start + length) - np.searchsorted(members.headers, start))
-            for start, length in zip(starts[-2:].tolist(), lengths[-2:].tolist(), strict=True)
-        ]
-        marker_alone = damage.truncated and members.end >= shard.size
-        if not (marker_alone and len(per_sample) == 2 and per_sample[0] == per_sample[1]):
+        files = np.searchsorted(members.offsets, starts + lengths) - np.searchsorted(members.headers, starts)
+        if whole == 1 or files[-1] < files[:-1].max():
             whole -= 1
     lost = shard.size - (int(starts[whole - 1] + padded(int(lengths[whole - 1]))) if whole else 0)
     told = (

@@ -333,7 +333,7 @@ class IndexedAdapter(Adapter):
                 )
         elif not self._counted:
             super().check_detail(detail, seed, epoch, position, world)
-        elif detail:
+        else:
             size = _parse_counted(detail)[1]
             if position > size:
                 raise StateCorruptError(f"position {position} lies beyond the epoch's {size}: use an undamaged state")
@@ -389,10 +389,13 @@ def _nothing() -> None:
 
 
 def _requests(seed: int, base: int, share: Share) -> Iterator[_Request]:
-    step = share.start
-    for start, stop in spans(share):
-        yield _Request(seed, base, share.size, start, stop, step, min(step + share.global_batch, share.size))
-        step += share.global_batch
+    first, ranks = share.start, range(share.world.world_size)
+    for step, (start, stop) in enumerate(spans(share)):
+        last = first + share.global_batch
+        if step >= share.full_steps:
+            last = max(replace(share, world=World(rank, len(ranks))).span(step)[1] for rank in ranks)
+        yield _Request(seed, base, share.size, start, stop, first, last)
+        first += share.global_batch
 
 
 _COUNTED = re.compile(r"base=(\d{1,18});size=(\d{1,18})")
@@ -441,7 +444,7 @@ class _IndexedSession(Session):
                 raise StopIteration
             values = answer.values
             if self._finish.needed and values:
-                values = self._finish(answer, derive_key(self._run.seed, self._base, self._taken + self._passed_over))
+                values = self._finish(answer, self._key())
                 self._finish.check(values, self._share.world)
             if values:
                 break
@@ -451,6 +454,13 @@ class _IndexedSession(Session):
         self.missing = self._behind()
         self._missing.append(self.missing)
         return values[0]
+
+    def _key(self) -> int:
+        """Of the batch's stream in the main process: a function of its first position, as in the reader."""
+        share = self._share
+        step = self._taken + self._passed_over
+        position = share.start + step * share.global_batch + share.world.rank * share.batch_size
+        return derive_key(Purpose.BATCH, self._run.seed, self._base + position)
 
     def _behind(self) -> int:
         """The units by which the position differs from the batches handed out; less than zero."""

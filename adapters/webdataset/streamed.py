@@ -205,7 +205,7 @@ class _Shards:
         files: list[dict[str, Any]] = []
         prefix: str | None = None
         begin = sound = offset
-        usual = 0  # files in the sample before
+        usual = 0  # the most files that a sample had
         walker = None
         try:
             data.skip(offset)
@@ -219,7 +219,7 @@ class _Shards:
                 if key is not None:
                     if files and key != prefix:
                         yield from self._whole(files, begin, ordinal)
-                        usual, files, ordinal = len(files), [], ordinal + 1
+                        usual, files, ordinal = max(usual, len(files)), [], ordinal + 1
                     if not files:
                         begin, prefix = member.header, key
                     file = {"fname": chosen, "data": content, "__url__": url}
@@ -235,8 +235,8 @@ class _Shards:
                 damage = TarError(url, sound, f"{type(error).__name__}: {error}", True)
                 damage.__cause__ = error
             self._handler(damage)  # raises, or the loss is accepted
-            # Without its end marker a shard may have lost files of its last sample, unless that has the usual number.
-            if not (isinstance(damage, TarError) and "end-of-archive" in damage.what and len(files) == usual):
+            # The last sample may miss files, unless no other one has more.
+            if not usual or len(files) < usual:
                 files = []
             _LOG.warning("%s: %d samples are kept, its rest from byte %d on is lost", url, ordinal + bool(files), sound)
         finally:
