@@ -204,7 +204,7 @@ class _Pending:
     def add(self, kind: bytes, data: bytes) -> None:
         if kind == _LONG_NAME:
             self.name = data.rstrip(b"\0")
-        elif kind in (_PAX, _PAX_SOLARIS):
+        elif kind in (_PAX, _PAX_SOLARIS) and (b"path=" in data or b"size=" in data or b"GNU.sparse" in data):
             records = _pax_records(data)
             if any(keyword.startswith(b"GNU.sparse") for keyword in records):
                 raise ValueError("a file is stored as a sparse file")
@@ -281,11 +281,12 @@ def walk(
         sound, pending = place, _Pending()
 
 
-def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, bytes]]:
+def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, start: int) -> list[tuple[str, bytes]]:
     """Names and contents of the regular files in a stretch of an archive that begins and ends with whole members.
 
     Args:
-        data: the stretch; its last member need not be padded.
+        take: (offset in the stretch, number of bytes) -> these bytes, fewer at its end.
+        length: of the stretch; its last member need not be padded.
         archive: for errors.
         start: byte of the archive at which the stretch begins, for errors.
 
@@ -293,15 +294,14 @@ def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, byte
         TarError: it is no such stretch.
     """
     found: list[tuple[str, bytes]] = []
-    place, stop, pending = 0, len(data), None
-    while place < stop:
-        block = data[place : place + BLOCK]
+    place, pending = 0, None
+    while place < length:
         try:
-            name, size, kind = _parse_known_header(block)
+            name, size, kind = _parse_known_header(take(place, BLOCK))
             place += BLOCK
             if kind in _EXTENSIONS:
                 pending = pending or _Pending()
-                pending.add(kind, data[place : place + size])
+                pending.add(kind, take(place, size))
                 place += padded(size)
                 continue
         except ValueError as error:
@@ -311,9 +311,10 @@ def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, byte
             size = size if pending.size is None else pending.size
             pending = None
         if kind in _REGULAR and not (kind == tarfile.AREGTYPE and name.endswith(b"/")):
-            if place + size > stop:
+            content = take(place, size)
+            if len(content) < size or place + size > length:
                 raise TarError(archive, start + place, "a file ends beyond where the index has it")
-            found.append((name.decode("utf-8", "surrogateescape"), data[place : place + size]))
+            found.append((name.decode("utf-8", "surrogateescape"), content))
         place += padded(size)
     return found
 

@@ -20,7 +20,7 @@ from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
-from midepoch.adapters.webdataset.shards import RangeReader
+from midepoch.adapters.webdataset.shards import RangeReader, Take
 from midepoch.errors import SourceError, StateCorruptError, StateError
 from midepoch.indexed import spans
 from midepoch.keys import derive_key, derive_keys
@@ -75,8 +75,8 @@ class _Samples:
         self._grouping = pipeline.grouping
         self._keys = keys
 
-    def __call__(self, data: bytes, url: str, path: str, start: int) -> list[dict[str, Any]]:
-        files = self._files(parse_members(data, url, start), url, path)
+    def __call__(self, take: Take, length: int, url: str, path: str, start: int) -> list[dict[str, Any]]:
+        files = self._files(parse_members(take, length, url, start), url, path)
         return list(group_by_keys(files, **self._grouping))
 
     def _files(self, members: list[tuple[str, bytes]], url: str, path: str) -> Iterator[dict[str, Any]]:
@@ -165,12 +165,12 @@ class IndexedReader:
         samples, keys = self._places(request, start, stop)
         ranges = self._index.ranges(samples)
         # Before any stream is begun: a file system of the network may draw random numbers.
-        contents = self._ranges.read(ranges)
+        takers = self._ranges.takers(ranges)
         if self._streams is None:
-            return self._run(request, start, ranges, contents, keys, None)
+            return self._run(request, start, ranges, takers, keys, None)
         self._streams.begin()
         try:
-            return self._run(request, start, ranges, contents, keys, self._streams)
+            return self._run(request, start, ranges, takers, keys, self._streams)
         finally:
             self._streams.end()
 
@@ -179,18 +179,18 @@ class IndexedReader:
         request: _Request,
         start: int,
         ranges: list[tuple[int, int, int]],
-        contents: list[bytes],
+        takers: list[Take],
         keys: list[int],
         streams: Streams | None,
     ) -> Answer:
         shards, stages = self._index.shards, self._sample_stages
         survivors: list[Any] = []
         kept: list[int] = []
-        for (number, first, _), content, key in zip(ranges, contents, keys, strict=True):
+        for (number, first, length), take, key in zip(ranges, takers, keys, strict=True):
             if streams is not None:
                 streams.start(key)
             shard = shards[number]
-            values = run_stages(stages, self._samples(content, shard.url, shard.path, first))
+            values = run_stages(stages, self._samples(take, length, shard.url, shard.path, first))
             survivors += values
             kept += [key] * len(values)
         if not survivors or not self._batch_stages:

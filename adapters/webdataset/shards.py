@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
@@ -12,8 +13,9 @@ from urllib.request import url2pathname
 
 from midepoch.errors import SourceError
 
-__all__ = ["RangeReader", "Shard", "local_path", "locate", "open_shard"]
+__all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard"]
 
+_WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
 _OPEN_FILES = 128  # at once in one process; the usual limit is 1024
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 
@@ -101,6 +103,14 @@ def open_shard(shard: Shard) -> BinaryIO:
     return file
 
 
+Take = Callable[[int, int], bytes]
+"""(offset in a range, number of bytes) -> these bytes, fewer at its end."""
+
+
+def _slice(data: bytes, offset: int, count: int) -> bytes:
+    return data[offset : offset + count]
+
+
 class RangeReader:
     """Reads ranges of bytes of shards, in one process. A copy in another process opens its own files.
 
@@ -112,23 +122,40 @@ class RangeReader:
         self._shards = shards
         self._files: OrderedDict[int, int] = OrderedDict()
         self._pid = os.getpid()
+        self._windowed, self._window = -1, (b"", 0, 0)
 
-    def read(self, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        """The bytes of several ranges, each a shard's number, a first byte and a length; remote ones all at once.
+    def takers(self, ranges: Sequence[tuple[int, int, int]]) -> list[Take]:
+        """For each range (a shard's number, a first byte, a length) a function that gives its bytes.
+
+        Remote ranges are fetched here, all at once; local ones are read when they are asked for, and large files in
+        them straight to where they stay.
 
         Raises:
             SourceError: a shard has changed since it was indexed, or cannot be read.
         """
         if os.getpid() != self._pid:
             self._files, self._pid = OrderedDict(), os.getpid()
-        remote = [place for place, (number, _, _) in enumerate(ranges) if not self._shards[number].path]
-        if not remote:
-            return [self._read_local(*each) for each in ranges]
-        fetched = iter(self._read_remote([ranges[place] for place in remote]))
+        remote = [each for each in ranges if not self._shards[each[0]].path]
+        fetched = iter(self._read_remote(remote) if remote else ())
         return [
-            self._read_local(*each) if self._shards[each[0]].path else self._whole(next(fetched), *each)
+            partial(self._take_local, *each)
+            if self._shards[each[0]].path
+            else partial(_slice, self._whole(next(fetched), *each))
             for each in ranges
         ]
+
+    def _take_local(self, number: int, start: int, length: int, offset: int, count: int) -> bytes:
+        """Bytes of a range; neighbouring small ones come out of one reading."""
+        window, first, last = self._window
+        begin = start + offset
+        if self._windowed == number and first <= begin and begin + count <= last:
+            return window[begin - first : begin - first + count]
+        count = min(count, length - offset)
+        if count > _WINDOW:
+            return self._read_local(number, begin, count)
+        window = self._read_local(number, begin, min(_WINDOW, length - offset))
+        self._windowed, self._window = number, (window, begin, begin + len(window))
+        return window[:count]
 
     def _whole(self, data: bytes, number: int, start: int, length: int) -> bytes:
         if len(data) != length:
@@ -186,4 +213,4 @@ class RangeReader:
         self._files.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_shards": self._shards, "_files": OrderedDict(), "_pid": 0}
+        return {**self.__dict__, "_files": OrderedDict(), "_pid": 0, "_windowed": -1, "_window": (b"", 0, 0)}
