@@ -16,12 +16,12 @@ from typing_extensions import TypeIs
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.errors import SourceError, StateMismatchError, UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests
+from midepoch.errors import StateMismatchError, UnsupportedSourceError
+from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests, unchanged
 from midepoch.iterables import IterableAdapter
 from midepoch.keys import derive_key
 from midepoch.protocol import Capabilities, Capability
-from midepoch.sampler import Listed, understand
+from midepoch.sampler import Listed, ListedEpoch, understand
 from midepoch.serving import Server
 from midepoch.world import Share, World
 
@@ -61,8 +61,8 @@ class MapDataLoaderAdapter(Adapter):
         if understood.shards and self.options.shard is None:
             raise UnsupportedSourceError(
                 f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): "
-                "pass shard=False to leave that to it, or shard=True if it gives every rank the same list"
+                "num_replicas): pass shard=False to leave that to it, or shard=True if it gives every rank the same "
+                "list"
             )
         self._order, self._length = understood.order, length_of(self.source.dataset)
         self.tail, self.world = understood.tail, understood.world
@@ -128,8 +128,8 @@ class MapDataLoaderAdapter(Adapter):
             if detail != f"crc={crc}":
                 raise StateMismatchError(
                     f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
-                    f"crc={crc}; it "
-                    "does not repeat itself, or its data has changed: make it as it was, or start this data anew"
+                    f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
+                    "this data anew"
                 )
 
     def open(self, run: Run) -> Session:
@@ -137,10 +137,10 @@ class MapDataLoaderAdapter(Adapter):
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
         order = self._order.epoch(run.seed, run.epoch)
-        requests = map_requests(run, order, self._unchanged(), self._listed_batches)
+        requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
-        own_list = self._own and run.world.world_size == 1
-        detail = f"crc={order.crc}" if isinstance(self._order, Listed) and not own_list else ""  # type: ignore[union-attr]
+        # With shard=False each rank's list is its own, and its CRC would make a state of one rank alone.
+        detail = f"crc={order.crc}" if isinstance(order, ListedEpoch) and not self._own else ""
         return IteratorSession(answers, detail, close)
 
     def _own_run(self, run: Run) -> Run:
@@ -150,21 +150,6 @@ class MapDataLoaderAdapter(Adapter):
         position, size = run.position // world_size, share.size // world_size
         alone = Share(size, position, self.batch_size, World(), share.tail, self.drop_last)
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())
-
-    def _unchanged(self) -> Callable[[], None]:
-        dataset, expected = self.source.dataset, self._length
-        if expected is None:
-            return _nothing
-
-        def check() -> None:
-            if len(dataset) != expected:
-                raise SourceError(
-                    f"the dataset had {expected} samples when this pass began and has {len(dataset)} now: let it "
-                    "change "
-                    "between epochs only"
-                )
-
-        return check
 
     def close(self) -> None:
         """Persistent worker processes."""

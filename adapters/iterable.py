@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, IterableDataset
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.errors import SourceError, UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests
+from midepoch.errors import UnsupportedSourceError
+from midepoch.indexed import IteratorSession, MapReader, length_of, map_requests, unchanged
 from midepoch.iterables import IterableAdapter
 from midepoch.order import Sequential
 from midepoch.protocol import Capabilities, Capability
@@ -30,8 +30,7 @@ class SequenceAdapter(Adapter):
         if options.shard is False:
             raise UnsupportedSourceError(
                 "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank items of "
-                "its own, "
-                "pass world=midepoch.World() and keep one state for each rank"
+                "its own, pass world=midepoch.World() and keep one state for each rank"
             )
         # Items of a list exist already: reading one draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
@@ -69,20 +68,7 @@ class SequenceAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Items from the position on."""
         order = Sequential(len(self.source)).epoch(run.seed, run.epoch)
-        return IteratorSession(map(self._reader, map_requests(run, order, self._unchanged())))
-
-    def _unchanged(self) -> Callable[[], None]:
-        source, expected = self.source, len(self.source)
-
-        def check() -> None:
-            if len(source) != expected:
-                raise SourceError(
-                    f"the sequence had {expected} items when this pass began and has {len(source)} now: let it "
-                    "change between "
-                    "epochs only"
-                )
-
-        return check
+        return IteratorSession(map(self._reader, map_requests(run, order, unchanged(self.source, len(self.source)))))
 
 
 class PlainIterableAdapter(IterableAdapter):
@@ -111,8 +97,7 @@ def _refuse_what_cannot_restart(source: Any) -> None:
     if isinstance(source, Iterator) and not isinstance(iterates, types.FunctionType):
         raise UnsupportedSourceError(
             f"a {kind} is an iterator: what it has given is gone, so it cannot be restarted; wrap the function that "
-            "makes it, "
-            "as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+            "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
         )
 
 

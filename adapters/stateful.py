@@ -29,8 +29,7 @@ class StatefulAdapter(Adapter):
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
-                "what it "
-                "reads, or wrap a plain loader"
+                "what it reads, or wrap a plain loader"
             )
 
     @classmethod
@@ -46,8 +45,14 @@ class StatefulAdapter(Adapter):
         return None if length is None else length * world.world_size
 
     def describe(self) -> dict[str, str]:
-        """The kind of source: another's state means nothing to it."""
-        return {"source": f"{type(self.source).__module__}.{type(self.source).__qualname__}"}
+        """The kind of source, since another's state means nothing to it, and what loaders' states depend on."""
+        described = {"source": f"{type(self.source).__module__}.{type(self.source).__qualname__}"}
+        for name in ("batch_size", "drop_last", "num_workers"):
+            value = getattr(self.source, name, None)
+            if isinstance(value, int):
+                described[name] = str(value)
+        samples = length_of(getattr(self.source, "dataset", None))
+        return described if samples is None else {**described, "samples": str(samples)}
 
     def capabilities(self) -> Capabilities:
         """As the source's own state has it."""
@@ -87,16 +92,17 @@ class _StatefulSession(Session):
     def take(self) -> Any:
         """The source's next batch."""
         if self._iterator is None:
-            if self._opened:
+            if not self._opened:
+                self._iterator = iter(self._source)
+            else:
                 try:
                     self._source.load_state_dict(decode(self._opened))
+                    self._iterator = iter(self._source)
                 except Exception as error:
                     raise StateError(
                         f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                        "make the source "
-                        "as it was when the state was saved"
+                        "make the source as it was when the state was saved"
                     ) from error
-            self._iterator = iter(self._source)
         try:
             batch = next(self._iterator)
         except StopIteration:

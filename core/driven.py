@@ -335,11 +335,9 @@ class DrivenReader:
         worker = get_worker_info()
         raise SourceError(
             f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, and {count} "
-            "times for "
-            f"those before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its samplers among "
-            "workers or ranks itself, leave that to midepoch or pass shard=False; if its samples draw unequally, "
-            "wrap a "
-            "generator function that reads it, with shard=True"
+            f"times for those before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its "
+            "samplers among workers or ranks itself, leave that to midepoch or pass shard=False; if its samples "
+            "draw unequally, wrap a generator function that reads it, with shard=True"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 
 from .adapter import Adapter, Options, Run, Session
+from .errors import SourceError
 from .keys import derive_key, derive_keys, extend_key
 from .order import EpochOrder
 from .protocol import Capabilities, Capability
@@ -29,7 +30,9 @@ __all__ = [
     "as_list",
     "length_of",
     "map_requests",
+    "reads_whole_batches",
     "spans",
+    "unchanged",
 ]
 
 _KEY_BLOCK = 512
@@ -124,7 +127,7 @@ class MapReader:
         self._collate = collate
         self._single = single
         self._listed_batches = listed_batches
-        self._whole = callable(getattr(dataset, "__getitems__", None)) and not single
+        self._whole = reads_whole_batches(dataset) and not single
         # torch's own collate functions draw nothing, so they need no stream.
         self._plain_collate = collate in (default_collate, default_convert)
         self._streams = Streams(dataset, collate) if streams else None
@@ -191,6 +194,20 @@ class MapReader:
         return self._key_block[place : place + count]
 
 
+def reads_whole_batches(dataset: Any) -> bool:
+    """True if ``__getitems__`` does more than call ``__getitem__`` for each index, so that it must be called.
+
+    torch's Subset and StackDataset pass the indices on; read one by one, each sample keeps a stream of its own.
+    """
+    passed_on = getattr(type(dataset), "__getitems__", None)
+    if passed_on is Subset.__getitems__:
+        return reads_whole_batches(dataset.dataset)
+    if passed_on is StackDataset.__getitems__:
+        parts = dataset.datasets
+        return any(map(reads_whole_batches, parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 class IndexAdapter(Adapter):
     """A ResumableSampler by itself: its batches are lists of indices."""
 
@@ -231,3 +248,21 @@ def length_of(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
+
+
+def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
+    """What a session calls before each request: raises SourceError once `source` has another length than `expected`."""
+
+    def check() -> None:
+        length = length_of(source)
+        if length != expected:
+            raise SourceError(
+                f"the source had {expected} items when this pass began and has {length} now: let it change between "
+                "epochs only"
+            )
+
+    return _nothing if expected is None else check
+
+
+def _nothing() -> None:
+    pass

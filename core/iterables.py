@@ -19,7 +19,7 @@ from .errors import (
     StateMismatchError,
     UnsupportedSourceError,
 )
-from .indexed import length_of
+from .indexed import length_of, unchanged
 from .protocol import RAW, Capabilities, Capability
 from .replay import End, Replayed, ReplayReader, ReplayRequest
 from .sampler import Understood, understand
@@ -99,10 +99,9 @@ class IterableAdapter(Adapter):
         if self.options.shard is None:
             raise UnsupportedSourceError(
                 f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
-                "data among "
-                "them itself: pass shard=True (midepoch divides it: every process reads it whole and keeps its "
-                "part) or "
-                "shard=False (it divides itself, by rank or get_worker_info, as torch's docs teach)"
+                "data among them itself: pass shard=True (midepoch divides it: every process reads it whole and "
+                "keeps its part) or shard=False (it divides itself, by rank or get_worker_info, as torch's docs "
+                "teach)"
             )
 
     # --- what it is ---
@@ -178,9 +177,8 @@ class IterableAdapter(Adapter):
                 )
             if self._draws is not None and self._draws != saved:
                 raise StateMismatchError(
-                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; "
-                    "make the "
-                    "dataset as it was, or start this data anew"
+                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; make "
+                    "the dataset as it was, or start this data anew"
                 )
             return
         if not replayed or (replayed[1] and self._driven is None and self._probed):
@@ -193,14 +191,13 @@ class IterableAdapter(Adapter):
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
-                "source that "
-                "is replayed goes on with the same number only: set num_workers back for the rest of this epoch"
+                "source that is replayed goes on with the same number only: set num_workers back for the rest of "
+                "this epoch"
             )
         if replayed[1] and world.world_size > 1:
             raise StateMismatchError(
                 "the world size differs: this epoch's samples draw unequally, so it can be continued by 1 process "
-                "only, the "
-                f"world has {world.world_size}"
+                f"only, the world has {world.world_size}"
             )
 
     # --- sessions ---
@@ -219,19 +216,6 @@ class IterableAdapter(Adapter):
             self._require_shard(f"{run.world.world_size} ranks")
         return self._open_replay(run)
 
-    def _unchanged(self) -> Callable[[], None]:
-        expected = length_of(self._stream)
-
-        def check() -> None:
-            if length_of(self._stream) != expected:
-                raise SourceError(
-                    f"the dataset had {expected} samples when this pass began and has {length_of(self._stream)} "
-                    "now: let it "
-                    "change between epochs only"
-                )
-
-        return check if expected is not None else _nothing
-
     def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
         alone = run.world.world_size == 1 and self._workers == 0
         key = "driven alone" if alone else "driven"
@@ -241,7 +225,7 @@ class IterableAdapter(Adapter):
             collate = self._collate or _as_it_is
             reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone)
             self._readers[key] = reader
-        answers, close = self.serve(reader, driven_requests(run, self._unchanged()), run)
+        answers, close = self.serve(reader, driven_requests(run, unchanged(self._stream, length_of(self._stream))), run)
         return _DrivenSession(answers, close, reader, f"draws={','.join(map(str, draws))}")
 
     def _open_replay(self, run: Run) -> Session:
@@ -285,9 +269,9 @@ class IterableAdapter(Adapter):
             run.world.world_size, run.tail, size, False,
         )  # fmt: skip
         steps = itertools.count() if run.share is None else range(run.share.steps)
-        unchanged = self._unchanged()
+        check = unchanged(self._stream, length_of(self._stream))
         for step in steps:
-            unchanged()
+            check()
             yield request._replace(step=step, skip=self._own_streams and step < consumed)
 
 
@@ -418,8 +402,7 @@ class _OwnStreamsSession(_ReplaySession):
                 if self._consumed:
                     raise SourceError(
                         f"the source ended {self._consumed} batches before the state's position: it does not repeat "
-                        "itself; "
-                        "seed it, or start this data anew"
+                        "itself; seed it, or start this data anew"
                     )
                 raise StopIteration
             answer: Replayed | End = next(self._answers)
@@ -433,7 +416,6 @@ class _OwnStreamsSession(_ReplaySession):
             self._consumed -= 1
             if not self._consumed and self._expected and answer.digest != self._expected:
                 raise SourceError(
-                    "the source does not repeat itself: the last batch that was consumed before differs now; let "
-                    "it depend "
-                    "on midepoch's streams or a seed alone"
+                    "the source does not repeat itself: the last batch that was consumed before differs now; let it "
+                    "depend on midepoch's streams or a seed alone"
                 )

@@ -80,7 +80,8 @@ class Loader:
         self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
         self._active: _Pass | None = None  # the pass that owns the cursor
         self._running: _Pass | None = None  # the same, while the session is open and nothing else is to be done
-        self._trail: deque[tuple[int, int, int, int]] = deque(maxlen=_REMEMBERED_PASSES)
+        # Epoch, first position, batches and global batch of each, and whether its draws varied.
+        self._trail: deque[tuple[int, int, int, int, bool]] = deque(maxlen=_REMEMBERED_PASSES)
 
     # --- what it is ---
 
@@ -221,19 +222,18 @@ class Loader:
             position = self._first + (self._step - in_flight) * self._global_batch - self._missing_before(in_flight)
             return self._epoch, position, self._session_detail(in_flight)
         back = in_flight - self._step
-        for epoch, first, steps, global_batch in reversed(self._trail):
+        for epoch, first, steps, global_batch, varied in reversed(self._trail):
             if back <= steps:
                 position = first + (steps - back) * global_batch
                 if session is not None and ended and back == in_flight:
                     return epoch, position - session.missing_before(back), session.detail(in_flight, False)
-                if not self._adapter.rank_independent:
+                if varied or not self._adapter.rank_independent:
                     break
                 return epoch, position, ""
             back -= steps
         raise StateError(
             f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
-            "number "
-            "of batches that were taken and not yet trained on"
+            "number of batches that were taken and not yet trained on"
         )
 
     def _session_detail(self, back: int) -> str:
@@ -389,18 +389,8 @@ class Loader:
         attributes["_detail"] = self._place(0)[2]
         attributes["_first"] = self.position
         attributes["_world"] = None
-        for name in (
-            "_session",
-            "_next",
-            "_step",
-            "_last",
-            "_own_steps",
-            "_peeked",
-            "_unmoved",
-            "_active",
-            "_running",
-            "_trail",
-        ):
+        opened = ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved")
+        for name in (*opened, "_active", "_running", "_trail"):
             del attributes[name]
         return attributes
 
@@ -453,9 +443,7 @@ class Loader:
             self._lost = str(error)
         finally:
             if self._step:
-                self._trail.append((self._epoch, self._first, self._step, self._global_batch))
-            if session.missing < 0:
-                self._trail.clear()  # its steps say nothing of positions
+                self._remember(session)
             self._first, self._step = self.position, 0
             self._peeked.clear()
             self._session, self._next, self._last = None, self._no_session, None
@@ -506,8 +494,7 @@ class Loader:
             if self._resumed and not (previous is not None and previous.exhausted):
                 warnings.warn(
                     f"a new pass gives up the rest of epoch {self._epoch}, which a loaded state had continued, at "
-                    "position "
-                    f"{self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
+                    f"position {self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
                     MidepochWarning,
                     stacklevel=4,
                 )
@@ -560,9 +547,13 @@ class Loader:
             ) from None
         return False
 
+    def _remember(self, session: Session | None) -> None:
+        varied = session is not None and session.varies
+        self._trail.append((self._epoch, self._first, self._step, self._global_batch, varied))
+
     def _roll(self) -> None:
         """The epoch's last batch has been handed out: the state is the next epoch's beginning."""
-        self._trail.append((self._epoch, self._first, self._step, self._global_batch))
+        self._remember(self._session)
         self._epoch += 1
         self._first = self._step = self._last = 0
         self._detail = ""

@@ -102,8 +102,8 @@ class _Inherited:
         if get_worker_info() is not None or self.iterated_in_worker.item():
             raise StateError(
                 f"{type(self.owner).__name__} is iterated by the worker processes of a DataLoader that is not "
-                "wrapped, so it "
-                "does not know where the training loop stands: use wrap(DataLoader(dataset)) and its state"
+                "wrapped, so it does not know where the training loop stands: use wrap(DataLoader(dataset)) and its "
+                "state"
             )
         if self._loader is None:
             from .registry import wrap

@@ -146,9 +146,14 @@ def _is_global(generator: object) -> bool:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """What can be reached from `value` in one step, with the text that names the step."""
     if isinstance(value, dict):
-        for key, child in list(value.items()):
-            yield f"[{key!r}]", child
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for place, (key, child) in enumerate(list(value.items())):
+            # The repr of anything else may hold an address.
+            yield f"[{key!r}]" if isinstance(key, str | bytes | int | float | bool) else f"[#{place}]", child
+    elif isinstance(value, set | frozenset):
+        # Their order is another one in each process, so all members must do with one name, and one stream.
+        for child in list(value):
+            yield "{}", child
+    elif isinstance(value, list | tuple | deque):
         # A list of a million file names is told by its types, without a million steps.
         if len(value) <= 64 or not all(issubclass(kind, _ATOMS) for kind in set(map(type, value))):
             for place, child in enumerate(list(value)):

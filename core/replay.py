@@ -168,17 +168,14 @@ class ReplayReader:
                 if self._read < request.start:
                     raise SourceError(
                         f"the source ended after {self._read} units, the state stands at {request.start}: it does "
-                        "not repeat "
-                        "itself; seed it, or start this data anew"
+                        "not repeat itself; seed it, or start this data anew"
                     )
                 return End(self._first)
             if self._read == request.start and request.expected and digest(last[0]) != request.expected:
                 raise SourceError(
                     f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs "
-                    "from the "
-                    "one that was consumed before; let it depend on midepoch's streams or a seed alone, and if it "
-                    "divides "
-                    "its data by rank or worker itself, pass shard=False"
+                    "from the one that was consumed before; let it depend on midepoch's streams or a seed alone, "
+                    "and if it divides its data by rank or worker itself, pass shard=False"
                 )
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
@@ -197,8 +194,7 @@ class ReplayReader:
         if ended and reached < request.size:
             raise SourceError(
                 f"the source ended after {reached} units, its len() is {request.size}: if it divides its data by "
-                "rank or "
-                "worker itself, pass shard=False; otherwise mend its __len__"
+                "rank or worker itself, pass shard=False; otherwise mend its __len__"
             )
         if reached == request.size and self._units(1):
             raise SourceError(

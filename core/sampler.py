@@ -93,9 +93,8 @@ class Listed:
                 if again.crc != listed.crc:
                     raise SourceError(
                         f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under "
-                        "one seed "
-                        "differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or python's "
-                        "generators, and keep nothing from the epoch before"
+                        "one seed differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or "
+                        "python's generators, and keep nothing from the epoch before"
                     )
                 self._trusted = True
             while len(self._lists) > 1:
@@ -114,8 +113,7 @@ class Listed:
         if len(items) > limit:
             raise SourceError(
                 f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
-                "one for "
-                "each epoch, or wrap a generator function that reads it"
+                "one for each epoch, or wrap a generator function that reads it"
             )
         return ListedEpoch(items)
 

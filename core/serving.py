@@ -43,6 +43,9 @@ class Server:
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
         ours = self._persistent.get(id(reader))
+        if ours is not None and not all(worker.is_alive() for worker in getattr(ours._iterator, "_workers", ())):
+            _Shutdown(ours._iterator)()
+            ours = None
         if ours is None:
             ours = self._make(reader)
             if theirs.persistent_workers:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     get_worker_info,
 )
@@ -159,6 +160,14 @@ def map_sequential_drop(
 ) -> Any:  # fmt: skip
     loader = DataLoader(Samples(size, read_log), batch_size=batch_size, drop_last=True, num_workers=num_workers)
     return _wrap(loader, rank, world_size, seed, tail="drop")
+
+
+def map_subset(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    subset = Subset(Samples(size + 2, read_log), range(size))
+    return _wrap(DataLoader(subset, batch_size, shuffle=True, num_workers=num_workers), rank, world_size, seed)
 
 
 def map_uneven(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import random
 import signal
@@ -207,22 +208,20 @@ class Pairs(IterableDataset[Any]):
 
 
 class Rejecting(IterableDataset[Any]):
-    """Draws until an index pleases it, so samples draw unequally: from sample 0 on, or later only."""
+    """Draws until an index pleases it, so samples draw unequally."""
 
-    def __init__(self, length: int, tolerant_until: int = 0) -> None:
+    def __init__(self, length: int, rejected: Sequence[int]) -> None:
         self.sampler = RandomSampler(range(length))
-        self.tolerant_until = tolerant_until
+        self.rejected = frozenset(rejected)
 
     def __iter__(self) -> Rejecting:
         self.sampler_iter = iter(self.sampler)
-        self.given = 0
         return self
 
     def __next__(self) -> int:
         index = next(self.sampler_iter)
-        while self.given >= self.tolerant_until and index % 3 == 0:
+        while index in self.rejected:
             index = next(self.sampler_iter)
-        self.given += 1
         return int(index)
 
 
@@ -392,3 +391,13 @@ def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_l
 
 
 make_counter = functools.partial(Counter, 6)
+
+
+def spawned_rank(rank: int, loader: Loader, folder: str) -> None:
+    """One process of torch.multiprocessing.spawn: joins the world, then takes two batches and says where it stands."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    batches = taken(loader, 2)
+    found = {"length": len(loader), "batches": batches, "state": loader.state_dict()}
+    Path(folder, f"rank{rank}").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

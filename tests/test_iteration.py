@@ -352,6 +352,23 @@ def test_the_last_batch_moves_to_the_next_epoch() -> None:
     assert places == [(0, 4), (0, 8), (0, 12), (0, 16), (0, 20), (1, 0)]
 
 
+@pytest.mark.parametrize("peeks", [False, True])
+def test_the_first_batch_may_be_the_last(peeks: bool) -> None:
+    """In an epoch of one batch, or after a load that leaves one."""
+    short, resumed = shuffled(4), shuffled()
+    resumed.load_state_dict(sources.heads(shuffled, 5)[1])
+    for loader in (short, resumed):
+        batches = iter(loader)
+        if peeks:
+            loader.peek()
+        next(batches)
+        assert place(loader) == (1, 0)
+        assert loader.state_dict()["epoch"] == 1
+        assert next(batches, None) is None
+        next(iter(loader))
+        assert loader.epoch == (2 if loader is short else 1)
+
+
 def test_where_the_length_is_unknown_the_state_stays() -> None:
     first, second = epochs(stream, 2)
     loader = stream()

@@ -18,7 +18,7 @@ import albumentations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -564,6 +564,40 @@ def test_the_search_ends() -> None:
     assert many == []
     assert len(said) == 1
     assert "100000" in said[0]
+
+
+def _first_sample(kind: str) -> Any:
+    if kind == "set":
+        rngs: Any = {random.Random(1), random.Random(2), random.Random(3)}
+        draw = lambda: sum(sorted(rng.random() for rng in rngs))
+    else:
+        rngs = {Holder(number): np.random.default_rng(number) for number in range(3)}
+        draw = lambda: float(next(iter(rngs.values())).random())
+    return sources.taken(midepoch.wrap(DataLoader(Drawing(draw), batch_size=2, collate_fn=list), seed=5), 1)
+
+
+@pytest.mark.parametrize("kind", ["set", "objects as keys"])
+def test_the_stream_of_an_owned_generator_is_the_same_in_every_process(kind: str) -> None:
+    """Nothing in its name depends on addresses or on the order of a set."""
+    here, padding = _first_sample(kind), [object() for _ in range(1000)]
+    first, second = sources.in_processes(_first_sample, (kind,), (kind,))
+    assert here == first == second == _first_sample(kind)
+    assert padding
+
+
+def test_a_sampler_s_own_generator_is_left_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(8)
+    before = generator.get_state()
+
+    def make() -> Loader:
+        weighted = WeightedRandomSampler([1.0] * 12, 12, generator=generator)
+        return midepoch.wrap(DataLoader(sources.Noisy(12), batch_size=3, sampler=weighted))
+
+    whole = sources.taken(make())
+    assert torch.equal(generator.get_state(), before)
+    assert make().state_dict()["seed"] == 8
+    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_the_global_generators_are_not_owned() -> None:

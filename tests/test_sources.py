@@ -36,6 +36,11 @@ class TestMapSequentialDrop(_Sampled):
     drop_last = True
 
 
+class TestMapSubset(_Sampled):
+    make_loader = staticmethod(sources.map_subset)
+    shuffled = True
+
+
 class TestMapUneven(_Sampled):
     make_loader = staticmethod(sources.map_uneven)
     tail = "uneven"

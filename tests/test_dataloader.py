@@ -1,0 +1,757 @@
+"""torch's DataLoader, with all of its settings, resumed in the middle of an epoch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import sources
+
+import midepoch
+from midepoch import MidepochError, ResumableSampler, SourceError, StateError, UnsupportedSourceError, World
+from midepoch.loader import Loader
+
+SIZE = 22
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "sequential": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4),
+    "shuffled": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True),
+    "drop_last": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, drop_last=True),
+    "no batches": lambda: DataLoader(sources.Noisy(SIZE), batch_size=None, shuffle=True),
+    "with a generator": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9)
+    ),
+    "subset": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=SubsetRandomSampler(range(3, 20))),
+    "weighted": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(SIZE)], 30)
+    ),
+    "with replacement": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=RandomSampler(range(SIZE), replacement=True, num_samples=30)
+    ),
+    "fewer samples": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=RandomSampler(range(SIZE), num_samples=13)
+    ),
+    "own sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=sources.EverySecond(SIZE)),
+    "list as sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=[5, 3, 1, 5, 3, 1, 0]),
+    "own batch sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_sampler=sources.Buckets(SIZE)),
+    "list as batch sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_sampler=[[1, 2], [3], [4, 5, 6]]),
+    "torch's batch sampler": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 5, True)
+    ),
+    "batch sampler of an own sampler": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=BatchSampler(sources.EverySecond(SIZE), 5, False)
+    ),
+    "distributed sampler alone": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=DistributedSampler(sources.Indices(SIZE), 1, 0, seed=3)
+    ),
+    "resumable sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=ResumableSampler(SIZE, seed=3)),
+    "collate": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, collate_fn=sources.noisy_collate),
+    "getitems": lambda: DataLoader(sources.Fetched(SIZE), batch_size=4, shuffle=True),
+    "tensors": lambda: DataLoader(TensorDataset(torch.arange(SIZE)), batch_size=4, shuffle=True),
+    "list": lambda: DataLoader(list(range(SIZE)), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "pinned": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, pin_memory=True),
+    "workers": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
+    "one worker, own batch sampler, pinned": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=sources.Buckets(SIZE), num_workers=1, pin_memory=True
+    ),
+    "persistent workers": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True, timeout=60
+    ),
+    "getitems and collate in workers": lambda: DataLoader(
+        sources.Fetched(SIZE), batch_size=4, shuffle=True, num_workers=2, collate_fn=sources.noisy_collate
+    ),
+}
+loaders = pytest.mark.parametrize("name", LOADERS)
+
+
+def wrapped(name: str, **keywords: Any) -> Loader:
+    return midepoch.wrap(LOADERS[name](), **{"seed": 5, **keywords})
+
+
+@loaders
+def test_every_setting_resumes_exactly(name: str) -> None:
+    make = functools.partial(wrapped, name)
+    with make() as loader:
+        first = []
+        states = [loader.state_dict()]
+        for batch in loader:
+            first.append(sources.plain(batch))
+            states.append(loader.state_dict())
+        second = sources.taken(loader)
+    for cut in (0, 2, len(first) - 1, len(first)):
+        with make() as loader:
+            loader.load_state_dict(states[cut])
+            if cut < len(first):
+                assert sources.taken(loader) == first[cut:]
+            assert sources.taken(loader) == second
+    assert len(loader) == len(first)
+    assert all(loader.capabilities.__dict__.values()), loader.capabilities
+
+
+@loaders
+def test_the_batches_are_those_that_the_loader_describes(name: str) -> None:
+    """Same samples and batch sizes as the plain loader's, whatever the order."""
+    plain = [sources.plain(batch) for batch in LOADERS[name]()]
+    with wrapped(name) as loader:
+        ours = sources.taken(loader)
+    shape = functools.partial(map, lambda batch: len(batch) if isinstance(batch, list) else batch)
+    assert list(shape(ours)) == list(shape(plain))
+    if name not in ("weighted", "with replacement", "fewer samples", "drop_last", "torch's batch sampler"):
+        assert Counter(indices(ours)) == Counter(indices(plain))
+
+
+def indices(batches: list[Any]) -> list[Any]:
+    """The samples' indices, from whatever batches hold them."""
+    if not isinstance(batches, list):
+        return [batches]
+    if len(batches) == 4 and all(isinstance(each, float) for each in batches):
+        return [batches[0]]
+    if len(batches) == 3 and isinstance(batches[1], float) and isinstance(batches[0], list):
+        return indices(batches[0])
+    return [index for each in batches for index in indices(each)]
+
+
+@loaders
+def test_the_user_s_loader_is_left_as_it_was(name: str) -> None:
+    source = LOADERS[name]()
+    attributes = dict(vars(source))
+    dataset, sampler = vars_of(source.dataset), vars_of(source.sampler)
+    torch.manual_seed(1)
+    expected = [sources.plain(batch) for batch in LOADERS[name]()]
+    torch.manual_seed(1)
+    with midepoch.wrap(source, seed=5) as loader:
+        assert loader.source is source
+        sources.taken(loader, 2)
+        loader.load_state_dict(loader.state_dict())
+        sources.taken(loader)
+    assert dict(vars(source)) == attributes
+    assert vars_of(source.dataset) == dataset
+    assert vars_of(source.sampler) == sampler
+    # ... and gives what it would have given
+    again = [sources.plain(batch) for batch in source]
+    assert [len(batch) if isinstance(batch, list) else 1 for batch in again] == [
+        len(batch) if isinstance(batch, list) else 1 for batch in expected
+    ]
+
+
+def vars_of(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("tensors", "weights")}
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_started_either_way(context: str) -> None:
+    """Bit-equal with no workers, augmentations included, after a resume in mid-epoch too."""
+    whole = sources.taken(wrapped("shuffled"))
+    source = sources.noisy_loader(SIZE, num_workers=2, multiprocessing_context=context, persistent_workers=True)
+    with midepoch.wrap(source, seed=5) as loader:
+        assert sources.taken(loader, 2) == whole[:2]
+        loader.load_state_dict({**wrapped("shuffled").state_dict()})
+        assert sources.taken(loader) == whole
+
+
+def test_any_number_of_workers_on_either_side() -> None:
+    whole = sources.taken(wrapped("shuffled"))
+    for before, after in itertools.product((0, 1, 2), repeat=2):
+        state = sources.heads(lambda n=before: midepoch.wrap(sources.noisy_loader(num_workers=n), seed=5), 3)[1]  # type: ignore[misc]
+        rest = sources.resumed(lambda n=after: midepoch.wrap(sources.noisy_loader(num_workers=n), seed=5), state)  # type: ignore[misc]
+        assert rest == whole[3:], (before, after)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "weighted", "own sampler"])
+def test_a_sample_s_augmentation_is_the_same_on_any_world(name: str) -> None:
+    """So the samples of all ranks in order are those of one process, bit for bit, but for the padding at the end."""
+    alone = sources.flat(sources.taken(wrapped(name)))
+    for world_size in (2, 3):
+        ranks = [sources.taken(wrapped(name, world=World(rank, world_size))) for rank in range(world_size)]
+        together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
+        assert together[: len(alone)] == alone
+        # A padded repeat has the very stream of what it repeats.
+        assert together[len(alone) :] == alone[: -len(alone) % world_size]
+
+
+def test_collate_randomness_is_exact_on_the_same_split() -> None:
+    one = sources.taken(wrapped("collate"))
+    assert len({batch[1] for batch in one}) == len(one)
+    state = sources.heads(functools.partial(wrapped, "collate"), 2)[1]
+    assert sources.resumed(functools.partial(wrapped, "collate"), state) == one[2:]
+    assert "same split" in wrapped("collate").capabilities.exact_augmentations.reason
+
+
+def test_worker_init_fn_sees_the_user_s_dataset() -> None:
+    source = DataLoader(
+        sources.Configured(6), batch_size=2, num_workers=2, worker_init_fn=sources.tell_the_dataset, collate_fn=list
+    )
+    with midepoch.wrap(source, seed=5) as loader:
+        assert sources.taken(loader) == [[[0, 7], [1, 7]], [[2, 7], [3, 7]], [[4, 7], [5, 7]]]
+    driven = DataLoader(Told(6), batch_size=2, num_workers=2, worker_init_fn=sources.tell_the_dataset, collate_fn=list)
+    with midepoch.wrap(driven, seed=5) as loader:
+        assert [sample for batch in sources.taken(loader) for sample in batch] == [7] * 6
+
+
+class Told(sources.Exposing):
+    told = -1
+
+    def __next__(self) -> Any:
+        super().__next__()
+        return self.told
+
+
+class WorkerSeed(sources.Indices):
+    """What code that seeds by worker sees."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed
+
+
+def test_the_seeds_of_workers_repeat_themselves() -> None:
+    source = DataLoader(WorkerSeed(4), batch_size=2, num_workers=2, collate_fn=list)
+    with midepoch.wrap(source, seed=5) as first, midepoch.wrap(source, seed=5) as second:
+        seeds = sources.taken(first)
+        assert sources.taken(second) == seeds
+        assert sources.taken(first) != seeds  # another epoch
+
+
+def test_persistent_workers_persist_and_end() -> None:
+    source = DataLoader(WorkerPids(8), batch_size=2, num_workers=2, persistent_workers=True)
+    with midepoch.wrap(source, seed=5) as loader:
+        first = {pid for batch in sources.taken(loader) for pid in batch}
+        loader.load_state_dict(loader.state_dict())
+        second = {pid for batch in sources.taken(loader) for pid in batch}
+        assert first == second
+        assert len(first) == 2
+    for pid in first:
+        assert not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_workers_end_with_their_pass() -> None:
+    source = DataLoader(WorkerPids(8), batch_size=2, num_workers=2)
+    loader = midepoch.wrap(source, seed=5)
+    batches = iter(loader)
+    pids = set(next(batches).tolist()) | set(next(batches).tolist())
+    assert len(pids) == 2
+    loader.close()
+    for pid in pids:
+        assert not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+class WorkerPids(sources.Indices):
+    def __getitem__(self, index: int) -> int:
+        import os
+
+        return os.getpid()
+
+
+# --- samplers of several ranks ---
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_distributed_sampler_is_understood(drop_last: bool) -> None:
+    def make(rank: int) -> Loader:
+        dataset = sources.Noisy(SIZE + 1)
+        sampler: Sampler[int] = DistributedSampler(dataset, 2, rank, seed=7, drop_last=drop_last)
+        return midepoch.wrap(DataLoader(dataset, batch_size=4, sampler=sampler))
+
+    ranks = [make(rank) for rank in range(2)]
+    assert all(loader.state_dict()["seed"] == 7 for loader in ranks)
+    assert [len(loader) for loader in ranks] == [3, 3]
+    batches = [sources.taken(loader) for loader in ranks]
+    counted = Counter(indices(batches))
+    assert sum(counted.values()) == (22 if drop_last else 24)
+    assert len(counted) == (22 if drop_last else 23)
+    assert {loader.epoch for loader in ranks} == {1}
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
+def test_a_distributed_sampler_of_another_world_is_refused() -> None:
+    sampler: Sampler[int] = DistributedSampler(sources.Indices(SIZE), 2, 0)
+    loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=sampler), world=World(0, 3))
+    with pytest.raises(MidepochError, match=r"0 of 2.*0 of 3"):
+        len(loader)
+
+
+class Ranked(Sampler[int]):
+    """A user's own distributed sampler."""
+
+    def __init__(self, size: int, rank: int, num_replicas: int) -> None:
+        self.size, self.rank, self.num_replicas = size, rank, num_replicas
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.size, self.num_replicas))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.size, self.num_replicas))
+
+
+def test_a_sampler_that_shards_by_itself_is_not_sharded_again() -> None:
+    source = DataLoader(sources.Indices(12), batch_size=2, sampler=Ranked(12, 1, 2))
+    with pytest.raises(UnsupportedSourceError, match=r"Ranked.*shard=False.*shard=True"):
+        midepoch.wrap(source)
+
+    def make() -> Loader:
+        return midepoch.wrap(source, shard=False, world=World(1, 2), seed=5)
+
+    whole = sources.taken(make())
+    assert whole == [[1, 3], [5, 7], [9, 11]]
+    assert len(make()) == 3
+    state = sources.heads(make, 1)[1]
+    assert sources.resumed(make, state) == whole[1:]
+    assert not make().capabilities.elastic_world
+    elsewhere = midepoch.wrap(source, shard=False, world=World(0, 3), seed=5)
+    with pytest.raises(StateError, match=r"world size.*2.*3"):
+        elsewhere.load_state_dict(state)
+
+
+def test_without_a_sampler_the_loader_is_sharded() -> None:
+    ranks = [sources.taken(wrapped("shuffled", world=World(rank, 2))) for rank in range(2)]
+    assert sorted(indices(ranks)) == list(range(SIZE))
+
+
+# --- ResumableSampler ---
+
+
+def test_a_resumable_sampler_alone() -> None:
+    """In place of RandomSampler, with a state after any index."""
+
+    def make(**keywords: Any) -> ResumableSampler:
+        return ResumableSampler(700, seed=3, **keywords)
+
+    sampler = make()
+    first, second = list(sampler), list(sampler)
+    assert sorted(first) == sorted(second) == list(range(700))
+    assert first != second
+    assert len(sampler) == 700
+    for cut in (0, 1, 511, 512, 513, 699, 700):
+        running = make()
+        indices = iter(running)
+        for _ in range(cut):
+            next(indices)
+        state = running.state_dict()
+        assert (state["epoch"], state["position"]) == ((0, cut) if cut < 700 else (1, 0))
+        fresh = make()
+        fresh.load_state_dict(state)
+        assert list(fresh) == (first[cut:] if cut < 700 else second)
+        running.load_state_dict(state)
+        if cut < 700:
+            assert list(indices) == first[cut:], "a pass that runs goes on from the state"
+    assert list(ResumableSampler(5, shuffle=False)) == [0, 1, 2, 3, 4]
+
+
+def test_resumable_samplers_share_the_indices() -> None:
+    for drop_last in (False, True):
+        ranks = [
+            ResumableSampler(23, world=World(rank, 2), batch_size=4, drop_last=drop_last, shuffle=False)
+            for rank in range(2)
+        ]
+        given = [list(sampler) for sampler in ranks]
+        assert [len(sampler) for sampler in ranks] == [len(each) for each in given]
+        assert given[0][:8] == [0, 1, 2, 3, 8, 9, 10, 11]
+        assert Counter(sources.flat(given)) == Counter(range(22) if drop_last else [*range(23), 0])
+        assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_resumable_sampler_in_a_wrapped_loader(drop_last: bool) -> None:
+    """Its seed, its world and its tail are the loader's."""
+
+    def make(rank: int) -> Loader:
+        sampler = ResumableSampler(23, seed=9, world=World(rank, 2), drop_last=drop_last)
+        return midepoch.wrap(DataLoader(sources.Noisy(23), batch_size=4, sampler=sampler))
+
+    batches = [sources.taken(make(rank)) for rank in range(2)]
+    assert make(0).state_dict()["seed"] == 9
+    assert sum(Counter(indices(batches)).values()) == (22 if drop_last else 24)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"seed": -1}, {"seed": 1.5}, {"batch_size": 0}, {"size": -1}, {"shuffle": 7}], ids=str
+)
+def test_a_resumable_sampler_checks_its_arguments(keywords: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        ResumableSampler(**{"size": 5, **keywords})
+
+
+def test_a_loader_over_a_resumable_sampler_unwrapped() -> None:
+    source = DataLoader(sources.Indices(10), batch_size=2, sampler=ResumableSampler(10, seed=3))
+    plain = [batch.tolist() for batch in source]
+    assert plain == sources.taken(midepoch.wrap(DataLoader(sources.Indices(10), batch_size=2, shuffle=True), seed=3))
+
+
+# --- iterable datasets that expose samplers ---
+
+
+def test_the_class_of_the_design_unchanged() -> None:
+    """Wrapped alone, in a DataLoader, and in one with workers, which share the epoch rather than repeat it."""
+    torch.manual_seed(0)
+    dataset = sources.RandomIterableDataset(3, 20)
+    attributes = dict(vars(dataset))
+    for num_workers, batch_size in ((None, 1), (0, 4), (1, 4), (2, 3), (3, None)):
+
+        def make(workers: int | None = num_workers, size: int | None = batch_size) -> Loader:
+            source = dataset if workers is None else DataLoader(dataset, batch_size=size, num_workers=workers)
+            return midepoch.wrap(source, seed=5)
+
+        with make() as loader:
+            whole, later = sources.taken(loader), sources.taken(loader)
+            samples = sources.flat(whole) if batch_size and num_workers is not None else whole
+            assert sorted(samples) == sorted(dataset.data.tolist())
+            assert len(loader) == len(whole)
+            assert all(loader.capabilities.__dict__.values()), loader.capabilities
+        for cut in (1, len(whole) - 1, len(whole)):
+            state = sources.heads(make, cut)[1]
+            assert sources.resumed(make, state) == (whole[cut:] or later)
+    assert vars(dataset) == attributes
+
+
+def test_any_number_of_workers_share_a_driven_epoch_alike() -> None:
+    def make(workers: int, rank: int = 0, world_size: int = 1) -> Loader:
+        source = DataLoader(sources.Exposing(SIZE), batch_size=4, num_workers=workers)
+        return midepoch.wrap(source, seed=5, world=World(rank, world_size))
+
+    whole = sources.taken(make(0))
+    for before, after in ((0, 2), (2, 0), (3, 1)):
+        state = sources.heads(functools.partial(make, before), 2)[1]
+        assert sources.resumed(functools.partial(make, after), state) == whole[2:]
+    ranks = [sources.taken(make(rank, rank, 2)) for rank in range(2)]
+    together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
+    assert together == sources.flat(whole)
+
+
+def test_a_subclass_resumes_by_itself() -> None:
+    def make() -> sources.Inheriting:
+        torch.manual_seed(4)
+        return sources.Inheriting(12)
+
+    assert isinstance(make(), midepoch.StatefulIterable)
+    dataset = make()
+    whole, later = sources.taken(dataset), sources.taken(dataset)
+    assert sorted(sample[0] for sample in whole) == list(range(12))
+    assert whole != later
+    for cut in (0, 5, 12):
+        running, fresh = make(), make()
+        sources.taken(running, cut)
+        fresh.load_state_dict(running.state_dict())
+        assert sources.taken(fresh) == (whole[cut:] or later)
+
+
+def test_a_subclass_in_a_loader() -> None:
+    """Unwrapped without workers it knows where it stands; with workers it refuses, and says what to do."""
+    torch.manual_seed(4)
+    dataset = sources.Inheriting(12)
+    unwrapped = iter(DataLoader(dataset, batch_size=4))
+    next(unwrapped)
+    assert dataset.state_dict()["position"] == 4
+
+    def make(workers: int) -> Loader:
+        torch.manual_seed(4)
+        return midepoch.wrap(DataLoader(sources.Inheriting(12), batch_size=4, num_workers=workers), seed=5)
+
+    whole = sources.taken(make(0))
+    state = sources.heads(functools.partial(make, 2), 1)[1]
+    assert sources.resumed(functools.partial(make, 1), state) == whole[1:]
+    for context in ("fork", "spawn"):
+        inside = sources.Inheriting(12)
+        batches = iter(DataLoader(inside, batch_size=4, num_workers=1, multiprocessing_context=context))
+        next(batches)
+        with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
+            inside.state_dict()
+        with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
+            inside.load_state_dict(state)
+
+
+def test_several_samplers() -> None:
+    for workers in (None, 2):
+
+        def make(workers: int | None = workers) -> Loader:
+            dataset = sources.Pairs(10)
+            return midepoch.wrap(dataset if workers is None else DataLoader(dataset, num_workers=workers), seed=5)
+
+        with make() as loader:
+            whole = sources.taken(loader)
+        flat = whole if workers is None else sources.flat(whole)
+        assert sorted(sample[0] for sample in flat) + sorted(sample[1] for sample in flat) != []
+        assert sorted(number for sample in flat for number in sample[:2]) == list(range(20))
+        assert sorted(sample[2] for sample in flat) == list(range(10))
+        assert sources.resumed(make, sources.heads(make, 4)[1]) == whole[4:]
+
+
+def rejected(when: str) -> list[int]:
+    """Indices that come first and often under seed 5, or at positions 8 and 12 only."""
+    order = [int(index) for index in sources.taken(midepoch.wrap(ResumableSampler(20, seed=5)))]
+    return order[1::3] if when == "from the start" else [order[8], order[12]]
+
+
+@pytest.mark.parametrize("when", ["from the start", "later"])
+def test_draws_that_vary_fall_back_to_a_replay(when: str) -> None:
+    out = rejected(when)
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
+
+    loader = make()
+    whole, later = sources.taken(loader), sources.taken(loader)
+    assert sorted(whole) == [index for index in range(20) if index not in out]
+    for cut in range(1, len(whole)):
+        state = sources.heads(make, cut)[1]
+        assert sources.quiet_resume(make, state) == whole[cut:], cut
+    assert sources.quiet_resume(make, sources.heads(make, len(whole))[1]) == later
+
+
+def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
+    """Within the epoch they are known; from the next one on they are refused rather than guessed."""
+    out = rejected("later")
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
+
+    whole = sources.taken(make())
+    loader = make()
+    batches = iter(loader)
+    for _ in range(15):
+        next(batches)
+    assert sources.quiet_resume(make, loader.state_dict(in_flight=2)) == whole[13:]
+    list(batches)
+    next(iter(loader))
+    with pytest.raises(StateError, match="in_flight"):
+        loader.state_dict(in_flight=3)
+
+
+def test_draws_that_vary_are_admitted() -> None:
+    loader = midepoch.wrap(sources.Rejecting(20, rejected("from the start")), seed=5)
+    assert not loader.capabilities.constant_time_resume
+    assert "constant number" in loader.capabilities.constant_time_resume.reason
+
+
+def test_draws_that_vary_in_workers_or_ranks_are_named() -> None:
+    at_once, later = rejected("from the start"), rejected("later")
+    with midepoch.wrap(DataLoader(sources.Rejecting(20, later), num_workers=2), seed=5) as loader:  # noqa: SIM117
+        with pytest.raises(SourceError, match=r"Rejecting drew \d+ times.*shard=True"):
+            sources.taken(loader)
+    with pytest.raises(UnsupportedSourceError, match="shard=True"):
+        sources.taken(midepoch.wrap(DataLoader(sources.Rejecting(20, at_once), num_workers=2), seed=5))
+    with pytest.raises(SourceError, match=r"Rejecting drew"):
+        sources.taken(midepoch.wrap(sources.Rejecting(20, later), seed=5, world=World(0, 2)))
+
+
+def test_driven_without_streams_still_jumps() -> None:
+    """The order resumes; the augmentations are the caller's, whose generators only reading moves."""
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Exposing(20), seed=5, randomness="none")
+
+    torch.manual_seed(3)
+    loader = make()
+    assert loader.capabilities.constant_time_resume
+    assert not loader.capabilities.exact_augmentations
+    loader.state_dict()
+    first = float(next(iter(loader))[2])
+    torch.manual_seed(3)
+    assert first == float(torch.rand(()))
+    whole = [sample[0] for sample in sources.taken(make())]
+    state = sources.heads(make, 7)[1]
+    assert [sample[0] for sample in sources.resumed(make, state)] == whole[7:]
+
+
+class Mapped(IterableDataset[int]):
+    """Asks the sampler's iterator for itself, as map, zip, islice and for loops do."""
+
+    def __init__(self, length: int) -> None:
+        self.sampler = RandomSampler(range(length))
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, itertools.islice(iter(self.sampler), None))
+
+
+def test_iterators_of_iterators_are_driven() -> None:
+    loader = midepoch.wrap(Mapped(20), seed=5)
+    assert loader.capabilities.constant_time_resume
+    assert sorted(sources.taken(loader)) == list(range(20))
+
+
+def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
+    with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
+        with pytest.raises(SourceError, match=r"SharingItsSampler.*shard=False"):
+            sources.taken(loader)
+    # Left to it, every worker reads a stream of its own.
+    dataset = sources.SharingItsSampler(20)
+
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(dataset, batch_size=2, num_workers=2), seed=5, shard=False)
+
+    with make() as loader:
+        whole = sources.taken(loader)
+    assert len(sources.flat(whole)) == 20
+    assert sources.quiet_resume(make, sources.heads(make, 3)[1]) == whole[3:]
+
+
+class Unending(IterableDataset[int]):
+    """Draws from its sampler, and has a length of its own that is another."""
+
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(12))
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(itertools.islice(iter(self.sampler), 5))
+
+
+def test_a_driven_epoch_ends_where_its_length_says() -> None:
+    loader = midepoch.wrap(Unending(), seed=5)
+    assert len(sources.taken(loader)) == 5
+    assert len(sources.taken(loader)) == 5
+
+
+class Quitting(sources.Exposing):
+    """Ends before its samplers do."""
+
+    def __next__(self) -> Any:
+        sample = super().__next__()
+        if sample[0] == 3:
+            raise StopIteration
+        return sample
+
+
+def test_a_driven_source_that_ends_early_is_named() -> None:
+    with pytest.raises(SourceError, match="ended at sample"):
+        sources.taken(midepoch.wrap(Quitting(40), seed=5))
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("deadly", [False, True], ids=["raises", "is killed"])
+def test_a_worker_that_raises_or_is_killed(persistent: bool, deadly: bool, tmp_path: Path) -> None:
+    """The error reaches the loop, the state is that of the last batch received, and it resumes: here and elsewhere."""
+    marker = tmp_path / "failing"
+    marker.touch()
+    whole = sources.taken(wrapped("shuffled"))
+    index = int(whole[3][0][0])
+    dataset = sources.Failing(SIZE, [index], marker, deadly)
+    source = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent)
+    with midepoch.wrap(source, seed=5) as loader:
+        batches, got, state = iter(loader), [], loader.state_dict()
+        with pytest.raises(
+            RuntimeError, match="exited unexpectedly|killed" if deadly else f"sample {index} cannot be read"
+        ):
+            for batch in batches:
+                got.append(sources.plain(batch))
+                state = loader.state_dict()
+        assert loader.state_dict() == state
+        assert got == whole[: len(got)]
+        assert len(got) == 3 or deadly
+        assert state["position"] == 4 * len(got)
+        marker.unlink()
+        assert sources.resumed(functools.partial(wrapped, "shuffled"), state) == whole[len(got) :]
+        assert [sources.plain(batch) for batch in batches] == whole[len(got) :]
+
+
+def test_a_sampler_that_does_not_repeat_itself_is_named() -> None:
+    source = DataLoader(sources.Indices(8), batch_size=2, sampler=sources.Forgetful(8))
+    with pytest.raises(SourceError, match="Forgetful does not repeat itself"):
+        sources.taken(midepoch.wrap(source, seed=5))
+
+
+class Dependent(sources.EverySecond):
+    """Its list depends on something outside that another process does not share."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.start) % self.size for index in range(self.size)])
+
+
+def test_a_list_that_differs_in_the_resumed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2, sampler=Dependent(8)), seed=5)
+
+    state = sources.heads(make, 2)[1]
+    assert sources.resumed(make, state) == [[4, 5], [6, 7]]
+    monkeypatch.setattr(Dependent, "start", 3)
+    with pytest.raises(StateError, match=r"crc=\w+.*crc=\w+.*does not repeat itself"):
+        make().load_state_dict(state)
+
+
+class Endless(Sampler[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(8))
+
+
+def test_a_sampler_that_does_not_end_is_named() -> None:
+    with pytest.raises(SourceError, match="does not end"):
+        sources.taken(midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2, sampler=Endless()), seed=5))
+
+
+class Epochs(sources.EverySecond):
+    """Orders by the epoch that it is told, as DistributedSampler does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.epoch) % self.size for index in range(self.size)])
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sampler_is_told_the_epoch(in_batches: bool) -> None:
+    sampler = Epochs(6)
+    source = (
+        DataLoader(sources.Indices(6), batch_sampler=BatchSampler(sampler, 3, False))
+        if in_batches
+        else DataLoader(sources.Indices(6), batch_size=3, sampler=sampler)
+    )
+    loader = midepoch.wrap(source, seed=5)
+    assert [sources.taken(loader) for _ in range(2)] == [[[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 0]]]
+    state = sources.heads(lambda: midepoch.wrap(source, seed=5), 2)[1]
+    assert sources.resumed(lambda: midepoch.wrap(source, seed=5), state) == [[1, 2, 3], [4, 5, 0]]
+    assert sampler.epoch == 0
+
+
+def test_a_dataset_may_grow_between_epochs() -> None:
+    dataset = sources.Indices(6)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=2), seed=5)
+    assert sources.flat(sources.taken(loader)) == list(range(6))
+    dataset.size = 8
+    assert len(loader) == 4 or loader.epoch == 1
+    torch_would = [batch.tolist() for batch in DataLoader(dataset, batch_size=2)]
+    assert sources.taken(loader) == torch_would
+    assert len(loader) == 4
+    assert loader.state_dict()["size"] == 8
+
+
+def test_nothing_is_sent_through_the_queues_for_the_state() -> None:
+    """Each batch of a worker is what collate_fn returned, and nothing else."""
+    source = DataLoader(sources.Indices(8), batch_size=2, num_workers=1, collate_fn=list)
+    with midepoch.wrap(source, seed=5) as loader:
+        assert list(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
