@@ -466,8 +466,9 @@ def _renames(
     """Whether extended headers say a name or a size, which walking has to read."""
     if (kinds != ord("x")).any() or (sizes > BLOCK).any():
         return True
+    longest = int(sizes.max())
     for first in range(0, found.size, _ROWS):
-        text = blocks[found[first : first + _ROWS] + 1].tobytes()
+        text = blocks[found[first : first + _ROWS] + 1, :longest].tobytes()
         if b" path=" in text or b" size=" in text or b"GNU.sparse" in text:
             return True
     return False

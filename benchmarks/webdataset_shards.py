@@ -1,6 +1,6 @@
 """webdataset pipelines, wrapped and plain, alternated; the medians go into docs/webdataset.md.
 
-python benchmarks/webdataset_pipeline.py [folder for 2 GB of shards]
+python benchmarks/webdataset_shards.py [folder for 2 GB of shards]
 """
 
 from __future__ import annotations
@@ -79,34 +79,45 @@ def loader(urls: list[str], decoded: bool, workers: int) -> Any:
     return wds.WebLoader(pipeline(urls, decoded), batch_size=None, num_workers=workers)
 
 
-def rate(batches: Iterable[int], at_most: int) -> float:
+def rate(batches: Iterable[int], at_most: int, clock: Callable[[], float]) -> float:
     """Samples a second, the start of worker processes included, over one epoch or so many samples."""
-    begun, samples = time.perf_counter(), 0
+    begun, samples = clock(), 0
     for batch in batches:
         samples += int(batch)
         if samples >= at_most:
             break
-    return samples / (time.perf_counter() - begun)
+    return samples / (clock() - begun)
 
 
-def alternated(variants: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
-    """The median of each variant, their runs alternated."""
+def alternated(variants: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """What each variant gave in each round; every other round runs backwards."""
     found: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, run in variants.items():
-            found[name].append(run())
-    return {name: statistics.median(values) for name, values in found.items()}
+    for turn in range(rounds):
+        for name in list(variants)[:: 1 if turn % 2 else -1]:
+            found[name].append(variants[name]())
+    return found
 
 
-def compare_rates(name: str, urls: list[str], decoded: bool, workers: int, at_most: int) -> None:
+def ratio(times: list[float], base: list[float]) -> float:
+    return statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
+
+
+def compare_rates(
+    name: str, urls: list[str], decoded: bool, workers: int, at_most: int, clock: Callable[[], float], rounds: int
+) -> None:
+    def plain() -> float:
+        return rate(loader(urls, decoded, workers), at_most, clock)
+
     def wrapped() -> float:
         with midepoch.wrap(loader(urls, decoded, workers), seed=0, progress=False) as made:
-            return rate(made, at_most)
+            return rate(made, at_most, clock)
 
-    medians = alternated({"plain": lambda: rate(loader(urls, decoded, workers), at_most), "wrapped": wrapped})
+    rates = alternated({"plain": plain, "wrapped": wrapped}, rounds)
+    medians = {each: statistics.median(values) for each, values in rates.items()}
     print(
-        f"{name}, {workers} workers: {medians['wrapped']:.0f} samples/s wrapped, {medians['plain']:.0f} plain, "
-        f"{medians['wrapped'] / medians['plain']:.2f} times"
+        f"| {name} | {workers} | {medians['plain']:.0f} | {medians['wrapped']:.0f} | "
+        f"{ratio(rates['wrapped'], rates['plain']):.2f} |",
+        flush=True,
     )
 
 
@@ -127,13 +138,15 @@ def measure_resume(urls: list[str]) -> None:
         for share in (0.0, 0.9):
             made.seek(epoch=0, position=int(share * len(made)) * 32)
             states[share] = made.state_dict()
-    medians = alternated(
+    times = alternated(
         {f"{share:.0%}": (lambda state=state: seconds_to_first_batch(make, state)) for share, state in states.items()},
         rounds=15,
     )
+    medians = {each: statistics.median(values) for each, values in times.items()}
     print(
         f"first batch, indexed: {1e3 * medians['0%']:.1f} ms at 0 %, {1e3 * medians['90%']:.1f} ms at 90 %, "
-        f"{medians['90%'] / medians['0%']:.2f} times; state {len(json.dumps(states[0.9]))} bytes"
+        f"{ratio(times['90%'], times['0%']):.2f} times; state {len(json.dumps(states[0.9]))} bytes",
+        flush=True,
     )
 
 
@@ -158,14 +171,14 @@ def measure_streams(urls: list[str]) -> None:
             pass
         return time.perf_counter() - begun
 
-    medians = alternated(
+    times = alternated(
         {
             "0 %": lambda: seconds_to_first_batch(make, states[0]),
             "90 %": lambda: seconds_to_first_batch(make, late),
             "one shard": read_shard,
         }
     )
-    told = ", ".join(f"{1e3 * seconds:.0f} ms {name}" for name, seconds in medians.items())
+    told = ", ".join(f"{1e3 * statistics.median(seconds):.0f} ms {name}" for name, seconds in times.items())
     print(f"first batch, streamed: {told}; state {len(json.dumps(late))} bytes")
 
 
@@ -189,14 +202,16 @@ def measure_index(urls: list[str], sample_bytes: int) -> None:
             index_tar(url)
         return time.perf_counter() - begun
 
-    medians = alternated({"built": build, "scanned": scan})
+    times = alternated({"built": build, "scanned": scan}, rounds=7)
+    medians = {each: statistics.median(values) for each, values in times.items()}
     with tempfile.TemporaryDirectory() as cache:
         index = build_index(urls, Keys(), {"opening": reraise, "reading": reraise}, Path(cache), False)
     assert not isinstance(index, str)
     held = (index.starts.nbytes + index.lengths.nbytes) / index.size
     print(
         f"index of {size / 1e9:.2f} GB, {index.size} samples of {sample_bytes} bytes: {medians['built']:.2f} s "
-        f"({medians['built'] / size * 1e9:.2f} s/GB; one thread, headers only: {medians['scanned']:.2f} s), "
+        f"({medians['built'] / size * 1e9:.2f} s/GB, at best {min(times['built']) / size * 1e9:.2f}; headers alone, in "
+        f"one thread: {medians['scanned'] / size * 1e9:.2f}, at best {min(times['scanned']) / size * 1e9:.2f}), "
         f"{held:.0f} bytes a sample"
     )
 
@@ -212,15 +227,20 @@ def main() -> None:
         f"{platform.python_version()}, {os.cpu_count()} cores"
     )
     for sample_bytes in (12_000, 116_000):
+        measure_index(write_shards(folder / str(sample_bytes), sample_bytes), sample_bytes)
+    print("| samples/s | workers | plain | wrapped | ratio |")
+    print("|---|---|---|---|---|")
+    for sample_bytes in (12_000, 116_000):
         urls = write_shards(folder / str(sample_bytes), sample_bytes)
-        measure_index(urls, sample_bytes)
         for workers in (0, 2):
-            compare_rates(f"raw bytes, {sample_bytes} a sample", urls, False, workers, 20_000)
-    measure_resume(urls)
-    measure_streams(urls)
+            compare_rates(f"raw bytes, {sample_bytes} a sample", urls, False, workers, 8_000, time.perf_counter, ROUNDS)
     images = write_images(folder / "images")
     for workers in (0, 2):
-        compare_rates("JPEG decoded", images, True, workers, 1_600)
+        compare_rates("JPEG decoded, 224 x 224", images, True, workers, 640, time.perf_counter, 3 * ROUNDS)
+    # Of this process alone, which other load on the machine hardly touches.
+    compare_rates("the same, per second of processor time", images, True, 0, 640, time.process_time, 3 * ROUNDS)
+    measure_resume(urls)
+    measure_streams(urls)
 
 
 if __name__ == "__main__":
