@@ -96,9 +96,7 @@ def start_up(size: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="alternated rounds (default: %(default)s)")
     rounds: int = parser.parse_args().rounds
     print(machine())

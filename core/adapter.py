@@ -9,12 +9,13 @@ once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from .errors import StateCorruptError
 from .protocol import Capabilities
+from .state import part_of
 from .world import Share, Tail, World
 
 __all__ = ["Adapter", "Options", "Run", "Session"]
@@ -22,7 +23,7 @@ __all__ = ["Adapter", "Options", "Run", "Session"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the user told `midepoch.wrap`, checked."""
+    """What the user told `midepoch.wrap`, checked. `settings` are those that only some adapters know."""
 
     seed: int | None = None
     world: World | None = None
@@ -30,6 +31,7 @@ class Options:
     randomness: Literal["sample", "none"] = "sample"
     tail: Tail | None = None
     fingerprint: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def streams(self) -> bool:
@@ -64,12 +66,19 @@ class Session:
     Attributes:
         take: gives the next batch; raises StopIteration at the end, again and again. In the path of each batch, so it
             may be a method, or an attribute that holds an iterator's own ``__next__``.
-        missing: units by which the last global batch fell short of a full one, where only reading could tell.
+        missing: units by which the last global batch fell short of a full one, where only reading could tell. Negative
+            where steps were passed over that had nothing to give: the units of those steps.
+        others_go_on: where this rank has nothing left of an epoch of unknown length, some other rank has.
         varies: it may end before the number of batches that its share has.
     """
 
     take: Callable[[], Any]
     missing: int = 0
+    others_go_on: bool = False
+
+    def missing_before(self, back: int) -> int:
+        """`missing`, as it was `back` batches ago."""
+        return 0 if back else self.missing
 
     @property
     def varies(self) -> bool:
@@ -104,13 +113,17 @@ class Adapter(ABC):
         jumps: `jump` says how a session opens at a place that iterating has not led to.
         seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
             one the user must then state one.
+        continuous: an epoch begins where the one before was left, so a detail leads from one to the next.
+        settings: names of the keywords of `wrap` that only this adapter knows; it checks their values itself.
     """
 
     name: ClassVar[str]
+    settings: ClassVar[frozenset[str]] = frozenset()
     rank_independent: bool = True
     seed_is_shared: bool = True
     elastic: bool = True
     jumps: ClassVar[bool] = False
+    continuous: bool = False
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
@@ -125,6 +138,11 @@ class Adapter(ABC):
     @abstractmethod
     def recognises(cls, source: object) -> bool:
         """True for a source of this backend. Must not change or iterate it."""
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter | None:
+        """The adapter for a recognised source; None leaves it to a less specific backend."""
+        return cls(source, options)
 
     @abstractmethod
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -147,6 +165,22 @@ class Adapter(ABC):
     @abstractmethod
     def open(self, run: Run) -> Session:
         """A session whose first batch is the one at ``run.position``. Costs nothing before its first `next`."""
+
+    def beginning(self, epoch: int, world: World) -> str:
+        """What a state carries that was saved before anything of its epoch was opened."""
+        return ""
+
+    def following(self, detail: str, epoch: int, world: World) -> str:
+        """The detail with which the epoch after `epoch` begins where the rest of that one is given up."""
+        return ""
+
+    def part(self, detail: str, saved_world_size: int, world: World) -> str:
+        """What this rank needs of a saved detail, where the state is not the same on every rank.
+
+        Raises:
+            StateError: the state does not hold it.
+        """
+        return part_of(detail, world.rank, world.world_size)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Raise a StateError if a session could not be opened with this detail. Default: there must be none."""

@@ -103,11 +103,15 @@ class Loader:
     @property
     def position(self) -> int:
         """Units of this epoch that all ranks together have been handed."""
+        return self._first + self._step * self._global_batch - self._missing_before(0)
+
+    def _missing_before(self, back: int) -> int:
+        """The session's `missing`, as it was so many batches ago."""
+        if self._session is None or self._last == 0:
+            return 0  # an epoch that has ended says nothing of the next
         if self._peeked:
-            missing = self._unmoved[0]
-        else:
-            missing = self._session.missing if self._session is not None else 0
-        return self._first + self._step * self._global_batch - missing
+            return self._session.missing_before(back + 1) if back else self._unmoved[0]
+        return self._session.missing_before(back)
 
     @property
     def sampler(self) -> _EpochSetter:
@@ -202,6 +206,8 @@ class Loader:
         world = self._world if self._session is not None and self._world is not None else self._current_world()
         seed = self._current_seed(world)
         adapter = self._adapter
+        if not detail and not position:
+            detail = adapter.beginning(epoch, world)
         return states.build(
             adapter=adapter.name,
             epoch=epoch,
@@ -218,14 +224,14 @@ class Loader:
         """Epoch, position and detail of so many batches ago."""
         session, ended = self._session, self._last == 0
         if in_flight <= self._step:
-            position = self._first + (self._step - in_flight) * self._global_batch if in_flight else self.position
+            position = self._first + (self._step - in_flight) * self._global_batch - self._missing_before(in_flight)
             return self._epoch, position, self._session_detail(in_flight)
         back = in_flight - self._step
         for epoch, first, steps, global_batch, varied in reversed(self._trail):
             if back <= steps:
                 position = first + (steps - back) * global_batch
                 if session is not None and ended and back == in_flight:
-                    return epoch, position, session.detail(in_flight, False)
+                    return epoch, position - session.missing_before(back), session.detail(in_flight, False)
                 if varied or not self._adapter.rank_independent:
                     break
                 return epoch, position, self._adapter.bare_detail() if position else ""
@@ -274,7 +280,7 @@ class Loader:
                 f"run on {checked['world_size']} processes ({adapter.capabilities().elastic_world.reason})",
             )
         if detail and not adapter.rank_independent:
-            detail = states.part_of(detail, world.rank, world.world_size)
+            detail = adapter.part(detail, checked["world_size"], world)
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
@@ -298,6 +304,12 @@ class Loader:
         world = self._current_world()
         seed = self._current_seed(world)
         return self._adapter.jump((here_epoch, here_position), detail, (epoch, position), seed, world)
+
+    def _detail_of_next_epoch(self, world: World) -> str:
+        """The detail with which the next epoch begins where the rest of this one is given up, or there is none."""
+        if self._adapter.jumps:
+            return self._detail_at(self._epoch + 1, 0)
+        return self._adapter.following(self._detail, self._epoch, world)
 
     def _move(self, epoch: int, position: int, detail: str = "") -> None:
         """Put the cursor somewhere by hand; the next pass, or the one that runs, goes on from there."""
@@ -440,7 +452,8 @@ class Loader:
         share = self._share(world, self._epoch, position)
         if share is not None and share.global_steps == 0 and position > 0:
             # Less is left than one global batch: the epoch was over.
-            self._epoch, position, self._detail = self._epoch + 1, 0, self._detail_at(self._epoch + 1, 0)
+            self._detail = self._detail_of_next_epoch(world)
+            self._epoch, position = self._epoch + 1, 0
             adapter.prepare(seed, self._epoch)
             share = self._share(world, self._epoch, 0)
         run = Run(self._epoch, position, seed, world, share, self._tail, self._detail)
@@ -520,9 +533,12 @@ class Loader:
                     MidepochWarning,
                     stacklevel=4,
                 )
-            detail = self._detail_at(self._epoch + 1, 0)
-            self._close_session(keep_detail=False)
-            self._epoch, self._first, self._detail, self._lost = self._epoch + 1, 0, detail, ""
+            adapter = self._adapter
+            world = self._current_world()
+            detail = self._detail_of_next_epoch(world) if adapter.jumps else ""
+            self._close_session(keep_detail=adapter.continuous)
+            self._detail = detail if adapter.jumps else self._detail_of_next_epoch(world)
+            self._epoch, self._first, self._lost = self._epoch + 1, 0, ""
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -545,17 +561,20 @@ class Loader:
                     f"the source ended after {given} of the {expected} batches that were left: mend its __len__, or "
                     "the StopIteration that its code raises or lets through"
                 ) from None
-            # An epoch of no batches, or a rank without a part in the last global batch.
-            current.exhausted = True
+            # An epoch of no batches, a rank without a part in the last global batch, or last steps that gave none.
+            current.exhausted = not (self._step == 0 and self._first > 0 and session.missing < 0)
             self._roll()
+            current.ended = current.exhausted
             self._close_session()
-            return False
+            return not current.exhausted
         resumed_at_the_end = self._step == 0 and self._first > 0
         nothing, batches_before = self.position == 0, self._trail[-1][2] if self._trail else 0
         self._close_session()
         if resumed_at_the_end:
-            self._epoch, self._first, self._detail = self._epoch + 1, 0, self._detail_at(self._epoch + 1, 0)
-            return True
+            self._detail = self._detail_of_next_epoch(self._current_world())
+            self._epoch, self._first = self._epoch + 1, 0
+            current.exhausted = session.others_go_on
+            return not current.exhausted
         current.exhausted = True
         if nothing and batches_before:
             raise SourceError(

@@ -31,6 +31,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
     _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
+    _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
@@ -55,6 +56,7 @@ def wrap(
     randomness: Literal["sample", "none"] = "sample",
     tail: Tail | None = None,
     fingerprint: str | None = None,
+    **settings: Any,
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
 
@@ -75,6 +77,8 @@ def wrap(
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
             "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
+        settings: what only some sources know, such as ``refill=True`` for webdataset pipelines; the page of the backend
+            in docs/ lists them.
 
     Raises:
         UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
@@ -96,11 +100,11 @@ def wrap(
             f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
             "longer ones"
         )
-    options = Options(seed, world, shard, randomness, tail, fingerprint)
-    return Loader(_adapter_for(source)(source, options), options)
+    options = Options(seed, world, shard, randomness, tail, fingerprint, settings)
+    return Loader(_adapter_for(source, options), options)
 
 
-def _adapter_for(source: Any) -> type[Adapter]:
+def _adapter_for(source: Any, options: Options) -> Adapter:
     if isinstance(source, torch.nn.Module | torch.optim.Optimizer | type):
         raise UnsupportedSourceError(
             f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
@@ -112,9 +116,21 @@ def _adapter_for(source: Any) -> type[Adapter]:
             f"there is no adapter for {type(source).__name__} yet ({_WITHOUT_ADAPTER[package]}): keep its own "
             "state, or wrap a DataLoader over the same data"
         )
+    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to the next
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
-        if adapter.recognises(source):
-            return adapter
+        if not adapter.recognises(source):
+            continue
+        unknown = options.settings.keys() - adapter.settings - passed_over
+        if unknown:
+            known = ", ".join(sorted(adapter.settings)) or "none"
+            raise TypeError(
+                f"wrap() got {', '.join(map(repr, sorted(unknown)))}, which a {type(source).__name__} has no use for "
+                f"(settings of its own: {known}): leave it out"
+            )
+        chosen = adapter.choose(source, options)
+        if chosen is not None:
+            return chosen
+        passed_over |= adapter.settings
     raise UnsupportedSourceError(
         f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
         "function"
@@ -125,10 +141,12 @@ def _present(backend: _Backend, source: Any) -> bool:
     """False where the source cannot be of that backend, so that the adapter need not be imported."""
     if backend.package is None:
         return True
-    # Not by the first part of the name alone: many packages are called nvidia.something.
-    return backend.package in sys.modules and any(
-        f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in type(source).__mro__
-    )
+    if backend.package not in sys.modules:
+        return False
+    # Not by the first part of the name alone: many packages are called nvidia.something. And a DataLoader is of the
+    # backend that its dataset is of.
+    kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
+    return any(f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in kinds)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ __all__ = [
     "gather",
     "join_parts",
     "part_of",
+    "parts_in",
     "reseal",
     "single_part",
 ]
@@ -205,6 +206,26 @@ def part_of(detail: str, rank: int, world_size: int) -> str:
                     "midepoch.gather(loader) returns (call it on every rank), or one state for each rank"
                 )
             return part
+    raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
+
+
+def parts_in(detail: str) -> dict[int, str]:
+    """All parts that a detail made by `single_part` or `join_parts` holds, by rank.
+
+    Raises:
+        StateCorruptError: it does not parse.
+    """
+    try:
+        parsed = json.loads(detail)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        parts = parsed.get("parts") if parsed.keys() == {"parts"} else None
+        if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
+            return dict(enumerate(parts))
+        rank, part = parsed.get("rank"), parsed.get("part")
+        if parsed.keys() == {"rank", "part"} and type(rank) is int and isinstance(part, str):
+            return {rank: part}
     raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
 
 

@@ -87,9 +87,7 @@ def test_correct_loaders_satisfy_every_law(options: dict[str, Any]) -> None:
         (ReplayingLoader, "cost", "constant_time_resume is declared no: it was told not to"),
     ],
 )
-def test_what_a_loader_declines_must_be_refused_clearly(
-    kind: Callable[..., Any], law: str, reason: str
-) -> None:
+def test_what_a_loader_declines_must_be_refused_clearly(kind: Callable[..., Any], law: str, reason: str) -> None:
     report = check(kind)
     assert report[law].status == "refused clearly"
     assert reason in report[law].reason

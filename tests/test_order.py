@@ -96,9 +96,7 @@ def test_golden_whole_epochs(size: int, seed: int, epoch: int, expected: list[in
 
 
 def test_golden_size_two() -> None:
-    firsts = "".join(
-        str(int(Shuffled(2).epoch(seed, epoch)[0:1][0])) for seed in range(4) for epoch in range(8)
-    )
+    firsts = "".join(str(int(Shuffled(2).epoch(seed, epoch)[0:1][0])) for seed in range(4) for epoch in range(8))
     assert firsts == "00100000011110101110111001010010"
 
 
@@ -146,8 +144,7 @@ class ReferenceFeistel:
         self.rows = math.ceil(size / (1 << self.bits))
         words = reference_keys(key, range(2 * rounds))
         self.rounds = [
-            (multiplier | 1, summand)
-            for multiplier, summand in zip(words[:rounds], words[rounds:], strict=True)
+            (multiplier | 1, summand) for multiplier, summand in zip(words[:rounds], words[rounds:], strict=True)
         ]
 
     def hash(self, i: int, word: int) -> int:
@@ -284,9 +281,7 @@ def test_shuffled_has_every_sample_once(size: int, seed: int, epoch: int) -> Non
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 20_000), st.integers(1, 3000), st.integers(1, 40), SEEDS, EPOCHS)
-def test_windowed_has_every_sample_once(
-    size: int, block_size: int, window: int, seed: int, epoch: int
-) -> None:
+def test_windowed_has_every_sample_once(size: int, block_size: int, window: int, seed: int, epoch: int) -> None:
     assert_every_sample_once(Windowed(size, block_size, window), seed, epoch)
 
 
@@ -304,9 +299,7 @@ def test_long_windows_have_every_sample_once(order: Windowed) -> None:
 
 
 @pytest.mark.parametrize("size", HUGE)
-@pytest.mark.parametrize(
-    "make", [Shuffled, lambda size: Windowed(size, 1000, 16)], ids=["shuffled", "windowed"]
-)
+@pytest.mark.parametrize("make", [Shuffled, lambda size: Windowed(size, 1000, 16)], ids=["shuffled", "windowed"])
 def test_huge_orders_repeat_nothing_and_stay_in_range(make: Callable[[int], Order], size: int) -> None:
     epoch = make(size).epoch(7, 3)
     starts = [0, size // 7, size // 2, size - 20_000]

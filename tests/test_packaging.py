@@ -150,11 +150,7 @@ def test_sdist_builds_alone_and_holds_the_sources(distributions: Path) -> None:
 def test_wheel_works_where_nothing_else_of_midepoch_is(distributions: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
         wheel.extractall(tmp_path)
-    code = (
-        "import midepoch, midepoch.adapters\n"
-        "print(midepoch.__file__)\n"
-        "print(midepoch.adapters.__file__)\n"
-    )
+    code = "import midepoch, midepoch.adapters\nprint(midepoch.__file__)\nprint(midepoch.adapters.__file__)\n"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     places = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment, cwd=tmp_path)
     assert places.split() == [

@@ -1,0 +1,112 @@
+"""webdataset: pipelines over tar shards, by themselves, in a WebLoader or in a torch DataLoader.
+
+| module | holds |
+|---|---|
+| pipeline | what a pipeline means |
+| shards | where shards are, and their bytes |
+| index | where each sample of a shard is |
+| finish | what is left for the main process |
+| indexed | shards that can be read anywhere |
+| streamed | shards that can only be read from their start |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+from webdataset import cache
+from webdataset.filters import reraise_exception
+from webdataset.pipeline import DataPipeline
+
+from midepoch.adapter import Adapter, Options
+from midepoch.adapters.webdataset.index import Index, Keys, build_index, default_cache
+from midepoch.adapters.webdataset.indexed import IndexedAdapter
+from midepoch.adapters.webdataset.pipeline import Pipeline, understand
+from midepoch.adapters.webdataset.shards import local_path
+from midepoch.adapters.webdataset.streamed import StreamedAdapter
+from midepoch.errors import SourceError, UnsupportedSourceError
+
+__all__ = ["WebDatasetAdapter"]
+
+# How many streams there are unless the user says so: as many readers as divide them can share them.
+_STREAMS = (1, 2, 3, 4, 6, 12)
+
+
+class WebDatasetAdapter(Adapter):
+    """Chooses how a pipeline is read: by position where its shards can be indexed, else as streams."""
+
+    name = "webdataset"
+    settings = frozenset({"index_cache", "progress", "refill", "replay", "streams"})
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A DataPipeline (WebDataset, WebLoader, ...), or a DataLoader over one."""
+        if isinstance(source, DataLoader):
+            return type(source).__iter__ is DataLoader.__iter__ and isinstance(source.dataset, DataPipeline)
+        return isinstance(source, DataPipeline) and type(source).__iter__ is DataPipeline.__iter__
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter | None:
+        """An IndexedAdapter or a StreamedAdapter; None, for a replay, if the user asks for it.
+
+        Raises:
+            UnsupportedSourceError: a stage cannot be understood.
+            SourceError: a shard cannot be read, or there are no samples.
+        """
+        settings = _checked(options.settings)
+        if settings["replay"]:
+            return None
+        pipeline = understand(source)
+        if options.shard is False:
+            raise UnsupportedSourceError(
+                "shard=False on a webdataset pipeline: midepoch divides its samples over the ranks; to give each rank "
+                "urls of its own, pass world=midepoch.World() and keep one state for each rank"
+            )
+        if not pipeline.urls:
+            raise SourceError("the pipeline has no shards: check its urls")
+        index = _index(pipeline, settings)
+        if isinstance(index, str):
+            streams = settings["streams"] or max(n for n in _STREAMS if n <= max(1, len(pipeline.urls)))
+            return StreamedAdapter(source, options, pipeline, _keys(pipeline), streams, index)
+        if not index.size and (pipeline.must_have_samples or pipeline.limit is not None):
+            raise SourceError(
+                f"no samples in {len(pipeline.urls)} shards: check the urls, or pass empty_check=False to WebDataset"
+            )
+        return IndexedAdapter(source, options, pipeline, _keys(pipeline), index)
+
+
+def _checked(settings: Any) -> dict[str, Any]:
+    checked = {"index_cache": None, "progress": None, "refill": False, "replay": False, "streams": None, **settings}
+    for name in ("refill", "replay"):
+        if not isinstance(checked[name], bool):
+            raise TypeError(f"{name} must be True or False, got {checked[name]!r}")
+    if checked["progress"] not in (None, True, False):
+        raise TypeError(f"progress must be True, False or None, got {checked['progress']!r}")
+    streams = checked["streams"]
+    if streams is not None and (type(streams) is not int or not 1 <= streams <= 256):
+        raise ValueError(f"streams must be an int in [1, 256] or None, got {streams!r}")
+    checked["index_cache"] = default_cache() if checked["index_cache"] is None else Path(checked["index_cache"])
+    return checked
+
+
+def _keys(pipeline: Pipeline) -> Keys:
+    given = {
+        **{name: pipeline.reading.get(name) for name in ("select_files", "rename_files")},
+        "keys": pipeline.grouping.get("keys"),
+    }
+    return Keys(**{name: value for name, value in given.items() if value is not None})
+
+
+def _index(pipeline: Pipeline, settings: dict[str, Any]) -> Index | str:
+    """The index of the pipeline's shards, or why they can only be streamed."""
+    opener = pipeline.opener
+    if isinstance(opener, cache.FileCache) and any(local_path(url) is None for url in pipeline.urls):
+        return "remote shards are read through webdataset's own cache of files"
+    opening: Callable[[Exception], Any] = getattr(opener, "handler", None) or getattr(opener, "arguments", {}).get(
+        "handler", reraise_exception
+    )
+    handlers = {"opening": opening, "reading": pipeline.reading.get("handler", reraise_exception)}
+    return build_index(pipeline.urls, _keys(pipeline), handlers, settings["index_cache"], settings["progress"])

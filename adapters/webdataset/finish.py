@@ -1,0 +1,67 @@
+"""What is left for the main process: the stages that the user put behind a DataLoader."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
+from midepoch.errors import SourceError
+from midepoch.keys import extend_key
+from midepoch.randomness import Purpose, Streams
+from midepoch.world import World
+
+__all__ = ["Answer", "Finish"]
+
+
+class Answer(NamedTuple):
+    """What came of a request: a batch, or several samples with the keys of their streams, or nothing."""
+
+    values: list[Any]
+    keys: list[int]
+
+
+class Finish:
+    """Runs those stages, each sample and each batch under its own stream.
+
+    Args:
+        pipeline: whose stages they are.
+        streams: False leaves the caller's generators to them.
+        whole: readers hand out whole batches; otherwise samples, of which batches are made here.
+    """
+
+    def __init__(self, pipeline: Pipeline, streams: bool, whole: bool) -> None:
+        self._sample_stages = pipeline.late_sample_stages
+        self._batch_stages = [*([] if whole else pipeline.batch_stages), *pipeline.late_batch_stages]
+        self.needed = bool(self._sample_stages or self._batch_stages)
+        self._streams = Streams(self._sample_stages, self._batch_stages) if streams and self.needed else None
+
+    @staticmethod
+    def check(values: list[Any], world: World) -> None:
+        """Raise SourceError where one rank alone is left without a batch, or one batch has become several."""
+        if not values and world.world_size > 1:
+            raise SourceError(
+                f"a stage behind the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, for "
+                "which the others would wait: drop samples before they are batched"
+            )
+        if len(values) > 1:
+            raise SourceError(f"{len(values)} batches came of one: let the stages behind batched() keep their number")
+
+    def __call__(self, answer: Answer, key: int) -> list[Any]:
+        """What comes of a reader's answer. `key`: of the batch's stream."""
+        streams = self._streams
+        if streams is None:
+            return run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
+        streams.begin()
+        try:
+            survivors = answer.values
+            if self._sample_stages:
+                survivors = []
+                for sample_key, value in zip(answer.keys, answer.values, strict=True):
+                    streams.start(extend_key(sample_key, Purpose.SAMPLE))
+                    survivors += run_stages(self._sample_stages, [value])
+            if not survivors or not self._batch_stages:
+                return survivors
+            streams.start(extend_key(key, Purpose.BATCH))
+            return run_stages(self._batch_stages, survivors)
+        finally:
+            streams.end()

@@ -1,0 +1,440 @@
+"""Where each sample of each shard is: built once, kept in a cache beside what identifies the shard.
+
+An index holds two 64-bit integers a sample, the first byte and the length of the stretch in which its files are. Their
+names are read with them, so whatever webdataset makes of names, it makes of these too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from webdataset.tariterators import base_plus_ext
+
+from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
+from midepoch.archives import TarError, TarIndex, index_tar, padded
+from midepoch.errors import SourceError
+
+__all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
+
+_LOG = logging.getLogger("midepoch.webdataset")
+_FORMAT = 1  # of the files in the cache
+_SKIPPED = re.compile(r"__[^/]*__($|/)")  # tar_file_iterator's own: what webdataset takes for metadata
+
+
+class Keys(NamedTuple):
+    """How files are grouped to samples: webdataset's arguments, where the user gave some."""
+
+    keys: Callable[[str], tuple[str | None, str]] = base_plus_ext
+    select_files: Callable[[str], bool] | None = None
+    rename_files: Callable[[str], str] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Nothing of the user's own, so an index can be kept."""
+        return self == Keys()
+
+    def chosen(self, name: str) -> str | None:
+        """The name under which webdataset takes a file; None for one that it leaves out."""
+        if name.startswith("__") and (_SKIPPED.match(name) or ("/" not in name and name.endswith("__"))):
+            return None
+        if self.rename_files is not None:
+            name = self.rename_files(name)
+        if self.select_files is not None and not self.select_files(name):
+            return None
+        return name
+
+    def prefix(self, name: str) -> str | None:
+        """The key of the sample that a file belongs to; None for one that belongs to none."""
+        chosen = self.chosen(name)
+        return None if chosen is None else self.keys(chosen)[0]
+
+
+class ShardIndex(NamedTuple):
+    """One shard's samples.
+
+    Attributes:
+        shard: what it was built from.
+        starts, lengths: int64; the stretch of each sample.
+        checksum: of the shard's headers.
+        lost: what a handler allowed to be lost, in words; empty where nothing is.
+    """
+
+    shard: Shard
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    checksum: int
+    lost: str = ""
+
+
+@dataclass
+class Index:
+    """The samples of all shards, in the user's order of shards.
+
+    Attributes:
+        shards: those that can be read.
+        counts: samples in each.
+        firsts: number of the first sample of each.
+        starts, lengths: int64; where each sample is in its shard.
+        checksum: tells these shards from others: names, samples and headers.
+        losses: what was lost, in words, one for each damaged shard.
+    """
+
+    shards: list[Shard]
+    counts: list[int]
+    firsts: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    checksum: str
+    losses: list[str]
+
+    @property
+    def size(self) -> int:
+        """Samples."""
+        return len(self.starts)
+
+    def ranges(self, samples: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """For each sample: its shard's number, its first byte and its length."""
+        numbers = np.searchsorted(self.firsts, samples, side="right") - 1
+        return list(zip(numbers.tolist(), self.starts[samples].tolist(), self.lengths[samples].tolist(), strict=True))
+
+
+def default_cache() -> Path:
+    """Where indexes are kept: ``$MIDEPOCH_CACHE``, else ``midepoch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    own = os.environ.get("MIDEPOCH_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midepoch"
+
+
+# --- one shard --------------------------------------------------------------------------------------------------------
+
+
+def _group(members: TarIndex, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The stretch of each sample, from its first file's header to its last file's end."""
+    prefixes = _plain_prefixes(members.names) if keys.plain else None
+    if prefixes is None:
+        named = [keys.prefix(name.decode("utf-8", "surrogateescape")) for name in members.names.tolist()]
+        kept = np.array([place for place, prefix in enumerate(named) if prefix is not None], dtype=np.int64)
+        new = np.array(
+            [at == 0 or named[place] != named[kept[at - 1]] for at, place in enumerate(kept.tolist())], dtype=bool
+        )
+    else:
+        kept, new = prefixes
+    if not kept.size:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    first = kept[new]
+    last = kept[np.append(np.flatnonzero(new)[1:] - 1, kept.size - 1)]
+    starts = members.headers[first]
+    return starts, members.offsets[last] + members.sizes[last] - starts
+
+
+def _plain_prefixes(names: npt.NDArray[np.bytes_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None:
+    """Which files belong to samples, and which of these begin one; None where a name needs a closer look.
+
+    What base_plus_ext does, for all names at once: a key ends at the first dot behind the last slash.
+    """
+    if not names.size:
+        return np.empty(0, np.int64), np.empty(0, bool)
+    width = names.dtype.itemsize
+    letters = names.view(np.uint8).reshape(names.size, width)
+    longest = int(np.flatnonzero(letters.any(axis=0))[-1]) + 1 if letters.any() else 0
+    letters = letters[:, :longest]
+    # Names that may be metadata, and line breaks, which a regular expression's dot does not match.
+    if not longest or (letters[:, 0] == ord("_")).any() or (letters == ord("\n")).any():
+        return None
+    slashes = letters == ord("/")
+    base = np.zeros(names.size, np.int64)
+    if slashes.any():
+        base = np.where(slashes.any(axis=1), longest - slashes[:, ::-1].argmax(axis=1), 0)
+    columns = np.arange(longest)
+    dots = letters == ord(".")
+    if base.any():
+        dots &= columns >= base[:, np.newaxis]
+    dot = dots.argmax(axis=1)
+    # A name without a dot, or that begins with one, is of no sample.
+    kept = np.flatnonzero(dots.any(axis=1) & (dot > base))
+    if not kept.size:
+        return kept, np.empty(0, bool)
+    letters, dot = letters[kept], dot[kept]
+    same = dot[1:] == dot[:-1]
+    same &= ((letters[1:] == letters[:-1]) | (columns >= dot[1:, np.newaxis])).all(axis=1)
+    return kept, np.concatenate([np.ones(1, bool), ~same])
+
+
+def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) -> ShardIndex:
+    """Read the shard's headers.
+
+    Raises:
+        SourceError: it is damaged, and the handler does not go on.
+    """
+    if shard.path:
+        members = index_tar(shard.path, shard.url)
+    else:
+        with open_shard(shard) as file:
+            members = index_tar(file, shard.url)
+    starts, lengths = _group(members, keys)
+    lost = ""
+    if members.damage is not None:
+        handler(members.damage)  # raises, or the loss is accepted
+        starts, lengths, lost = _without_partial(shard, members, keys, starts, lengths)
+        _LOG.warning("%s", lost)
+    return ShardIndex(shard, starts, lengths, members.checksum, lost)
+
+
+def _without_partial(
+    shard: Shard, members: TarIndex, keys: Keys, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
+    """A damaged shard's samples, without the last one if it may miss files: if another one has more."""
+    damage = members.damage
+    assert isinstance(damage, TarError)  # the caller has seen to it
+    whole = len(starts)
+    if whole:
+        files = np.searchsorted(members.offsets, starts + lengths) - np.searchsorted(members.headers, starts)
+        if whole == 1 or files[-1] < files[:-1].max():
+            whole -= 1
+    lost = shard.size - (int(starts[whole - 1] + padded(int(lengths[whole - 1]))) if whole else 0)
+    told = (
+        f"{shard.url}: {whole} samples before byte {damage.offset} are kept, {lost} bytes behind them are lost "
+        f"({damage.what})"
+    )
+    return starts[:whole], lengths[:whole], told
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def _cache_file(cache: Path, shard: Shard) -> Path:
+    where = os.path.realpath(shard.path) if shard.path else shard.url
+    return cache / "webdataset" / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.index"
+
+
+def _load(file: Path, shard: Shard) -> ShardIndex | None:
+    """What the cache has for this very shard; None for anything else, damaged files included."""
+    try:
+        data = file.read_bytes()
+        line, _, body = data.partition(b"\n")
+        head = json.loads(line)
+        if (head["format"], head["size"], head["stamp"]) != (_FORMAT, shard.size, shard.stamp):
+            return None
+        if zlib.crc32(body) != head["crc"] or len(body) != 16 * head["samples"]:
+            raise ValueError("its content does not fit its checksum")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOG.warning("the index %s cannot be used and is built anew (%s)", file, error)
+        return None
+    starts, lengths = np.frombuffer(body, "<i8").reshape(2, -1).astype(np.int64)
+    return ShardIndex(shard, starts, lengths, head["checksum"])
+
+
+def _save(file: Path, index: ShardIndex) -> None:
+    """Write it whole or not at all; a cache that cannot be written costs time, nothing else."""
+    body = np.stack([index.starts, index.lengths]).astype("<i8").tobytes()
+    head = {
+        "format": _FORMAT,
+        "url": index.shard.url,
+        "size": index.shard.size,
+        "stamp": index.shard.stamp,
+        "samples": len(index.starts),
+        "checksum": index.checksum,
+        "crc": zlib.crc32(body),
+    }
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".part")
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(json.dumps(head).encode() + b"\n" + body)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(file)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+        _LOG.warning("the index of %s cannot be kept (%s): it is built anew next time", index.shard.url, error)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Let one process build an index while the others wait for it. Without locks each builds its own."""
+    lock = file.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _cached(shard: Shard, keys: Keys, handler: Callable[[Exception], Any], cache: Path) -> ShardIndex:
+    # Without a stamp nothing tells a replaced shard; with functions of the user's own the samples depend on them.
+    if not keys.plain or not shard.stamp:
+        return _index_shard(shard, keys, handler)
+    file = _cache_file(cache, shard)
+    found = _load(file, shard)
+    if found is not None:
+        return found
+    with _locked(file):
+        found = _load(file, shard)
+        if found is None:
+            found = _index_shard(shard, keys, handler)
+            if not found.lost:
+                _save(file, found)
+    return found
+
+
+# --- all shards -------------------------------------------------------------------------------------------------------
+
+
+def build_index(
+    urls: list[str],
+    keys: Keys,
+    handlers: Mapping[str, Callable[[Exception], Any]],
+    cache: Path,
+    progress: bool | None,
+) -> Index | str:
+    """The index of all shards, or why they can only be streamed.
+
+    Args:
+        urls: of the shards.
+        keys: how files are grouped to samples.
+        handlers: "opening" for shards that cannot be opened, "reading" for damaged ones: webdataset's.
+        cache: folder of the cache.
+        progress: show a bar on standard error; None: where that is a terminal.
+
+    Raises:
+        SourceError: a shard cannot be read, and the handler does not go on.
+    """
+    found: list[Shard | str | Exception] = []
+    missing: list[str] = []
+    with ThreadPoolExecutor(max_workers=_threads()) as pool:
+        found = list(pool.map(_try_locate, urls))
+    shards: list[Shard] = []
+    for url, place in zip(urls, found, strict=True):
+        if isinstance(place, str):
+            return place
+        if isinstance(place, Exception):
+            error = SourceError(f"{url} cannot be opened ({place}): bring it back, or leave it out of the urls")
+            error.__cause__ = place
+            goes_on = handlers["opening"](error)
+            missing.append(f"{url}: the shard is lost ({place})")
+            _LOG.warning("%s", missing[-1])
+            if not goes_on:
+                break
+            continue
+        shards.append(place)
+    indexes = _build_all(shards, keys, handlers["reading"], cache, progress)
+    return _join(indexes, missing)
+
+
+def _threads() -> int:
+    return min(16, 2 * (os.cpu_count() or 1))
+
+
+def _try_locate(url: str) -> Shard | str | Exception:
+    try:
+        return locate(url)
+    except OSError as error:
+        return error
+
+
+def _build_all(
+    shards: list[Shard], keys: Keys, handler: Callable[[Exception], Any], cache: Path, progress: bool | None
+) -> list[ShardIndex]:
+    bar = _Progress(len(shards), sum(shard.size for shard in shards), progress)
+
+    def build(shard: Shard) -> ShardIndex:
+        built = _cached(shard, keys, handler, cache)
+        bar.advance(shard.size)
+        return built
+
+    with ThreadPoolExecutor(max_workers=_threads()) as pool:
+        try:
+            return list(pool.map(build, shards))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            bar.close()
+
+
+def _join(indexes: list[ShardIndex], missing: list[str]) -> Index:
+    counts = [len(index.starts) for index in indexes]
+    checksum = 0
+    for index, count in zip(indexes, counts, strict=True):
+        # Of the path its last part: data that were moved are the same data.
+        name = index.shard.url.rpartition("/")[2]
+        checksum = zlib.crc32(f"{name}:{count}:{index.shard.size}:{index.checksum}".encode(), checksum)
+    empty = np.empty(0, np.int64)
+    return Index(
+        shards=[index.shard for index in indexes],
+        counts=counts,
+        firsts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)[:-1]]) if counts else empty,
+        starts=np.concatenate([index.starts for index in indexes]) if counts else empty,
+        lengths=np.concatenate([index.lengths for index in indexes]) if counts else empty,
+        checksum=f"{checksum:08x}",
+        losses=missing + [index.lost for index in indexes if index.lost],
+    )
+
+
+class _Progress:
+    """A bar on standard error, once building has taken a moment."""
+
+    _PATIENCE = 0.5  # seconds
+    _WIDTH = 30  # characters
+
+    def __init__(self, shards: int, size: int, wanted: bool | None) -> None:
+        self._shards, self._size, self._done, self._bytes = shards, size, 0, 0
+        self._wanted = sys.stderr.isatty() if wanted is None else wanted
+        self._begun = self._shown = time.monotonic()
+        self._lock = threading.Lock()
+        self._visible = False
+
+    def advance(self, size: int) -> None:
+        with self._lock:
+            self._done += 1
+            self._bytes += size
+            now = time.monotonic()
+            if self._wanted and now - self._begun > self._PATIENCE and (now - self._shown > 0.1 or not self._visible):
+                self._shown = now
+                self._draw()
+
+    def _draw(self) -> None:
+        filled = self._WIDTH * self._bytes // max(self._size, 1)
+        bar = "█" * filled + "·" * (self._WIDTH - filled)
+        print(
+            f"\rmidepoch: indexing shards {bar} {self._done} of {self._shards}, {self._bytes / 1e9:.1f} GB",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._visible = True
+
+    def close(self) -> None:
+        if self._visible:
+            self._draw()
+            print(file=sys.stderr)

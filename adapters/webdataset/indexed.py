@@ -1,0 +1,558 @@
+"""Shards whose samples can be read one by one: the order is ours, and the state is a position in it."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import default_collate, default_convert
+from webdataset import filters
+from webdataset.tariterators import group_by_keys
+
+from midepoch import promises
+from midepoch.adapter import Adapter, Options, Run, Session
+from midepoch.adapters.webdataset.finish import Answer, Finish
+from midepoch.adapters.webdataset.index import Index, Keys
+from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
+from midepoch.adapters.webdataset.shards import RangeReader, Take
+from midepoch.archives import parse_members
+from midepoch.errors import SourceError, StateCorruptError, StateError
+from midepoch.indexed import spans
+from midepoch.keys import derive_key, derive_keys
+from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
+from midepoch.protocol import Capabilities, Capability
+from midepoch.randomness import Purpose, Streams
+from midepoch.serving import Server
+from midepoch.world import Share, World
+
+__all__ = ["IndexedAdapter", "order_of"]
+
+_REMEMBERED = 64  # batches that may be in flight
+_FEWEST_SHARDS = 16  # mixed at a time: more than most loaders have workers, each of which mixes one
+_WIDER = 4  # times webdataset's buffer, so that samples move at least as far
+_ENDLESS_PASSES = 1 << 16  # of an epoch that nothing ends
+_UNITS = 1 << 60  # no position lies beyond
+
+
+def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
+    """The order that takes the place of a pipeline's shuffles, over shards of so many samples."""
+    size, filled = sum(counts), sum(1 for count in counts if count)
+    if not pipeline.shuffles:
+        return Sequential(size)
+    window = max(_FEWEST_SHARDS, -(-_WIDER * pipeline.buffer * filled // max(size, 1)))
+    return Shuffled(size) if window >= filled else Windowed(size, tuple(counts), window)
+
+
+class _Request(NamedTuple):
+    """One batch: positions `start` to `stop` of an epoch.
+
+    Attributes:
+        seed: of order and streams.
+        base: samples of earlier epochs, counted through all passes.
+        size: positions in the epoch; those from there on repeat its beginning.
+        first, last: the positions of all ranks at this step, for a rank left without a sample.
+    """
+
+    seed: int
+    base: int
+    size: int
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class _Samples:
+    """webdataset's sample out of the bytes of its files."""
+
+    def __init__(self, pipeline: Pipeline, keys: Keys) -> None:
+        self._grouping = pipeline.grouping
+        self._keys = keys
+
+    def __call__(self, take: Take, length: int, url: str, path: str, start: int) -> list[dict[str, Any]]:
+        files = self._files(parse_members(take, length, url, start), url, path)
+        return list(group_by_keys(files, **self._grouping))
+
+    def _files(self, members: list[tuple[str, bytes]], url: str, path: str) -> Iterator[dict[str, Any]]:
+        chosen = self._keys.chosen
+        for name, content in members:
+            renamed = chosen(name)
+            if renamed is None:
+                continue
+            file = {"fname": renamed, "data": content, "__url__": url}
+            if path:
+                file["__local_path__"] = path
+            yield file
+
+
+class IndexedReader:
+    """Reads batches by position, each sample under its own stream.
+
+    Args:
+        index: of the shards.
+        order: of the samples in one pass.
+        pipeline: whose stages are run.
+        keys: how files are grouped to samples.
+        streams: False leaves the caller's generators to the stages.
+        batches: False hands out a request's samples one by one, for the main process to go on with.
+    """
+
+    def __init__(
+        self, index: Index, order: Order, pipeline: Pipeline, keys: Keys, streams: bool, batches: bool
+    ) -> None:
+        self.dataset = pipeline.dataset
+        self._index, self._order = index, order
+        self._samples = _Samples(pipeline, keys)
+        self._sample_stages = pipeline.sample_stages
+        self._batch_stages = pipeline.batch_stages if batches else []
+        self._batches = batches
+        self._draws_in_batch = any(_may_draw(stage) for stage in self._batch_stages)
+        self._ranges = RangeReader(index.shards)
+        self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
+        self._orders: dict[tuple[int, int], EpochOrder] = {}
+        self._unread = True  # in this process
+
+    def __call__(self, request: _Request) -> Answer:
+        """The batch; no value where nothing of it is left."""
+        answer = self._read(request, request.start, request.stop)
+        if self._unread:
+            self._unread = False
+            if self._streams is not None and self._streams.refresh():
+                # Stages made generators of their own while they ran: now that they are known, once more.
+                answer = self._read(request, request.start, request.stop)
+        if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
+            return answer
+        # Every sample of this rank was dropped, maybe of this rank alone: then it takes one of the others', since
+        # they would wait for it. What all ranks find empty, all pass over.
+        for position in range(request.first, request.last):
+            if not request.start <= position < request.stop:
+                answer = self._read(request, position, position + 1)
+                if answer.values:
+                    return answer
+        return answer
+
+    def _places(self, request: _Request, start: int, stop: int) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """Numbers of the samples at some positions, and the keys of their streams."""
+        positions = request.base + np.arange(start, stop, dtype=np.int64) % request.size
+        passes, places = np.divmod(positions, self._index.size)
+        samples = np.empty(len(positions), np.int64)
+        keys: list[int] = []
+        cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
+        cuts = sorted({*cuts, *(np.flatnonzero(np.diff(passes)) + 1).tolist()})
+        for first, last in pairwise(cuts):
+            number = int(passes[first])
+            begin = int(places[first])
+            samples[first:last] = self._order_of(request.seed, number)[begin : begin + last - first]
+            key = derive_key(Purpose.SAMPLE, request.seed, number)
+            keys += cast(list[int], derive_keys(key, places[first:last]).tolist())
+        return samples, keys
+
+    def _order_of(self, seed: int, number: int) -> EpochOrder:
+        order = self._orders.get((seed, number))
+        if order is None:
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            order = self._orders[seed, number] = self._order.epoch(seed, number)
+        return order
+
+    def _read(self, request: _Request, start: int, stop: int) -> Answer:
+        samples, keys = self._places(request, start, stop)
+        ranges = self._index.ranges(samples)
+        # Before any stream is begun: a file system of the network may draw random numbers.
+        takers = self._ranges.takers(ranges)
+        if self._streams is None:
+            return self._run(request, start, ranges, takers, keys, None)
+        self._streams.begin()
+        try:
+            return self._run(request, start, ranges, takers, keys, self._streams)
+        finally:
+            self._streams.end()
+
+    def _run(
+        self,
+        request: _Request,
+        start: int,
+        ranges: list[tuple[int, int, int]],
+        takers: list[Take],
+        keys: list[int],
+        streams: Streams | None,
+    ) -> Answer:
+        shards, stages = self._index.shards, self._sample_stages
+        survivors: list[Any] = []
+        kept: list[int] = []
+        for (number, first, length), take, key in zip(ranges, takers, keys, strict=True):
+            if streams is not None:
+                streams.start(key)
+            shard = shards[number]
+            values = run_stages(stages, self._samples(take, length, shard.url, shard.path, first))
+            survivors += values
+            kept += [key] * len(values)
+        if not survivors or not self._batch_stages:
+            return Answer(survivors, kept)
+        if streams is not None and self._draws_in_batch:
+            streams.start(_batch_key(request, start))
+        return Answer(run_stages(self._batch_stages, survivors), [])
+
+
+def _batch_key(request: _Request, start: int) -> int:
+    return derive_key(Purpose.BATCH, request.seed, request.base + start)
+
+
+def _may_draw(stage: Any) -> bool:
+    """False for webdataset's and torch's own ways to make a batch, which draw nothing."""
+    function = getattr(stage, "collate", getattr(stage, "function", stage))
+    return function not in (None, filters.default_collation_fn, default_collate, default_convert)
+
+
+class IndexedAdapter(Adapter):
+    """A pipeline over shards that are indexed."""
+
+    name: ClassVar[str] = "webdataset"
+
+    def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, index: Index) -> None:
+        super().__init__(source, options)
+        self._pipeline, self._index = pipeline, index
+        self._order = order_of(pipeline, index.counts)
+        self.batch_size = pipeline.batch_size or 1
+        self.drop_last = pipeline.drop_last
+        self.seed = pipeline.seed
+        self._refill = bool(options.settings.get("refill", False))
+        self._limit = pipeline.limit
+        self.continuous = self._limit is not None or self._refill
+        self.elastic = self.rank_independent = not self._refill
+        self._whole = not self._refill and not pipeline.late_sample_stages
+        self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, self._whole)
+        self._finish = Finish(pipeline, options.streams, self._whole)
+        self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
+        self._opened: tuple[int, int] | None = None  # epoch and size of what is open
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """WebDatasetAdapter makes this adapter."""
+        return False
+
+    # --- how long ---
+
+    def _full_size(self, world: World) -> int | None:
+        """Samples of all ranks in one epoch that begins in this world; None where it does not end."""
+        passes, limit = self._index.size, self._limit
+        if limit is None:
+            return passes
+        if limit.passes is not None:
+            passes *= limit.passes
+        if limit.units is None:
+            return passes if limit.passes is not None else None
+        loader = self._pipeline.loader
+        workers = max(1, loader.num_workers) if limit.of_worker and loader is not None else 1
+        units = limit.units * workers * world.world_size
+        return units if limit.passes is None else min(units, passes)
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Samples. An epoch that with_epoch has begun keeps its size in another world."""
+        if self._counted:
+            if detail:
+                return _parse_counted(detail)[1]
+            if self._opened is not None and self._opened[0] == epoch:
+                return self._opened[1]
+        return self._full_size(world)
+
+    @property
+    def _counted(self) -> bool:
+        """Epochs end where with_epoch says, and the state says where they began."""
+        return self._limit is not None and self._limit.units is not None and not self._refill
+
+    def _base(self, epoch: int, world: World, detail: str) -> int:
+        if detail and not self._refill:
+            return _parse_counted(detail)[0]
+        size = self._full_size(world)
+        return epoch * (self._index.size * _ENDLESS_PASSES if size is None else size)
+
+    def beginning(self, epoch: int, world: World) -> str:
+        """Where the epoch begins in all passes, and its size, where with_epoch counts."""
+        if not self._counted:
+            return ""
+        return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
+
+    def following(self, detail: str, epoch: int, world: World) -> str:
+        """The rest of an epoch that with_epoch ends goes by; with `refill` nothing does."""
+        if self._refill:
+            return detail
+        if not self._counted:
+            return ""
+        base, size = _parse_counted(detail or self.beginning(epoch, world))
+        return _counted_detail(base + size, self._full_size(world) or 0)
+
+    # --- what it is ---
+
+    def describe(self) -> dict[str, str]:
+        """The order, the shards, and whether epochs are passes."""
+        index = self._index
+        shards = f"{len(index.shards)} shards of {index.size} samples, {index.checksum}"
+        described = {"order": self._order.describe(), "shards": shards}
+        if self._refill:
+            described["refill"] = "yes"
+        if self._limit is not None:
+            described["epochs"] = "counted" if self._limit.units is not None else f"{self._limit.passes} passes"
+        return described
+
+    def capabilities(self) -> Capabilities:
+        """All yes, unless batches are refilled."""
+        pipeline = self._pipeline
+        stages = (pipeline.sample_stages, pipeline.late_sample_stages)
+        batch_stages = (pipeline.batch_stages, pipeline.late_batch_stages)
+        exact = promises.augmentations(
+            self.options,
+            stages,
+            batch_stages,
+            same_split="numbers drawn for a whole batch are exact on the same split",
+        )
+        own = Capability(False, "with refill=True each rank reads on as far as its own dropped samples make it")
+        return Capabilities(
+            exact_order=promises.OUR_ORDER,
+            exact_augmentations=exact,
+            constant_time_resume=promises.CONSTANT_TIME,
+            elastic_world=own if self._refill else promises.POSITIONS,
+            elastic_workers=promises.POSITIONS,
+            rank_independent=own if self._refill else promises.ONE_STATE,
+        )
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Where the epoch began, or where a refilled stream stands."""
+        if self._refill:
+            if detail:
+                _parse_refill(detail)
+            elif position:
+                raise StateCorruptError(
+                    f"the state stands at position {position} without this rank's own part: use a whole one"
+                )
+        elif not self._counted:
+            super().check_detail(detail, seed, epoch, position, world)
+        else:
+            size = _parse_counted(detail)[1]
+            if position > size:
+                raise StateCorruptError(f"position {position} lies beyond the epoch's {size}: use an undamaged state")
+
+    # --- sessions ---
+
+    def open(self, run: Run) -> Session:
+        """Batches from the position on."""
+        if run.world.world_size > 1 and not self._pipeline.splits and self.options.shard is None:
+            raise SourceError(  # told at the first batch, when the world is known
+                "the pipeline has no nodesplitter, so its urls may be this rank's own already: pass shard=True to "
+                "wrap() if every rank has the same urls (midepoch divides the samples), or world=midepoch.World() and "
+                "one state for each rank if they differ"
+            )
+        if self._refill:
+            return self._open_refilled(run)
+        share = run.share
+        if share is None:
+            size = self._index.size * _ENDLESS_PASSES
+            share = Share(size, run.position, self.batch_size, run.world, run.tail, self.drop_last)
+        base = self._base(run.epoch, run.world, run.detail)
+        if self._counted:
+            self._opened = (run.epoch, share.size)
+        requests = _requests(run.seed, base, share)
+        answers, close = self._serve(requests, run)
+        detail = _counted_detail(base, share.size) if self._counted else ""
+        after = _counted_detail(base + share.size, self._full_size(run.world) or 0) if self._counted else ""
+        return _IndexedSession(answers, close, self._finish, share, (detail, after), run, base)
+
+    def _serve(self, requests: Iterator[_Request], run: Run) -> tuple[Iterator[Answer], Callable[[], None]]:
+        if self._server is None:
+            return map(self._reader, requests), _nothing
+        return self._server(self._reader, requests, run)
+
+    def _open_refilled(self, run: Run) -> Session:
+        alone = Share(_UNITS - 1, 0, self.batch_size, run.world, "drop", True)
+        full = self._full_size(run.world)
+        steps = 0 if full is None else replace(alone, size=full, tail=run.tail, drop_last=self.drop_last).steps
+        turn, skip = _parse_refill(run.detail) if run.detail else (run.epoch * steps, 0)
+        requests = _requests(run.seed, 0, replace(alone, start=turn * alone.global_batch))
+        answers, close = self._serve(requests, run)
+        left = None if run.share is None else run.share.steps
+        return _RefilledSession(answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._index)
+
+    def close(self) -> None:
+        """Persistent worker processes."""
+        if self._server is not None:
+            self._server.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _requests(seed: int, base: int, share: Share) -> Iterator[_Request]:
+    first, ranks = share.start, range(share.world.world_size)
+    for step, (start, stop) in enumerate(spans(share)):
+        last = first + share.global_batch
+        if step >= share.full_steps:
+            last = max(replace(share, world=World(rank, len(ranks))).span(step)[1] for rank in ranks)
+        yield _Request(seed, base, share.size, start, stop, first, last)
+        first += share.global_batch
+
+
+_COUNTED = re.compile(r"base=(\d{1,18});size=(\d{1,18})")
+_REFILL = re.compile(r"turn=(\d{1,15});skip=(\d{1,9})")
+
+
+def _counted_detail(base: int, size: int) -> str:
+    return f"base={base};size={size}"
+
+
+def _parse_counted(detail: str) -> tuple[int, int]:
+    match = _COUNTED.fullmatch(detail)
+    if match is None or not int(match[2]):
+        raise StateCorruptError(f"the state's detail {detail!r} is not one of this pipeline: use an undamaged state")
+    return int(match[1]), int(match[2])
+
+
+def _parse_refill(detail: str) -> tuple[int, int]:
+    match = _REFILL.fullmatch(detail)
+    if match is None:
+        raise StateCorruptError(f"the state's detail {detail!r} is not one of this pipeline: use an undamaged state")
+    return int(match[1]), int(match[2])
+
+
+class _IndexedSession(Session):
+    def __init__(
+        self,
+        answers: Iterator[Answer],
+        close: Callable[[], None],
+        finish: Finish,
+        share: Share,
+        details: tuple[str, str],
+        run: Run,
+        base: int,
+    ) -> None:
+        self._answers, self._close, self._finish = answers, close, finish
+        self._share, self._details, self._run, self._base = share, details, run, base
+        self._taken = self._passed_over = 0
+        self._missing = deque([0], maxlen=_REMEMBERED)
+
+    def take(self) -> Any:
+        """The next batch that has something in it."""
+        while True:
+            answer = next(self._answers, None)
+            if answer is None:
+                raise StopIteration
+            values = answer.values
+            if self._finish.needed and values:
+                values = self._finish(answer, self._key())
+                self._finish.check(values, self._share.world)
+            if values:
+                break
+            self._passed_over += 1
+            self.missing = self._behind()
+        self._taken += 1
+        self.missing = self._behind()
+        self._missing.append(self.missing)
+        return values[0]
+
+    def _key(self) -> int:
+        """Of the batch's stream in the main process: a function of its first position, as in the reader."""
+        share = self._share
+        step = self._taken + self._passed_over
+        position = share.start + step * share.global_batch + share.world.rank * share.batch_size
+        return derive_key(Purpose.BATCH, self._run.seed, self._base + position)
+
+    def _behind(self) -> int:
+        """The units by which the position differs from the batches handed out; less than zero."""
+        if not self._passed_over:
+            return 0
+        share = self._share
+        reached = min((self._taken + self._passed_over) * share.global_batch, share.size - share.start)
+        return self._taken * share.global_batch - reached
+
+    @property
+    def varies(self) -> bool:
+        """True where steps were passed over."""
+        return self._passed_over > 0
+
+    def missing_before(self, back: int) -> int:
+        """As it was so many batches ago."""
+        if not back:
+            return self.missing
+        if not self._passed_over:
+            return 0
+        if back >= len(self._missing):
+            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
+        return self._missing[-1 - back]
+
+    def detail(self, back: int, finished: bool) -> str:
+        """Where the epoch began, or the next one does, where with_epoch counts."""
+        return self._details[finished]
+
+    def close(self) -> None:
+        self._close()
+
+
+class _RefilledSession(Session):
+    """Full batches: this rank reads on behind samples that were dropped, into the next pass if need be."""
+
+    def __init__(
+        self,
+        answers: Iterator[Answer],
+        close: Callable[[], None],
+        finish: Finish,
+        run: Run,
+        cursor: tuple[int, int],
+        batch_size: int,
+        left: int | None,
+        index: Index,
+    ) -> None:
+        self._answers, self._close, self._finish, self._run = answers, close, finish, run
+        self._batch_size, self._left = batch_size, left
+        self._turn, self._skip = cursor  # the span that is next, or whose rest is held
+        self._held: deque[tuple[int, Any]] = deque()
+        self._open = False  # the span at `_turn` has been read
+        self._patience = index.size // batch_size + 2  # spans without a sample, before that is an error
+        self._cursors = deque([cursor], maxlen=_REMEMBERED)
+
+    def take(self) -> Any:
+        """The next batch."""
+        if self._left == 0:
+            raise StopIteration
+        key = derive_key(self._run.seed, self._turn, self._skip)
+        batch: list[tuple[int, Any]] = []
+        empty = 0
+        while len(batch) < self._batch_size:
+            if not self._open:
+                answer = next(self._answers)
+                self._held = deque(zip(answer.keys, answer.values, strict=True))
+                self._open = True
+                for _ in range(min(self._skip, len(self._held))):
+                    self._held.popleft()
+            if self._held:
+                batch.append(self._held.popleft())
+                self._skip += 1
+                empty = 0
+                continue
+            self._turn, self._skip, self._open = self._turn + 1, 0, False
+            empty += 1
+            if empty > self._patience:
+                raise SourceError("every sample of a whole pass was dropped: let the stages keep some")
+        keys, values = [key for key, _ in batch], [value for _, value in batch]
+        outputs = self._finish(Answer(values, keys), key) if self._finish.needed else values
+        if not outputs:
+            raise SourceError("a stage dropped a whole batch: with refill=True drop samples before they are batched")
+        if self._left is not None:
+            self._left -= 1
+        self._cursors.append((self._turn, self._skip))
+        return outputs[0]
+
+    def detail(self, back: int, finished: bool) -> str:
+        """Where this rank's stream stands."""
+        if back >= len(self._cursors):
+            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
+        turn, skip = self._cursors[-1 - back]
+        return f"turn={turn};skip={skip}"
+
+    def close(self) -> None:
+        self._close()

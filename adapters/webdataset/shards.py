@@ -1,0 +1,216 @@
+"""Where shards are: local files, and objects that a server gives by ranges of bytes."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from midepoch.errors import SourceError
+
+__all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard"]
+
+_WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
+_OPEN_FILES = 128  # at once in one process; the usual limit is 1024
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
+
+
+class Shard(NamedTuple):
+    """One shard, and what tells that it has not changed.
+
+    Attributes:
+        url: as the user has it.
+        path: of the local file; empty where it is remote.
+        size: bytes.
+        stamp: modification time or etag; empty where the server says nothing.
+    """
+
+    url: str
+    path: str
+    size: int
+    stamp: str
+
+
+def local_path(url: str) -> str | None:
+    """The path of a local file, as webdataset reads urls; None for anything else."""
+    parsed = urlparse(url)
+    if parsed.scheme == "file":
+        return url2pathname(parsed.path)
+    return url if parsed.scheme == "" else None
+
+
+def locate(url: str) -> Shard | str:
+    """The shard, or why it can only be streamed.
+
+    Raises:
+        OSError: it is local and cannot be read.
+    """
+    path = local_path(url)
+    if path is None:
+        return _locate_remote(url)
+    with Path(path).open("rb") as file:
+        state = os.fstat(file.fileno())
+        if not file.seekable():
+            return f"{url} cannot be sought"
+        if file.read(6).startswith(_COMPRESSED):
+            return f"{url} is compressed"
+    return Shard(url, path, state.st_size, str(state.st_mtime_ns))
+
+
+def _locate_remote(url: str) -> Shard | str:
+    scheme = urlparse(url).scheme
+    if scheme == "pipe":
+        return "a pipe can only be read from its start"
+    try:
+        import fsspec
+    except ImportError:
+        return f"reading parts of {scheme}: urls needs fsspec (pip install 'midepoch[webdataset]')"
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+        info = filesystem.info(path)
+        beginning = filesystem.cat_file(path, start=0, end=512)
+    except (ImportError, ValueError, NotImplementedError) as error:
+        return f"{url} cannot be read in parts ({error})"
+    except OSError as error:
+        return f"{url} could not be read in parts ({type(error).__name__}: {error})"
+    size = info.get("size")
+    if type(size) is not int or len(beginning) != min(512, size):
+        return f"the server of {url} gives no parts of it"
+    if beginning.startswith(_COMPRESSED):
+        return f"{url} is compressed"
+    stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
+    return Shard(url, "", size, stamp)
+
+
+# What file systems of fsspec call an object's identity, the surest first.
+_STAMPS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "last_modified", "mtime")
+
+
+def open_shard(shard: Shard) -> BinaryIO:
+    """The shard as a file that can be sought."""
+    if shard.path:
+        return Path(shard.path).open("rb")
+    import fsspec
+
+    filesystem, path = fsspec.core.url_to_fs(shard.url)
+    # Headers of small files follow one another closely, so that reading ahead fetches several at once.
+    file: BinaryIO = filesystem.open(path, "rb", block_size=1 << 20, cache_type="readahead", size=shard.size)
+    return file
+
+
+Take = Callable[[int, int], bytes]
+"""(offset in a range, number of bytes) -> these bytes, fewer at its end."""
+
+
+def _slice(data: bytes, offset: int, count: int) -> bytes:
+    return data[offset : offset + count]
+
+
+class RangeReader:
+    """Reads ranges of bytes of shards, in one process. A copy in another process opens its own files.
+
+    Args:
+        shards: those that will be read, by number.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._pid = os.getpid()
+        self._windowed, self._window = -1, (b"", 0, 0)
+
+    def takers(self, ranges: Sequence[tuple[int, int, int]]) -> list[Take]:
+        """For each range (a shard's number, a first byte, a length) a function that gives its bytes.
+
+        Remote ranges are fetched here, all at once; local ones are read when they are asked for, and large files in
+        them straight to where they stay.
+
+        Raises:
+            SourceError: a shard has changed since it was indexed, or cannot be read.
+        """
+        if os.getpid() != self._pid:
+            self._files, self._pid = OrderedDict(), os.getpid()
+        remote = [each for each in ranges if not self._shards[each[0]].path]
+        fetched = iter(self._read_remote(remote) if remote else ())
+        return [
+            partial(self._take_local, *each)
+            if self._shards[each[0]].path
+            else partial(_slice, self._whole(next(fetched), *each))
+            for each in ranges
+        ]
+
+    def _take_local(self, number: int, start: int, length: int, offset: int, count: int) -> bytes:
+        """Bytes of a range; neighbouring small ones come out of one reading."""
+        window, first, last = self._window
+        begin = start + offset
+        if self._windowed == number and first <= begin and begin + count <= last:
+            return window[begin - first : begin - first + count]
+        count = min(count, length - offset)
+        if count > _WINDOW:
+            return self._read_local(number, begin, count)
+        window = self._read_local(number, begin, min(_WINDOW, length - offset))
+        self._windowed, self._window = number, (window, begin, begin + len(window))
+        return window[:count]
+
+    def _whole(self, data: bytes, number: int, start: int, length: int) -> bytes:
+        if len(data) != length:
+            raise SourceError(
+                f"{self._shards[number].url} gave {len(data)} of {length} bytes from byte {start} on: it has changed "
+                "since it was indexed; wrap the pipeline anew"
+            )
+        return data
+
+    def _read_local(self, number: int, start: int, length: int) -> bytes:
+        file = self._files.get(number)
+        if file is None:
+            file = self._open(number)
+        return self._whole(os.pread(file, length, start), number, start, length)
+
+    def _open(self, number: int) -> int:
+        shard = self._shards[number]
+        try:
+            file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceError(f"{shard.url} cannot be opened ({error}): bring it back, or wrap without it") from error
+        state = os.fstat(file)
+        if (state.st_size, str(state.st_mtime_ns)) != (shard.size, shard.stamp):
+            os.close(file)
+            raise SourceError(
+                f"{shard.url} has changed since it was indexed ({shard.size} bytes then, {state.st_size} now, or "
+                "another modification time): wrap the pipeline anew"
+            )
+        self._files[number] = file
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return file
+
+    def _read_remote(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
+        import fsspec
+
+        # Looked up each time: fsspec keeps one for each process, so that a forked one gets its own.
+        filesystem, _ = fsspec.core.url_to_fs(self._shards[ranges[0][0]].url)
+        paths = [filesystem._strip_protocol(self._shards[number].url) for number, _, _ in ranges]
+        starts, stops = [start for _, start, _ in ranges], [start + length for _, start, length in ranges]
+        answers: list[Any] = filesystem.cat_ranges(paths, starts, stops, on_error="return")
+        for answer, (number, start, _) in zip(answers, ranges, strict=True):
+            if isinstance(answer, BaseException):
+                raise SourceError(
+                    f"{self._shards[number].url} could not be read at byte {start} ({type(answer).__name__}: {answer}):"
+                    " if it has changed, wrap the pipeline anew"
+                ) from answer
+        return answers
+
+    def close(self) -> None:
+        """Close the files of this process."""
+        if os.getpid() == self._pid:
+            for file in self._files.values():
+                os.close(file)
+        self._files.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": OrderedDict(), "_pid": 0, "_windowed": -1, "_window": (b"", 0, 0)}

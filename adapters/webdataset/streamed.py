@@ -1,0 +1,779 @@
+"""Shards that can only be read from their start: pipes, compressed archives, servers that give no parts.
+
+The shards of a pass are dealt to a fixed number of streams, each of which is read in order by one reader and gives one
+batch in turn. A stream's cursor says at which byte of which shard its current stretch of samples begins, and how many
+of that stretch are done, so a resume reads again at most one shard's beginning and that stretch, for each stream.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import itertools
+import logging
+import lzma
+import re
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from webdataset.filters import reraise_exception
+from webdataset.tariterators import group_by_keys
+
+from midepoch import promises
+from midepoch.adapter import Adapter, Options, Run, Session
+from midepoch.adapters.webdataset.finish import Answer, Finish
+from midepoch.adapters.webdataset.index import Keys
+from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
+from midepoch.archives import TarError, padded, walk
+from midepoch.errors import (
+    SourceError,
+    StateCorruptError,
+    StateError,
+    StateMismatchError,
+    UnsupportedSourceError,
+)
+from midepoch.keys import derive_key, extend_key
+from midepoch.order import Sequential, Shuffled
+from midepoch.protocol import Capabilities, Capability
+from midepoch.randomness import Purpose, Streams
+from midepoch.serving import Server
+from midepoch.state import part_of, parts_in
+from midepoch.world import World
+
+__all__ = ["StreamedAdapter"]
+
+_LOG = logging.getLogger("midepoch.webdataset")
+_REMEMBERED = 64  # batches that may be in flight
+_FIRST_STRETCH = 128  # samples; the first are short, so that a pass begins soon
+_SHUFFLE = int.from_bytes(b"stretch", "big")
+_PIECE = 1 << 20  # bytes read at once where they are passed over
+
+_nonces = itertools.count(1)
+
+
+class _Cursor(NamedTuple):
+    """Where a stream stands.
+
+    Attributes:
+        passes: that lie behind.
+        place: shards of this pass that lie behind the current stretch's beginning.
+        offset: byte of the (decompressed) shard at which the stretch begins.
+        ordinal: samples of that shard before it.
+        stretch: stretches of this pass before it.
+        done: samples of it that were taken.
+    """
+
+    passes: int
+    place: int = 0
+    offset: int = 0
+    ordinal: int = 0
+    stretch: int = 0
+    done: int = 0
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+
+# --- one shard --------------------------------------------------------------------------------------------------------
+
+
+class _Bytes:
+    """Exactly as many bytes of a stream as are asked for, decompressed, however it gives them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._raw = stream
+        self._head = b""
+        self._head = self._exactly(stream.read, 6)
+        self._stream: Any = self
+        for magic, open_file in _DECOMPRESSORS:
+            if self._head.startswith(magic):
+                self._stream = open_file(_Prefixed(self._take_head(), stream))
+                break
+        self._decompressed = self._stream is not self
+
+    @staticmethod
+    def _exactly(read: Callable[[int], bytes], count: int) -> bytes:
+        data = read(count)
+        if len(data) == count or not data:
+            return data
+        parts, missing = [data], count - len(data)
+        while missing and (data := read(missing)):
+            parts.append(data)
+            missing -= len(data)
+        return b"".join(parts)
+
+    def _take_head(self) -> bytes:
+        head, self._head = self._head, b""
+        return head
+
+    def read(self, count: int) -> bytes:
+        """So many bytes, fewer at the end."""
+        if self._decompressed:
+            return self._exactly(self._stream.read, count)
+        if self._head:
+            head, self._head = self._head[:count], self._head[count:]
+            return head + (self._exactly(self._raw.read, count - len(head)) if count > len(head) else b"")
+        return self._exactly(self._raw.read, count)
+
+    def skip(self, count: int) -> None:
+        """Pass over so many bytes."""
+        while count > 0:
+            data = self.read(min(count, _PIECE))
+            if not data:
+                return
+            count -= len(data)
+
+    def close(self) -> None:
+        # What a pipe's process says when it is no longer listened to is no error.
+        with contextlib.suppress(OSError):
+            self._raw.close()
+
+
+class _Prefixed:
+    """A stream with some bytes put back before it."""
+
+    def __init__(self, head: bytes, stream: Any) -> None:
+        self._head, self._stream = head, stream
+
+    def read(self, count: int = -1) -> bytes:
+        if self._head:
+            count = len(self._head) if count < 0 else count
+            head, self._head = self._head[:count], self._head[count:]
+            return head
+        data: bytes = self._stream.read(count)
+        return data
+
+    def seekable(self) -> bool:
+        return False
+
+
+_DECOMPRESSORS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
+    (b"BZh", bz2.BZ2File),
+    (b"\xfd7zXZ\x00", lzma.LZMAFile),
+)
+_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
+
+
+class _Raw(NamedTuple):
+    """A sample as the shard has it, and where it is."""
+
+    place: int
+    offset: int
+    ordinal: int
+    shard: int
+    sample: dict[str, Any]
+
+
+class _Shards:
+    """Reads the samples of shards one after another, as webdataset makes them."""
+
+    def __init__(self, pipeline: Pipeline, keys: Keys) -> None:
+        self._urls, self._opener, self._keys = pipeline.urls, pipeline.opener, keys
+        self._handler = pipeline.reading.get("handler", reraise_exception)
+        self._grouping = pipeline.grouping
+
+    def samples(self, number: int, offset: int, ordinal: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Offset, ordinal and content of each sample from a byte on at which one begins."""
+        url = self._urls[number]
+        source = self._open(url)
+        if source is None:
+            _LOG.warning("%s cannot be opened: the shard is lost", url)
+            return
+        data = _Bytes(source["stream"])
+        try:
+            yield from self._grouped(data, source, url, offset, ordinal)
+        finally:
+            data.close()
+
+    def _open(self, url: str) -> dict[str, Any] | None:
+        assert self._opener is not None  # understand() has found one
+        try:
+            source: dict[str, Any] | None = next(iter(self._opener([{"url": url}])), None)
+        except Exception as error:
+            raise SourceError(
+                f"{url} cannot be opened ({error}): bring it back, or leave it out of the urls"
+            ) from error
+        return source
+
+    def _grouped(
+        self, data: _Bytes, source: dict[str, Any], url: str, offset: int, ordinal: int
+    ) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        files: list[dict[str, Any]] = []
+        prefix: str | None = None
+        begin = sound = offset
+        usual = 0  # the most files that a sample had
+        walker = None
+        try:
+            data.skip(offset)
+            walker = walk(data.read, data.skip, url, offset)
+            member, _ = next(walker)
+            while True:
+                content = self._content(data, url, sound, member.name, member.size)
+                sound = member.offset + padded(member.size)
+                chosen = self._keys.chosen(member.name)
+                key = None if chosen is None else self._keys.keys(chosen)[0]
+                if key is not None:
+                    if files and key != prefix:
+                        yield from self._whole(files, begin, ordinal)
+                        usual, files, ordinal = max(usual, len(files)), [], ordinal + 1
+                    if not files:
+                        begin, prefix = member.header, key
+                    file = {"fname": chosen, "data": content, "__url__": url}
+                    if "local_path" in source:
+                        file["__local_path__"] = source["local_path"]
+                    files.append(file)
+                member, _ = walker.send(True)
+        except StopIteration:
+            pass
+        except (TarError, *_BROKEN) as error:
+            damage = error
+            if not isinstance(error, TarError):
+                damage = TarError(url, sound, f"{type(error).__name__}: {error}", True)
+                damage.__cause__ = error
+            self._handler(damage)  # raises, or the loss is accepted
+            # The last sample may miss files, unless no other one has more.
+            if not usual or len(files) < usual:
+                files = []
+            _LOG.warning("%s: %d samples are kept, its rest from byte %d on is lost", url, ordinal + bool(files), sound)
+        finally:
+            if walker is not None:
+                walker.close()
+        if files:
+            yield from self._whole(files, begin, ordinal)
+
+    @staticmethod
+    def _content(data: _Bytes, url: str, sound: int, name: str, size: int) -> bytes:
+        content = data.read(padded(size))
+        if len(content) < size:
+            raise TarError(url, sound, f"{name!r} needs {size} bytes, {len(content)} are left", True)
+        return content[:size]
+
+    def _whole(
+        self, files: list[dict[str, Any]], begin: int, ordinal: int
+    ) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        # The same files give the same samples, so an ordinal is used once also where a handler leaves files out.
+        for sample in group_by_keys(iter(files), **self._grouping):
+            yield begin, ordinal, sample
+
+
+# --- one stream -------------------------------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    """What decides which samples a stream has, and in which order.
+
+    Attributes:
+        streams: their number.
+        shards: their number.
+        shuffles: shards are shuffled anew for each pass.
+        buffer: samples in a stretch, which are shuffled together; 1 for none.
+    """
+
+    streams: int
+    shards: int
+    shuffles: bool
+    buffer: int
+
+    def dealt(self, seed: int, passes: int, stream: int) -> tuple[list[int], int, int]:
+        """A stream's shards in one pass. Where shards are few, streams share one: then it has every n-th sample of it.
+
+        Returns:
+            numbers of the shards, n, and the remainder of its samples' ordinals by n.
+        """
+        order = (Shuffled if self.shuffles else Sequential)(self.shards).epoch(seed, passes)
+        if self.shards >= self.streams:
+            return order[:].tolist()[stream :: self.streams], 1, 0
+        own = stream % self.shards
+        sharing = len(range(own, self.streams, self.shards))
+        return order[own : own + 1].tolist(), sharing, stream // self.shards
+
+    def stretch_length(self, number: int) -> int:
+        """Samples in a stretch."""
+        return min(self.buffer, _FIRST_STRETCH << min(number, 32))
+
+
+class _Stream:
+    """Reads one stream from a cursor on. `passes`: the pass with which it ends, None for none."""
+
+    def __init__(
+        self, shards: _Shards, layout: _Layout, seed: int, stream: int, cursor: _Cursor, last_pass: int | None
+    ) -> None:
+        self._shards, self._layout, self._seed, self._stream = shards, layout, seed, stream
+        self._last_pass = last_pass
+        self.cursor = cursor
+        self._stretch: list[_Raw] = []
+        self._order: list[int] = []
+        self._source: Iterator[_Raw] = iter(())
+        self._ahead: _Raw | None = None  # the first sample of the next stretch, if it is known
+        self._open_pass()
+
+    def close(self) -> None:
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()
+
+    @property
+    def ended(self) -> bool:
+        return self._last_pass is not None and self.cursor.passes > self._last_pass
+
+    def _open_pass(self) -> None:
+        self.close()
+        self._source = iter(()) if self.ended else self._read(self.cursor)
+        self._ahead = None
+
+    def _read(self, cursor: _Cursor) -> Iterator[_Raw]:
+        numbers, every, remainder = self._layout.dealt(self._seed, cursor.passes, self._stream)
+        offset, ordinal = cursor.offset, cursor.ordinal
+        for place in range(cursor.place, len(numbers)):
+            for begin, count, sample in self._shards.samples(numbers[place], offset, ordinal):
+                if count % every == remainder:
+                    yield _Raw(place, begin, count, numbers[place], sample)
+            offset = ordinal = 0
+
+    def _fill(self) -> None:
+        """Read the stretch that the cursor stands in."""
+        cursor = self.cursor
+        length = self._layout.stretch_length(cursor.stretch)
+        ahead = [] if self._ahead is None else [self._ahead]
+        self._stretch = ahead + list(itertools.islice(self._source, length - len(ahead)))
+        self._ahead = None
+        if self._stretch:
+            first = self._stretch[0]
+            self.cursor = cursor._replace(place=first.place, offset=first.offset, ordinal=first.ordinal)
+            key = derive_key(_SHUFFLE, self._seed, cursor.passes, self._stream, cursor.stretch)
+            self._order = Shuffled(len(self._stretch)).epoch(key, 0)[:].tolist()
+        if cursor.done >= len(self._stretch):
+            self._settle()
+
+    def _settle(self) -> None:
+        """A stretch is done: put the cursor where the next one begins, so that the end is known when it is reached."""
+        self._stretch = []
+        first = self._ahead = next(self._source, None)
+        if first is not None:
+            stretch = self.cursor.stretch + 1
+            self.cursor = _Cursor(self.cursor.passes, first.place, first.offset, first.ordinal, stretch, 0)
+        for _ in range(2):
+            if self._ahead is not None or self.ended:
+                return
+            self.cursor = _Cursor(self.cursor.passes + 1)
+            self._open_pass()
+            self._ahead = next(self._source, None)
+        if self._ahead is None and not self.ended:
+            raise SourceError(
+                f"stream {self._stream} of {self._layout.streams} has no samples: pass fewer streams, or check its "
+                "shards"
+            )
+
+    def __next__(self) -> tuple[int, dict[str, Any]]:
+        """The key of the next sample's random stream, and the sample."""
+        while not self._stretch:
+            if self.ended:
+                raise StopIteration
+            self._fill()
+        raw = self._stretch[self._order[self.cursor.done]]
+        key = derive_key(Purpose.SAMPLE, self._seed, self.cursor.passes, raw.shard, raw.ordinal)
+        self.cursor = self.cursor._replace(done=self.cursor.done + 1)
+        if self.cursor.done == len(self._stretch):
+            self._settle()
+        return key, raw.sample
+
+
+# --- in a reading process ---------------------------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    """A stream's next batch.
+
+    Attributes:
+        session: number of the session, another one for each.
+        seed: of order and random streams.
+        stream: number of the stream.
+        cursor: where it stood when the session began.
+        batches: of the session before this one, from this stream.
+        last_pass: with which it ends; None for none.
+    """
+
+    session: int
+    seed: int
+    stream: int
+    cursor: _Cursor
+    batches: int
+    last_pass: int | None
+
+
+class _Batch(NamedTuple):
+    """The answer: what came of it, and where the stream stands behind it. `ended`: there was nothing left."""
+
+    answer: Answer
+    cursor: _Cursor
+    ended: bool
+
+
+class StreamedReader:
+    """Reads batches stream by stream; keeps its streams open from request to request."""
+
+    def __init__(
+        self, pipeline: Pipeline, keys: Keys, layout: _Layout, streams: bool, batches: bool, refill: bool
+    ) -> None:
+        self.dataset = pipeline.dataset
+        self._shards, self._layout = _Shards(pipeline, keys), layout
+        self._sample_stages = pipeline.sample_stages
+        self._batch_stages = pipeline.batch_stages if batches else []
+        self._batch_size, self._drop_last = pipeline.batch_size or 1, pipeline.drop_last
+        self._refill = refill
+        self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
+        self._open: dict[int, tuple[int, int, _Stream]] = {}  # session, batches taken, the stream
+
+    def __call__(self, request: _Request) -> _Batch:
+        """The batch."""
+        session, count, stream = self._open.pop(request.stream, (0, 0, None))
+        if stream is None or session != request.session or count > request.batches:
+            if stream is not None:
+                stream.close()
+            count = 0
+            stream = _Stream(
+                self._shards, self._layout, request.seed, request.stream, request.cursor, request.last_pass
+            )
+        while True:
+            batch = self._next(stream)
+            count += 1
+            if count > request.batches or batch.ended:
+                break
+        self._open[request.stream] = (request.session, count, stream)
+        return batch
+
+    def _next(self, stream: _Stream) -> _Batch:
+        survivors: list[Any] = []
+        keys: list[int] = []
+        while True:
+            # Reading shards may draw random numbers, so it is done before a stream of random numbers is begun.
+            raws = list(itertools.islice(_Rest(stream), self._batch_size - (len(survivors) if self._refill else 0)))
+            if not raws:
+                break
+            if len(raws) < self._batch_size and self._drop_last and not self._refill:
+                return _Batch(Answer([], []), stream.cursor, True)
+            self._run(raws, survivors, keys)
+            if survivors and (not self._refill or len(survivors) >= self._batch_size):
+                break
+        if not survivors:
+            return _Batch(Answer([], []), stream.cursor, True)
+        return _Batch(self._batched(survivors, keys), stream.cursor, False)
+
+    def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:
+        streams = self._streams
+        if streams is not None:
+            streams.begin()
+        try:
+            for key, sample in raws:
+                if streams is not None:
+                    streams.start(key)
+                values = run_stages(self._sample_stages, [sample])
+                survivors += values
+                keys += [key] * len(values)
+        finally:
+            if streams is not None:
+                streams.end()
+
+    def _batched(self, survivors: list[Any], keys: list[int]) -> Answer:
+        if not self._batch_stages:
+            return Answer(survivors, keys)
+        if self._streams is None:
+            return Answer(run_stages(self._batch_stages, survivors), [])
+        with self._streams.under(extend_key(keys[0], Purpose.BATCH)):
+            return Answer(run_stages(self._batch_stages, survivors), keys[:1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process opens its own.
+        return {**self.__dict__, "_open": {}}
+
+
+class _Rest:
+    """A stream as an iterator that may be left and taken up again."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> _Rest:
+        return self
+
+    def __next__(self) -> tuple[int, dict[str, Any]]:
+        return next(self._stream)
+
+
+# --- the adapter ------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A rank's part of a state.
+
+    Attributes:
+        following: the batch of all ranks that is next, modulo the number of streams.
+        size: batches of all ranks in an epoch that with_epoch ends; 0 for the world's own number.
+        cursors: where each stream stands that has been read.
+    """
+
+    following: int
+    size: int
+    cursors: dict[int, _Cursor]
+
+    def __str__(self) -> str:
+        cursors = ",".join(f"{stream}:{cursor}" for stream, cursor in sorted(self.cursors.items()))
+        return f"next={self.following};size={self.size};{cursors}"
+
+
+_PLACE = re.compile(r"next=(\d{1,9});size=(\d{1,18});((?:\d{1,3}:\d{1,18}(?:\.\d{1,18}){5}(?:,|$))*)")
+
+
+def _parse_place(detail: str) -> _Place:
+    match = _PLACE.fullmatch(detail)
+    if match is None:
+        raise StateCorruptError("the state's detail is not one of a streamed pipeline: use an undamaged state")
+    cursors = {}
+    for part in match[3].split(",") if match[3] else ():
+        stream, _, cursor = part.partition(":")
+        cursors[int(stream)] = _Cursor(*map(int, cursor.split(".")))
+    return _Place(int(match[1]), int(match[2]), cursors)
+
+
+class StreamedAdapter(Adapter):
+    """A pipeline over shards that can only be read from their start. The unit is a batch."""
+
+    name: ClassVar[str] = "webdataset-streams"
+    rank_independent = False
+
+    def __init__(
+        self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, streams: int, reason: str
+    ) -> None:
+        super().__init__(source, options)
+        self._pipeline, self._reason = pipeline, reason
+        self._layout = _Layout(streams, len(pipeline.urls), pipeline.shuffles, max(1, pipeline.buffer))
+        self.seed = pipeline.seed
+        self._refill = bool(options.settings.get("refill", False))
+        self.elastic = not self._refill
+        self.continuous = pipeline.limit is not None
+        whole = not pipeline.late_sample_stages
+        if pipeline.limit is not None and pipeline.limit.passes is not None:
+            raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
+        self._reader = StreamedReader(pipeline, keys, self._layout, options.streams, whole, self._refill)
+        self._finish = Finish(pipeline, options.streams, whole)
+        self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """WebDatasetAdapter makes this adapter."""
+        return False
+
+    @property
+    def _workers(self) -> int:
+        loader = self._pipeline.loader
+        return max(1, loader.num_workers) if loader is not None else 1
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> None:
+        """Unknown: only reading tells how many samples a shard has."""
+        return
+
+    def describe(self) -> dict[str, str]:
+        """The shards by name, and how they are dealt."""
+        layout = self._layout
+        names = zlib.crc32("\n".join(url.rpartition("/")[2] for url in self._pipeline.urls).encode())
+        shuffle = f"{layout.buffer}" if layout.shuffles else "no"
+        described = {"order": f"streams(shuffle={shuffle})", "shards": f"{layout.shards}:{names:08x}"}
+        described["streams"] = f"{layout.streams}"
+        described["epochs"] = "counted" if self._pipeline.limit is not None else "passes"
+        return described
+
+    def capabilities(self) -> Capabilities:
+        """As the table in docs/capabilities.md has it."""
+        pipeline, streams = self._pipeline, self._layout.streams
+        stages = (pipeline.sample_stages, pipeline.late_sample_stages)
+        batch_stages = (pipeline.batch_stages, pipeline.late_batch_stages)
+        where = f"where ranks x workers divides the {streams} streams"
+        elastic = Capability(True, f"{where}; with several ranks save midepoch.gather(loader)")
+        if self._refill:
+            elastic = Capability(False, "refill=True was stated")
+        return Capabilities(
+            exact_order=Capability(True, "the order of shards and of each stretch is a function of seed and pass"),
+            exact_augmentations=promises.augmentations(
+                self.options,
+                stages,
+                batch_stages,
+                same_split="numbers drawn for a whole batch are exact on the same split",
+            ),
+            constant_time_resume=Capability(
+                True, f"each stream reads one shard again, up to its offset, and no stage runs ({self._reason})"
+            ),
+            elastic_world=elastic,
+            elastic_workers=Capability(True, where),
+            rank_independent=Capability(False, "each rank knows its own streams: use midepoch.gather(loader)"),
+        )
+
+    # --- states ---
+
+    def part(self, detail: str, saved_world_size: int, world: World) -> str:
+        """The cursors of this rank's streams: its own part, or, in another world, all parts together."""
+        if saved_world_size == world.world_size and saved_world_size > 1:
+            return part_of(detail, world.rank, world.world_size)
+        parts = parts_in(detail)
+        if len(parts) < saved_world_size:
+            raise StateMismatchError(
+                f"this state holds the part of rank {', '.join(map(str, parts))} of {saved_world_size} only, this is a "
+                f"world of {world.world_size}: save what midepoch.gather(loader) returns (call it on every rank)"
+            )
+        places = [_parse_place(part) for part in parts.values() if part]
+        if not places:
+            return ""
+        cursors = {stream: cursor for place in places for stream, cursor in place.cursors.items()}
+        return str(_Place(max(place.following for place in places), places[0].size, cursors))
+
+    def following(self, detail: str, epoch: int, world: World) -> str:
+        """Where with_epoch ends an epoch, the next one goes on."""
+        if self._pipeline.limit is None or not detail:
+            return ""
+        return str(_parse_place(detail)._replace(size=0))
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """The cursors lie within the streams, and the streams can be shared in this world."""
+        if not detail:
+            if position:
+                raise StateCorruptError(
+                    f"the state stands at position {position} without this rank's own part: use a whole one"
+                )
+            return
+        place, layout = _parse_place(detail), self._layout
+        for stream, cursor in place.cursors.items():
+            sensible = stream < layout.streams and cursor.place <= layout.shards and max(cursor) < 1 << 60
+            if self._pipeline.limit is None:
+                sensible = sensible and epoch <= cursor.passes <= epoch + 1
+            if not sensible or cursor.done > layout.buffer:
+                raise StateCorruptError(f"stream {stream} of the state stands nowhere: use an undamaged state")
+        readers = world.world_size * self._workers
+        if layout.streams % readers:
+            raise StateMismatchError(
+                f"{layout.streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: run "
+                f"on numbers whose product divides {layout.streams}"
+            )
+
+    # --- sessions ---
+
+    def open(self, run: Run) -> Session:
+        """This rank's batches from its cursors on."""
+        streams, world = self._layout.streams, run.world
+        self._check_world(run)
+        place = _parse_place(run.detail) if run.detail else _Place(0, 0, {})
+        limit = self._pipeline.limit
+        left = None
+        size = place.size
+        if limit is not None and limit.units is not None:
+            workers = self._workers if limit.of_worker else 1
+            size = size or -(-limit.units // (self._pipeline.batch_size or 1)) * workers * world.world_size
+            left = -(-max(0, size - run.position) // world.world_size)
+        own = range((place.following + world.rank) % world.world_size, streams, world.world_size)
+        cursors = {stream: place.cursors.get(stream, _Cursor(run.epoch)) for stream in own}
+        others = any(cursor.passes == run.epoch for cursor in place.cursors.values())
+        place = _Place(place.following, size, cursors)
+        session = _StreamedSession(self._finish, place, streams, world, left)
+        session.others_go_on = limit is None and others
+        requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
+        if self._server is None:
+            session.begin(map(self._reader, requests), _nothing)
+        else:
+            session.begin(*self._server(self._reader, requests, run))
+        return session
+
+    def _check_world(self, run: Run) -> None:
+        world, streams, limit = run.world, self._layout.streams, self._pipeline.limit
+        readers = world.world_size * self._workers
+        if streams % readers:
+            raise UnsupportedSourceError(
+                f"{streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: pass "
+                f"streams={readers} or a multiple of it, always the same for this data"
+            )
+        if world.world_size == 1:
+            return
+        if not self._pipeline.splits and self.options.shard is None:
+            raise UnsupportedSourceError(
+                "the pipeline has no nodesplitter, so its urls may be this rank's own already: pass shard=True to "
+                "wrap() if every rank has the same urls (midepoch divides them), or world=midepoch.World() and one "
+                "state for each rank if they differ"
+            )
+        if (limit is None or limit.units is None) and run.tail != "uneven":
+            raise UnsupportedSourceError(
+                f"how many batches each of {world.world_size} ranks gets cannot be known without reading all shards "
+                f"({self._reason}): use with_epoch(n), which gives each rank n; or pass tail='uneven' if the training "
+                "loop can bear that some ranks end earlier"
+            )
+
+    def close(self) -> None:
+        """Persistent worker processes."""
+        if self._server is not None:
+            self._server.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _requests(run: Run, place: _Place, streams: int, last_pass: int | None, left: int | None) -> Iterator[_Request]:
+    session, world = next(_nonces), run.world
+    counts: dict[int, int] = {}
+    for step in itertools.count() if left is None else range(left):
+        stream = (place.following + step * world.world_size + world.rank) % streams
+        count = counts.get(stream, 0)
+        counts[stream] = count + 1
+        yield _Request(session, run.seed, stream, place.cursors[stream], count, last_pass)
+
+
+class _StreamedSession(Session):
+    def __init__(self, finish: Finish, place: _Place, streams: int, world: World, left: int | None) -> None:
+        self._finish, self._size, self._streams, self._world, self._left = finish, place.size, streams, world, left
+        self._cursors = dict(place.cursors)
+        self._following = place.following
+        self._ended_in_a_row = 0
+        # What each batch changed: the stream, where it stood before, and what came next before.
+        self._changes: deque[tuple[int, _Cursor, int]] = deque(maxlen=_REMEMBERED)
+
+    def begin(self, answers: Iterator[_Batch], close: Callable[[], None]) -> None:
+        """Whose answers to hand out."""
+        self._answers, self._close = answers, close
+
+    def take(self) -> Any:
+        """The next batch."""
+        while True:
+            if self._left == 0 or self._ended_in_a_row >= self._streams // self._world.world_size:
+                raise StopIteration
+            batch = next(self._answers)
+            stream = (self._following + self._world.rank) % self._streams
+            change = (stream, self._cursors[stream], self._following)
+            self._following = (self._following + self._world.world_size) % self._streams
+            self._cursors[stream] = batch.cursor
+            if batch.ended:
+                self._ended_in_a_row += 1
+                continue
+            self._ended_in_a_row = 0
+            values = batch.answer.values
+            if self._finish.needed:
+                first = batch.answer.keys[0] if batch.answer.keys else 0
+                values = self._finish(batch.answer, extend_key(first, Purpose.BATCH, 1))
+                self._finish.check(values, self._world)
+            if self._left is not None:
+                self._left -= 1
+            if values:
+                self._changes.append(change)
+                return values[0]
+
+    def detail(self, back: int, finished: bool) -> str:
+        """The cursors of this rank's streams."""
+        if back > len(self._changes):
+            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
+        cursors, following = dict(self._cursors), self._following
+        for stream, cursor, before in list(self._changes)[len(self._changes) - back :][::-1]:
+            following = before
+            cursors[stream] = cursor
+        return str(_Place(following, self._size, cursors))
+
+    def close(self) -> None:
+        self._close()

@@ -1,0 +1,138 @@
+"""Answering requests in this process or in worker processes, with the settings of a torch DataLoader.
+
+The worker processes are those of a DataLoader of ours, whose "dataset" is a reader and whose "sampler" gives requests.
+So they hold no progress that a state would have to know: a request says all that its answer depends on, and answers
+come back in the order of the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from .adapter import Options, Run
+from .keys import derive_key
+from .randomness import Purpose
+
+__all__ = ["Server"]
+
+
+def _nothing() -> None:
+    pass
+
+
+class Server:
+    """Answers requests with the settings of the user's DataLoader: in this process, or in its number of workers.
+
+    Args:
+        loader: only read; its dataset, sampler and collate function play no part.
+        options: as given to `wrap`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], options: Options) -> None:
+        self._loader = loader
+        self._streams = options.streams
+        self._persistent: dict[int, DataLoader[Any]] = {}
+
+    def __call__(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
+        """The answers of `reader`, in the order of `requests`, and how to stop."""
+        theirs = self._loader
+        if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
+            return map(reader, requests), _nothing
+        ours = self._persistent.get(id(reader))
+        if ours is not None and not all(worker.is_alive() for worker in getattr(ours._iterator, "_workers", ())):
+            _Shutdown(ours._iterator)()
+            ours = None
+        if ours is None:
+            ours = self._make(reader)
+            if theirs.persistent_workers:
+                self._persistent[id(reader)] = ours
+        sampler = ours.sampler
+        assert isinstance(sampler, _Requests)  # _make's
+        sampler.requests = requests
+        if self._streams and ours.generator is not None:
+            # The base seed of the worker processes comes from it, not from the caller's generator.
+            ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
+        answers = iter(ours)
+        return answers, _nothing if theirs.persistent_workers else _Shutdown(answers)
+
+    def _make(self, reader: Any) -> DataLoader[Any]:
+        theirs = self._loader
+        return DataLoader(
+            _Remote(reader),
+            batch_size=None,
+            sampler=_Requests(),
+            collate_fn=_as_it_is,
+            num_workers=theirs.num_workers,
+            pin_memory=theirs.pin_memory,
+            pin_memory_device=theirs.pin_memory_device,
+            timeout=theirs.timeout,
+            worker_init_fn=_WorkerInit(theirs.worker_init_fn),
+            multiprocessing_context=theirs.multiprocessing_context,
+            generator=torch.Generator() if self._streams else theirs.generator,
+            prefetch_factor=theirs.prefetch_factor,
+            persistent_workers=theirs.persistent_workers,
+        )
+
+    def close(self) -> None:
+        """End persistent worker processes."""
+        for ours in self._persistent.values():
+            _Shutdown(ours._iterator)()
+        self._persistent.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_persistent": {}}
+
+
+class _Shutdown:
+    """Ends the worker processes of a DataLoader's iterator now, not when the garbage is collected."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __call__(self) -> None:
+        shutdown = getattr(self._iterator, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+
+class _Requests(Sampler[Any]):
+    """The sampler of our DataLoader: the requests of the session that runs."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.requests)
+
+
+class _Remote(Dataset[Any]):
+    """The dataset of our DataLoader: a reader, which answers requests."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def __getitem__(self, request: Any) -> Any:
+        return self.reader(request)
+
+
+class _WorkerInit:
+    """Shows code in a worker process the user's dataset where it looks for it, then runs the user's own function."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None:
+            # WorkerInfo refuses assignment, so that users do not; torch's docs have them configure info.dataset.
+            object.__setattr__(info, "dataset", info.dataset.reader.dataset)  # type: ignore[attr-defined]
+        if self._then is not None:
+            self._then(worker)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

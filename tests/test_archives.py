@@ -1,0 +1,204 @@
+"""Where the members of an archive are: against tarfile, for every kind of archive; and every kind of damage."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from midepoch.archives import TarError, index_tar, parse_members, walk
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: Any) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in attributes.items():
+        setattr(info, key, value)
+    archive.addfile(info, io.BytesIO(data))
+
+
+def make(path: Path, kind: str, names: list[str], size: int = 700) -> None:
+    random = np.random.default_rng(0)
+    with tarfile.open(path, "w", format=FORMATS[kind]) as archive:
+        for name in names:
+            add(archive, name, random.bytes(int(random.integers(0, size))), mtime=1.5 if kind == "pax" else 1)
+
+
+def expected(path: Path) -> list[tuple[str, int, int, bytes]]:
+    with tarfile.open(path) as archive:
+        return [
+            (info.name, info.offset_data, info.size, archive.extractfile(info).read())  # type: ignore[union-attr]
+            for info in archive
+            if info.isreg()
+        ]
+
+
+def members(stretch: bytes, start: int) -> list[tuple[str, bytes]]:
+    return parse_members(lambda offset, count: stretch[offset : offset + count], len(stretch), "it", start)
+
+
+def check(path: Path) -> None:
+    """The index by path and by open file, and what is read by it, are what tarfile has."""
+    data = path.read_bytes()
+    for index in (index_tar(path), index_tar(io.BytesIO(data), "it")):
+        assert index.damage is None
+        names = [name.decode("utf-8", "surrogateescape") for name in index.names.tolist()]
+        found = list(zip(names, index.offsets.tolist(), index.sizes.tolist(), strict=True))
+        assert found == [each[:3] for each in expected(path)]
+        for header, offset, size, (name, _, _, content) in zip(
+            index.headers.tolist(), index.offsets.tolist(), index.sizes.tolist(), expected(path), strict=True
+        ):
+            assert members(data[header : offset + size], header) == [(name, content)]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"sample{i:04d}.{suffix}" for i in range(50) for suffix in ("cls", "jpg")],
+        ["a.b"],
+        [f"{'d' * 90}/{'e' * 60}{i}.x" for i in range(3)],
+        ["ä/ö.ü", "plain.txt", "日本.jpg"],
+    ],
+    ids=["plain", "one", "long", "unicode"],
+)
+def test_index_agrees_with_tarfile(tmp_path: Path, kind: str, names: list[str]) -> None:
+    make(tmp_path / "x.tar", kind, names)
+    check(tmp_path / "x.tar")
+
+
+def test_what_is_not_a_regular_file_is_passed_over(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "folder", type=tarfile.DIRTYPE)
+        add(archive, "folder/a.txt", b"a" * 600)
+        add(archive, "link", type=tarfile.SYMTYPE, linkname="folder/a.txt")
+        add(archive, "hard", type=tarfile.LNKTYPE, linkname="folder/a.txt")
+        add(archive, "fifo", type=tarfile.FIFOTYPE)
+        add(archive, "b.txt", b"")
+    check(tmp_path / "x.tar")
+
+
+def test_an_archive_inside_an_archive_is_one_member(tmp_path: Path) -> None:
+    make(tmp_path / "inner.tar", "pax", [f"{i}.x" for i in range(20)])
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        add(archive, "before.x", b"1")
+        add(archive, "inner.tar", (tmp_path / "inner.tar").read_bytes())
+        add(archive, "after.x", b"2")
+    check(tmp_path / "x.tar")
+    assert index_tar(tmp_path / "x.tar").names.tolist() == [b"before.x", b"inner.tar", b"after.x"]
+
+
+def test_archives_without_the_magic_are_walked(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "ustar", ["a.x", "b.x"])
+    data = bytearray((tmp_path / "x.tar").read_bytes())
+    for index in (0, 1):
+        header = int(index_tar(tmp_path / "x.tar").headers[index])
+        block = data[header : header + 512]
+        block[257:265] = bytes(8)
+        block[148:156] = b" " * 8
+        block[148:156] = f"{sum(block):06o}\0 ".encode()
+        data[header : header + 512] = block
+    (tmp_path / "v7.tar").write_bytes(data)
+    check(tmp_path / "v7.tar")
+
+
+def test_an_empty_archive_has_no_members(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "pax", [])
+    index = index_tar(tmp_path / "x.tar")
+    assert len(index.sizes) == 0 and index.damage is None
+
+
+def cut_in_data(data: bytearray, index: Any) -> bytearray:
+    return data[: int(index.offsets[7]) + 100]
+
+
+def cut_between_members(data: bytearray, index: Any) -> bytearray:
+    return data[: int(index.headers[7])]
+
+
+def cut_in_header(data: bytearray, index: Any) -> bytearray:
+    return data[: int(index.headers[7]) + 300]
+
+
+def without_marker(data: bytearray, index: Any) -> bytearray:
+    return data[: index.end]
+
+
+def with_bad_checksum(data: bytearray, index: Any) -> bytearray:
+    data[int(index.offsets[7]) - 500] ^= 1
+    return data
+
+
+def with_bad_magic(data: bytearray, index: Any) -> bytearray:
+    data[int(index.offsets[7]) - 512 : int(index.offsets[7])] = b"?" * 512
+    return data
+
+
+DAMAGES: dict[str, tuple[Callable[[bytearray, Any], bytearray], int]] = {
+    "cut in data": (cut_in_data, 7),
+    "cut between members": (cut_between_members, 7),
+    "cut in a header": (cut_in_header, 7),
+    "no marker": (without_marker, 10),
+    "bad checksum": (with_bad_checksum, 7),
+    "bad magic": (with_bad_magic, 7),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_damage_is_told_with_its_place(tmp_path: Path, name: str, kind: str) -> None:
+    make(tmp_path / "x.tar", kind, [f"{i}.x" for i in range(10)], 2000)
+    whole = index_tar(tmp_path / "x.tar")
+    damage, sound = DAMAGES[name]
+    (tmp_path / "bad.tar").write_bytes(damage(bytearray((tmp_path / "x.tar").read_bytes()), whole))
+    for index in (index_tar(tmp_path / "bad.tar"), index_tar((tmp_path / "bad.tar").open("rb"), "bad.tar")):
+        assert index.damage is not None
+        assert index.headers.tolist() == whole.headers[:sound].tolist()
+        end = whole.end if sound == 10 else int(whole.headers[sound])
+        assert index.damage.offset == end
+        assert "bad.tar" in str(index.damage) and f"byte {end}" in str(index.damage)
+
+
+def test_walking_a_stream_needs_no_seeking(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "pax", [f"{i}.x" for i in range(10)])
+    index = index_tar(tmp_path / "x.tar")
+    stream = io.BytesIO((tmp_path / "x.tar").read_bytes())
+    start = int(index.headers[4])
+    stream.read(start)
+    found = [member for member, _ in walk(stream.read, lambda count: (stream.read(count), None)[1], "it", start)]
+    assert [member.offset for member in found] == index.offsets[4:].tolist()
+
+
+def test_reading_what_is_no_member_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "pax", ["a.x", "b.x"])
+    index = index_tar(tmp_path / "x.tar")
+    data = (tmp_path / "x.tar").read_bytes()
+    with pytest.raises(TarError, match=r"it is damaged at byte"):
+        members(data[int(index.offsets[0]) :][:600], int(index.offsets[0]))
+    with pytest.raises(TarError, match="beyond where the index has it"):
+        members(data[int(index.headers[1]) : int(index.offsets[1])], 0)
+
+
+def test_other_files_have_another_checksum(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "gnu", ["a.x", "b.x"])
+    make(tmp_path / "y.tar", "gnu", ["a.x", "c.x"])
+    assert index_tar(tmp_path / "x.tar").checksum != index_tar(tmp_path / "y.tar").checksum
+    assert index_tar(tmp_path / "x.tar").checksum == index_tar((tmp_path / "x.tar").open("rb")).checksum
+
+
+def test_scanning_is_faster_than_walking(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "pax", [f"{i:06d}.x" for i in range(4000)], 3000)
+    seconds = []
+    for archive in (tmp_path / "x.tar", (tmp_path / "x.tar").open("rb")):
+        begun = time.perf_counter()
+        index_tar(archive)
+        seconds.append(time.perf_counter() - begun)
+    assert seconds[0] < seconds[1]

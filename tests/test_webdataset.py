@@ -1,0 +1,1184 @@
+"""webdataset pipelines: its documented idioms, the index, damage, object stores. The laws: test_webdataset_laws."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import midepoch
+from midepoch import SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
+
+wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import webdataset_sources as sources  # noqa: E402
+from webdataset_sources import compress, encoded, make_shards, write_shard  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(folder))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> list[str]:
+    """20 samples in five shards of unequal sizes, one of them empty."""
+    return make_shards(tmp_path / "shards", [4, 6, 0, 7, 3])
+
+
+def number(sample: dict[str, Any]) -> int:
+    return int(sample["cls"])
+
+
+def plain(urls: list[str] | str, **arguments: Any) -> Any:
+    arguments.setdefault("shardshuffle", False)
+    return wds.WebDataset(urls, **arguments)
+
+
+def numbers(urls: list[str] | str, batch: int = 2, **arguments: Any) -> Any:
+    """Batches of sample numbers, in order."""
+    return plain(urls, **arguments).map(number).batched(batch, collation_fn=list)
+
+
+def flat(batches: Iterable[Any]) -> list[Any]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+def resumed(make: Any, cut: int, make_again: Any = None) -> tuple[list[Any], list[Any]]:
+    """What came before the cut, and what another loader gives that goes on from there."""
+    with make() as loader:
+        iterator = iter(loader)
+        head = [next(iterator) for _ in range(cut)]
+        state = json.loads(json.dumps(loader.state_dict()))
+    with (make_again or make)() as other:
+        other.load_state_dict(state)
+        return head, list(other)
+
+
+# --- what a pipeline means --------------------------------------------------------------------------------------------
+
+
+def test_samples_are_those_of_the_plain_pipeline(urls: list[str]) -> None:
+    expected = list(plain(urls))
+    found = list(midepoch.wrap(plain(urls)))
+    assert len(found) == 20
+    assert found == expected
+    assert [list(sample) for sample in found] == [list(sample) for sample in expected]
+
+
+def test_samples_of_files_with_odd_names_are_those_of_the_plain_pipeline(tmp_path: Path) -> None:
+    names = [
+        "__meta__",
+        "dir.v1/a.cls",
+        "dir.v1/a.b.TXT",
+        "nodot",
+        ".hidden",
+        "__x__/b.cls",
+        "b.cls",
+        "_c.cls",
+    ]
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in [*names, "a.cls", "ö/ü.cls", "long" * 40 + ".cls", "dir/", "d.cls"]:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            archive.addfile(info, io.BytesIO(b"123"))
+    expected = list(plain(str(tmp_path / "x.tar")))
+    assert len(expected) == 7
+    assert list(midepoch.wrap(plain(str(tmp_path / "x.tar")))) == expected
+    for extra in ({"select_files": lambda name: "a" in name}, {"rename_files": lambda name: name.replace("b.", "e.")}):
+        expected = list(plain(str(tmp_path / "x.tar"), **extra))
+        assert list(midepoch.wrap(plain(str(tmp_path / "x.tar"), **extra))) == expected
+
+
+def _images(folder: Path) -> str:
+    from PIL import Image
+
+    with wds.TarWriter(str(folder / "images-0.tar")) as first, wds.TarWriter(str(folder / "images-1.tar")) as second:
+        for index in range(12):
+            picture = io.BytesIO()
+            Image.fromarray(np.full((4, 4, 3), index, np.uint8)).save(picture, "PNG")
+            sample = {"__key__": f"{index:04d}", "png": picture.getvalue(), "cls": str(index).encode()}
+            (first if index < 5 else second).write({**sample, "json": b'{"a": 1}', "npy": encoded(np.arange(2))})
+    return str(folder / "images-{0..1}.tar")
+
+
+def augment(image: Any) -> Any:
+    return image + float(torch.rand(1))
+
+
+def tuple_augmented(sample: dict[str, Any]) -> tuple[Any, int]:
+    return augment(torch.from_numpy(sample["png"])), sample["cls"]
+
+
+IDIOMS: dict[str, Any] = {
+    "fluid": lambda u: (
+        wds.WebDataset(u, shardshuffle=100).shuffle(1000).decode("rgb").to_tuple("png", "cls").map_tuple(augment, None)
+    ),
+    "fluid, batched": lambda u: (
+        wds.WebDataset(u, shardshuffle=True).shuffle(10).decode("torchrgb").to_tuple("png;jpg", "cls").batched(5)
+    ),
+    "map": lambda u: wds.WebDataset(u, shardshuffle=5).shuffle(9).decode("rgb").map(tuple_augmented).batched(4),
+    "map_dict, rename": lambda u: (
+        wds.WebDataset(u, shardshuffle=5)
+        .decode("rgb")
+        .rename(image="jpg;png", label="cls")
+        .map_dict(image=augment)
+        .to_tuple("image", "label")
+    ),
+    "pipeline": lambda u: wds.DataPipeline(
+        wds.SimpleShardList(u),
+        wds.shuffle(100),
+        wds.split_by_worker,
+        wds.tarfile_to_samples(),
+        wds.shuffle(1000),
+        wds.decode("torchrgb"),
+        wds.to_tuple("png", "cls"),
+        wds.map_tuple(augment, None),
+        wds.batched(3),
+    ),
+    "pipeline, detshuffle": lambda u: wds.DataPipeline(
+        wds.SimpleShardList(u),
+        wds.detshuffle(),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_to_samples(handler=wds.warn_and_continue),
+        wds.decode("rgb", handler=wds.warn_and_continue),
+        wds.to_tuple("png", "cls", handler=wds.warn_and_continue),
+    ),
+    "pipeline of a pipeline": lambda u: wds.DataPipeline(
+        wds.WebDataset(u, shardshuffle=False).decode("rgb"), wds.to_tuple("png", "cls"), wds.batched(5, partial=False)
+    ),
+    "DataLoader": lambda u: DataLoader(
+        wds.WebDataset(u, shardshuffle=5).shuffle(5).decode("torchrgb").to_tuple("png", "cls"),
+        batch_size=4,
+        num_workers=2,
+    ),
+    "DataLoader, batches": lambda u: DataLoader(
+        wds.WebDataset(u, shardshuffle=5).decode("torchrgb").to_tuple("png", "cls").batched(4),
+        batch_size=None,
+        num_workers=1,
+    ),
+    "WebLoader": lambda u: (
+        wds.WebLoader(
+            wds.WebDataset(u, shardshuffle=5).shuffle(5).decode("torchrgb").to_tuple("png", "cls").batched(4),
+            batch_size=None,
+            num_workers=2,
+        )
+        .unbatched()
+        .shuffle(100)
+        .batched(6)
+    ),
+    "WebLoader, map": lambda u: (
+        wds.WebLoader(
+            wds.WebDataset(u, shardshuffle=5).decode("torchrgb").to_tuple("png", "cls"), batch_size=None, num_workers=2
+        )
+        .map_tuple(augment, None)
+        .batched(4)
+        .map_tuple(augment, None)
+    ),
+    "select, rsample": lambda u: (
+        wds.WebDataset(u, shardshuffle=5)
+        .select(lambda sample: sample["__key__"] != "0003")
+        .rsample(0.8)
+        .decode("rgb")
+        .to_tuple("png", "cls")
+        .batched(2)
+    ),
+    "extract_keys": lambda u: (
+        wds.WebDataset(u, shardshuffle=5).decode("rgb").compose(wds.extract_keys("*.png", "*.cls")).batched(2)
+    ),
+    "associate, xdecode": lambda u: wds.DataPipeline(
+        wds.WebDataset(u, shardshuffle=5),
+        wds.associate({"0001": {"extra": 1}}),
+        wds.xdecode(png=lambda stream: len(stream.read()), cls=lambda stream: int(stream.read()), must_decode=False),
+        wds.to_tuple("png", "cls"),
+    ),
+    "listed": lambda u: wds.WebDataset(u, shardshuffle=5).decode("rgb").to_tuple("png", "cls").listed(3),
+    "nested batches": lambda u: DataLoader(
+        wds.WebDataset(u, shardshuffle=5).decode("torchrgb").to_tuple("png", "cls").batched(2), batch_size=3
+    ),
+    "resampled": lambda u: (
+        wds.WebDataset(u, resampled=True, nodesplitter=None)
+        .shuffle(5)
+        .decode("rgb")
+        .to_tuple("png", "cls")
+        .batched(4)
+        .with_epoch(5)
+    ),
+    "WebLoader, with_epoch": lambda u: (
+        wds.WebLoader(
+            wds.WebDataset(u, shardshuffle=5, repeat=True).decode("rgb").to_tuple("png", "cls").batched(4),
+            batch_size=None,
+            num_workers=1,
+        )
+        .unbatched()
+        .batched(5)
+        .with_epoch(4)
+    ),
+}
+
+
+def digest(batches: Iterable[Any]) -> list[str]:
+    from midepoch.testing import digest as of
+
+    return [of(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idioms_of_the_documentation_resume(tmp_path: Path, name: str) -> None:
+    images = _images(tmp_path)
+
+    def make() -> Any:
+        return midepoch.wrap(IDIOMS[name](images), seed=5)
+
+    with make() as loader:
+        whole, following = digest(loader), digest(loader)
+    assert len(whole) >= 2 and (whole != following or name == "pipeline of a pipeline")
+    head, rest = resumed(make, 1)
+    assert digest(head + rest) == whole
+
+
+@pytest.mark.parametrize("name", ["pipeline of a pipeline", "nested batches"])
+def test_batches_are_those_of_the_plain_pipeline(tmp_path: Path, name: str) -> None:
+    images = _images(tmp_path)
+    made = IDIOMS[name](images)
+    if name == "nested batches":
+        dataset = wds.WebDataset(images, shardshuffle=False).decode("torchrgb").to_tuple("png", "cls").batched(2)
+        made = DataLoader(dataset, batch_size=3)
+    assert digest(midepoch.wrap(made)) == digest(made)
+
+
+def test_rebatched_values_have_the_types_of_the_plain_pipeline(tmp_path: Path) -> None:
+    images = _images(tmp_path)
+
+    def make() -> Any:
+        dataset = wds.WebDataset(images, shardshuffle=False).decode("torchrgb").to_tuple("png", "cls").batched(4)
+        return wds.WebLoader(dataset, batch_size=None, num_workers=0).unbatched().batched(3)
+
+    with midepoch.wrap(make()) as loader:
+        assert digest(loader) == digest(make())
+
+
+def stream_stage(source: Iterable[Any]) -> Iterator[Any]:
+    yield from source
+
+
+def own_split(source: Iterable[Any]) -> Iterator[Any]:
+    yield from source
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "stream_stage": (lambda u: plain(u).compose(stream_stage), "stream_stage may work on the stream as a whole"),
+    "pipelinefilter": (lambda u: plain(u).compose(wds.pipelinefilter(stream_stage)()), "stage stream_stage"),
+    "slice": (lambda u: plain(u).slice(3), "stage islice takes part of a stream"),
+    "info": (lambda u: plain(u).compose(wds.filters.info()), "stage info prints"),
+    "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached keeps"),
+    "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split stands before the shards are opened"),
+    "mix": (lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])), "stage RandomMix gives"),
+    "unbatched": (lambda u: plain(u).unbatched(), "stage unbatched makes several samples of one"),
+    "batch stage": (lambda u: plain(u).batched(2).map(len).unbatched(), "stage map works on batches of 2"),
+    "no reader": (lambda u: wds.DataPipeline(wds.SimpleShardList(u)), "opens no shards"),
+    "keeps open": (
+        lambda u: wds.DataPipeline(
+            wds.SimpleShardList(u), wds.tariterators.tarfile_to_samples(), wds.shardlists.resampled()
+        ),
+        "stage resampled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_understood_is_refused_by_name(urls: list[str], name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(UnsupportedSourceError, match=message):
+        midepoch.wrap(make(urls))
+
+
+def test_what_cannot_be_understood_is_replayed_if_the_user_says_so(urls: list[str]) -> None:
+    def make() -> Any:
+        return midepoch.wrap(plain(urls).map(number).compose(stream_stage), replay=True)
+
+    head, rest = resumed(make, 7)
+    assert head + rest == list(range(20))
+    assert not make().capabilities.constant_time_resume
+
+    loader = midepoch.wrap(DataLoader(plain(urls).map(number).compose(stream_stage), batch_size=4), replay=True)
+    assert flat(batch.tolist() for batch in loader) == list(range(20))
+
+
+def test_settings_are_checked(urls: list[str]) -> None:
+    with pytest.raises(TypeError, match=r"'refil'.*settings of its own: index_cache, progress, refill"):
+        midepoch.wrap(numbers(urls), refil=True)
+    with pytest.raises(TypeError, match="'refill', which a list has no use for"):
+        midepoch.wrap([1, 2], refill=True)
+    for settings, message in (
+        ({"refill": 1}, "refill must be True or False, got 1"),
+        ({"streams": 0}, r"streams must be an int in \[1, 256\] or None, got 0"),
+        ({"progress": "yes"}, "progress must be"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            midepoch.wrap(numbers(urls), **settings)
+    with pytest.raises(UnsupportedSourceError, match="shard=False"):
+        midepoch.wrap(numbers(urls), shard=False)
+
+
+def test_urls_that_may_be_a_rank_s_own_must_be_told(urls: list[str]) -> None:
+    loader = midepoch.wrap(numbers(urls, nodesplitter=None), world=World(0, 2))
+    with pytest.raises(SourceError, match="pass shard=True to wrap"):
+        next(iter(loader))
+    ranks = [midepoch.wrap(numbers(urls, nodesplitter=None), world=World(rank, 2), shard=True) for rank in range(2)]
+    assert sorted(flat(flat(rank) for rank in ranks)) == list(range(20))
+
+
+def test_capabilities_are_those_promised(urls: list[str]) -> None:
+    table = {
+        "indexed": (midepoch.wrap(numbers(urls)), [True] * 6),
+        "refilled": (midepoch.wrap(numbers(urls), refill=True), [True, True, True, False, True, False]),
+        "streamed": (midepoch.wrap(numbers(compress(urls))), [True, True, True, True, True, False]),
+    }
+    for loader, expected in table.values():
+        capabilities = loader.capabilities
+        answers = [
+            capabilities.exact_order,
+            capabilities.exact_augmentations,
+            capabilities.constant_time_resume,
+            capabilities.elastic_world,
+            capabilities.elastic_workers,
+            capabilities.rank_independent,
+        ]
+        assert list(map(bool, answers)) == expected
+
+
+def test_a_stage_behind_the_loader_runs_in_the_main_process(urls: list[str]) -> None:
+    dataset = plain(urls).map(lambda sample: (number(sample), os.getpid()))
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=1).map(lambda pair: (*pair, os.getpid())).batched(5)
+    with midepoch.wrap(loader) as wrapped:
+        batches = list(wrapped)
+    assert flat(batch[0].tolist() for batch in batches) == list(range(20))
+    assert {pid for batch in batches for pid in batch[2].tolist()} == {os.getpid()}
+    assert os.getpid() not in {pid for batch in batches for pid in batch[1].tolist()}
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_worker_processes_may_be_spawned(urls: list[str], kind: str) -> None:
+    shards = urls if kind == "indexed" else compress(urls)
+    loader = DataLoader(
+        numbers(shards), batch_size=None, num_workers=1, multiprocessing_context="spawn", collate_fn=sources.as_it_is
+    )
+    with midepoch.wrap(loader, streams=2) if kind == "streamed" else midepoch.wrap(loader) as wrapped:
+        assert sorted(flat(wrapped)) == list(range(20))
+
+
+def test_persistent_workers_go_on_with_the_next_epoch(urls: list[str]) -> None:
+    for shards in (urls, compress(urls)):
+        dataset = wds.WebDataset(shards, shardshuffle=5).map(number).batched(2, collation_fn=list)
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=2, persistent_workers=True, collate_fn=sources.as_it_is
+        )
+        with midepoch.wrap(loader, seed=1, **({} if shards is urls else {"streams": 2})) as wrapped:
+            first, second = flat(wrapped), flat(wrapped)
+        assert sorted(first) == sorted(second) == list(range(20)) and first != second
+
+
+def test_fewer_shards_than_workers_and_ranks(tmp_path: Path) -> None:
+    one = make_shards(tmp_path / "one", [10])
+    with pytest.raises(ValueError, match="fewer shards than workers"):
+        list(DataLoader(numbers(one), batch_size=None, num_workers=3, collate_fn=sources.as_it_is))
+    ranks = []
+    for rank in range(2):
+        loader = DataLoader(numbers(one, batch=1), batch_size=None, num_workers=3, collate_fn=sources.as_it_is)
+        with midepoch.wrap(loader, world=World(rank, 2)) as wrapped:
+            ranks.append(flat(wrapped))
+    assert list(map(len, ranks)) == [5, 5] and sorted(flat(ranks)) == list(range(10))
+
+    streamed = compress(one)
+    ranks = []
+    for rank in range(2):
+        dataset = numbers(streamed, batch=1, nodesplitter=wds.split_by_node)
+        loader = DataLoader(dataset, batch_size=None, num_workers=3, collate_fn=sources.as_it_is)
+        with midepoch.wrap(loader, world=World(rank, 2), streams=6, tail="uneven") as wrapped:
+            ranks.append(flat(wrapped))
+    assert sorted(flat(ranks)) == list(range(10))
+
+
+# --- how long an epoch is ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_with_epoch_counts_batches_and_goes_on_with_new_samples(urls: list[str], kind: str) -> None:
+    shards = urls if kind == "indexed" else compress(urls)
+    settings: dict[str, Any] = {} if kind == "indexed" else {"streams": 1}
+    loader = midepoch.wrap(numbers(shards, batch=2).with_epoch(3), **settings)
+    epochs = [list(loader) for _ in range(4)]
+    assert [len(epoch) for epoch in epochs] == [3] * 4
+    # In order, so that the passes can be told: the data begin again behind sample 19.
+    assert flat(flat(epochs)) == [*range(20), *range(4)]
+    if kind == "indexed":
+        assert len(loader) == 3
+
+
+def test_with_epoch_counts_for_each_worker_where_each_worker_would(urls: list[str]) -> None:
+    for workers, expected in ((0, 3), (2, 6)):
+        plain_loader = DataLoader(
+            numbers(urls).with_epoch(3), batch_size=None, num_workers=workers, collate_fn=sources.as_it_is
+        )
+        assert len(list(plain_loader)) == expected
+        with midepoch.wrap(plain_loader) as loader:
+            assert len(list(loader)) == len(loader) == expected
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_an_epoch_that_with_epoch_has_begun_is_finished_in_another_world(
+    tmp_path: Path, kind: str, before: int, after: int
+) -> None:
+    urls = make_shards(tmp_path / "even", [12] * 6)
+    shards = urls if kind == "indexed" else compress(urls)
+
+    def make(rank: int, world_size: int) -> Any:
+        dataset = wds.WebDataset(shards, shardshuffle=9, nodesplitter=wds.split_by_node).map(number)
+        dataset = dataset.batched(2, collation_fn=list).with_epoch(6)
+        settings: dict[str, Any] = {} if kind == "indexed" else {"streams": 6}
+        return midepoch.wrap(dataset, world=World(rank, world_size), seed=3, **settings)
+
+    begun = [make(rank, before) for rank in range(before)]
+    iterators = [iter(loader) for loader in begun]
+    first = [next(iterator) for _ in range(2) for iterator in iterators]
+    states = [loader.state_dict() for loader in begun]
+    whole = flat([*first, *(batch for iterator in iterators for batch in iterator)])
+    assert len(whole) == 12 * before
+    state = states[0]
+    if kind == "streamed" and before > 1:
+        parts = [json.loads(each["detail"])["part"] for each in states]
+        state = midepoch.reseal({**state, "detail": json.dumps({"parts": parts}, separators=(",", ":"))})
+    continued = [make(rank, after) for rank in range(after)]
+    for loader in continued:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+    rests = [list(loader) for loader in continued]
+    assert len({len(rest) for rest in rests}) == 1  # as many on each rank
+    rest = flat(flat(rests))
+    assert len(rest) >= len(whole) - len(flat(first))
+    if len(rest) == len(whole) - len(flat(first)):
+        assert Counter(flat(first)) + Counter(rest) == Counter(whole)
+    # The next epoch has this world's own length, and is new.
+    following = [list(loader) for loader in continued]
+    assert {len(batches) for batches in following} == {6}
+    if kind == "indexed" and after * 12 + len(whole) <= 72:
+        assert not set(flat(flat(following))) & set(whole)
+
+
+def test_an_epoch_given_up_passes_by(urls: list[str]) -> None:
+    loader = midepoch.wrap(numbers(urls, batch=2).with_epoch(3))
+    for batch in loader:
+        assert batch == [0, 1]
+        break
+    assert next(iter(loader)) == [6, 7]
+
+
+def test_repeat_makes_one_epoch_of_several_passes(urls: list[str]) -> None:
+    loader = midepoch.wrap(numbers(urls, batch=8).repeat(2))
+    assert flat(loader) == [*range(20), *range(20)]
+    assert loader.epoch == 1
+
+
+def test_an_endless_pipeline_has_no_length_and_resumes(urls: list[str]) -> None:
+    def make() -> Any:
+        return midepoch.wrap(numbers(urls, batch=3).repeat())
+
+    loader = make()
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+    iterator = iter(loader)
+    head = [next(iterator) for _ in range(9)]
+    state = loader.state_dict()
+    other = make()
+    other.load_state_dict(state)
+    assert list(itertools.islice(other, 5)) == [next(iterator) for _ in range(5)]
+    assert flat(head) == [*range(20), *range(7)]
+
+
+# --- samples that are dropped -----------------------------------------------------------------------------------------
+
+
+def keeps(kept: Any) -> Any:
+    return lambda sample: number(sample) in kept
+
+
+def selected(urls: list[str], kept: Any, rank: int = 0, world_size: int = 1, batch: int = 2, **settings: Any) -> Any:
+    dataset = plain(urls, nodesplitter=wds.split_by_node).select(keeps(kept)).map(number)
+    return midepoch.wrap(dataset.batched(batch, collation_fn=list), world=World(rank, world_size), **settings)
+
+
+def test_dropped_samples_leave_holes_in_their_batches(urls: list[str]) -> None:
+    loader = selected(urls, {0, 1, 2, 5, 6, 7, 15}, batch=4)
+    batches, positions = [], []
+    for batch in loader:
+        batches.append(batch)
+        positions.append((loader.epoch, loader.position))
+    # Positions 8 to 11 are all dropped, and so is the end.
+    assert batches == [[0, 1, 2], [5, 6, 7], [15]]
+    assert positions == [(0, 4), (0, 8), (0, 16)]
+    assert (loader.epoch, loader.position) == (1, 0)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_resume_among_holes_is_exact(urls: list[str], cut: int) -> None:
+    kept = {0, 1, 2, 5, 6, 7, 15}
+    head, rest = resumed(lambda: selected(urls, kept, batch=4), cut)
+    whole = [[0, 1, 2], [5, 6, 7], [15]]
+    # Nothing is left behind the last batch, so the next epoch follows.
+    assert head + rest == (whole if cut < 3 else whole * 2)
+
+
+def test_states_of_batches_in_flight_are_right_among_holes(urls: list[str]) -> None:
+    loader = selected(urls, {0, 5, 15, 16}, batch=4)
+    iterator = iter(loader)
+    states = [loader.state_dict(), *(loader.state_dict() for _ in itertools.islice(iterator, 3))]
+    for back in range(4):
+        assert loader.state_dict(in_flight=back) == states[3 - back]
+    assert [state["position"] for state in states] == [0, 4, 8, 16]
+    assert loader.peek() == [16] and loader.state_dict() == states[3]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_rank_alone_is_left_without_a_batch(urls: list[str], world_size: int) -> None:
+    # Samples 4 to 11 are dropped: two whole steps of two ranks, and a rank's whole batch in other steps.
+    kept = {0, 1, 2, 3, 12, 17}
+    ranks = [list(selected(urls, kept, rank, world_size)) for rank in range(world_size)]
+    assert len({len(rank) for rank in ranks}) == 1
+    assert all(batch for rank in ranks for batch in rank)
+    assert set(flat(flat(ranks))) == kept
+    # Only what stands in for an empty batch comes twice.
+    alone = flat(selected(urls, kept))
+    assert sorted(alone) == sorted(kept)
+
+
+def test_elastic_among_holes(urls: list[str]) -> None:
+    kept = set(range(0, 20, 2))
+    begun = [selected(urls, kept, rank, 2) for rank in range(2)]
+    iterators = [iter(loader) for loader in begun]
+    head = [next(iterator) for _ in range(2) for iterator in iterators]
+    state = begun[0].state_dict()
+    assert state == begun[1].state_dict()
+    alone = selected(urls, kept)
+    alone.load_state_dict(state)
+    assert sorted([*flat(head), *flat(alone)]) == sorted(kept)
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_refill_keeps_batches_full_and_resumes(urls: list[str], kind: str) -> None:
+    shards = urls if kind == "indexed" else compress(urls)
+    kept = set(range(0, 20, 3))  # seven of them
+    settings: dict[str, Any] = {"refill": True} if kind == "indexed" else {"refill": True, "streams": 1}
+
+    def make() -> Any:
+        return selected(shards, kept, batch=4, **settings)
+
+    loader = make()
+    epochs = [list(loader) for _ in range(3)]
+    assert {len(batch) for batch in flat(epochs)} == ({4} if kind == "indexed" else {4, 3})
+    stream = flat(flat(epochs))
+    assert stream == list(itertools.islice(itertools.cycle(sorted(kept)), len(stream)))
+    if kind == "indexed":
+        assert [len(epoch) for epoch in epochs] == [5, 5, 5]
+        for cut in range(1, 5):
+            head, rest = resumed(make, cut)
+            assert head + rest == epochs[0]
+        other = make()
+        state = loader.state_dict()
+        other.load_state_dict(state)
+        assert list(other) == list(loader)
+
+
+def test_refill_gives_every_rank_as_many_batches_and_refuses_another_world(urls: list[str]) -> None:
+    kept = {0, 1, 2, 3, 12, 17}
+    ranks = [selected(urls, kept, rank, 2, refill=True) for rank in range(2)]
+    batches = [list(rank) for rank in ranks]
+    assert [len(each) for each in batches] == [5, 5] and {len(batch) for batch in flat(batches)} == {2}
+    state = ranks[0].state_dict()
+    with pytest.raises(StateMismatchError, match=r"world size differs.*2.*3"):
+        selected(urls, kept, 0, 3, refill=True).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="part of rank 0 only, this is rank 1 of 2"):
+        selected(urls, kept, 1, 2, refill=True).load_state_dict(state)
+
+
+def test_refill_says_where_nothing_is_kept(urls: list[str]) -> None:
+    with pytest.raises(SourceError, match="every sample of a whole pass was dropped"):
+        next(iter(selected(urls, (), refill=True)))
+
+
+def failing(sample: dict[str, Any]) -> int:
+    if number(sample) % 4 == 1:
+        raise ValueError("no good")
+    return number(sample)
+
+
+def test_a_handler_that_goes_on_leaves_holes(urls: list[str]) -> None:
+    def make(handler: Any) -> Any:
+        return midepoch.wrap(plain(urls).map(failing, handler=handler).batched(4, collation_fn=list))
+
+    assert list(make(wds.ignore_and_continue)) == [[i, i + 2, i + 3] for i in range(0, 20, 4)]
+    head, rest = resumed(lambda: make(wds.ignore_and_continue), 2)
+    assert flat(head + rest) == [i for i in range(20) if i % 4 != 1]
+    with pytest.raises(ValueError, match="no good"):
+        list(make(wds.reraise_exception))
+
+
+def test_a_stage_behind_the_loader_must_not_drop_a_rank_s_batch(urls: list[str]) -> None:
+    def make(world_size: int) -> Any:
+        loader = wds.WebLoader(
+            numbers(urls, nodesplitter=wds.split_by_node), batch_size=None, num_workers=0, collate_fn=sources.as_it_is
+        )
+        return midepoch.wrap(loader.select(lambda batch: 4 not in batch), world=World(0, world_size))
+
+    assert flat(make(1)) == [i for i in range(20) if i not in (4, 5)]
+    with pytest.raises(SourceError, match="dropped a whole batch on rank 0 of 2"):
+        list(make(2))
+
+
+# --- how well it mixes ------------------------------------------------------------------------------------------------
+
+
+def _mixing(order: list[int], shard_size: int) -> tuple[float, float]:
+    """Shards in 64 samples in a row, on average, and the share of neighbours in a shard that stay within 64."""
+    shards = np.array(order) // shard_size
+    windows = [len(set(shards[start : start + 64])) for start in range(0, len(order) - 63, 64)]
+    place = np.argsort(order)
+    close = np.abs(np.diff(place)) < 64
+    within = np.arange(len(order) - 1) % shard_size != shard_size - 1
+    return float(np.mean(windows)), float(close[within].mean())
+
+
+@pytest.mark.parametrize("buffer", [100, 500])
+def test_it_mixes_at_least_as_well_as_webdataset_s_buffer(tmp_path: Path, buffer: int) -> None:
+    urls = make_shards(tmp_path / "many", [100] * 40)
+
+    def make() -> Any:
+        return wds.WebDataset(urls, shardshuffle=100, seed=1).shuffle(buffer, seed=1).map(number)
+
+    theirs, ours = _mixing(list(make()), 100), _mixing(list(midepoch.wrap(make(), seed=1)), 100)
+    assert ours[0] >= theirs[0]
+    assert ours[1] <= theirs[1]
+
+
+def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    from midepoch.adapters.webdataset.indexed import order_of
+    from midepoch.adapters.webdataset.pipeline import understand
+
+    pipeline = understand(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))
+    order = order_of(pipeline, [1000] * 200)
+    shards = order.epoch(0, 0)[:] // 1000
+    open_at_once = max(
+        len(set(shards[: place + 1].tolist()) & set(shards[place:].tolist())) for place in range(0, 200_000, 997)
+    )
+    assert open_at_once <= 16
+    assert order.describe().startswith("windowed(blocks=200")
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+def index_files(cache: Path) -> list[Path]:
+    return sorted(cache.glob("webdataset/*.index"))
+
+
+def counted_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    from midepoch.adapters.webdataset import index
+
+    scanned: list[str] = []
+    original = index.index_tar
+
+    def scan(archive: Any, name: str) -> Any:
+        scanned.append(name)
+        return original(archive, name)
+
+    monkeypatch.setattr(index, "index_tar", scan)
+    return scanned
+
+
+def test_an_index_is_built_once_and_again_where_a_shard_has_changed(
+    urls: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned = counted_scans(monkeypatch)
+    assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
+    assert sorted(scanned) == sorted(urls) and len(index_files(cache)) == 5
+    assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
+    assert len(scanned) == 5
+    write_shard(Path(urls[1]), range(100, 103))
+    assert flat(midepoch.wrap(numbers(urls))) == [*range(4), 100, 101, 102, *range(10, 20)]
+    assert scanned[5:] == [urls[1]]
+    assert not list(cache.glob("webdataset/*.part"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "flipped", "empty", "other version"])
+def test_an_unreadable_index_is_built_anew(
+    urls: list[str], cache: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    midepoch.wrap(numbers(urls))
+    for file in index_files(cache):
+        data = file.read_bytes()
+        flipped = data[:-1] + bytes([data[-1] ^ 1]) if data[-1:] != b"\n" else data
+        changed = {
+            "cut": data[:-5],
+            "garbage": b"garbage",
+            "flipped": flipped,
+            "empty": b"",
+            "other version": data.replace(b'"format": 1', b'"format": 0'),
+        }
+        file.write_bytes(changed[damage])
+    assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
+    before = [file.stat().st_mtime_ns for file in index_files(cache)]
+    assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
+    assert [file.stat().st_mtime_ns for file in index_files(cache)] == before
+
+
+def _wrap_in_process(urls: list[str], barrier: Any, results: Any) -> None:
+    barrier.wait()
+    results.put(flat(midepoch.wrap(numbers(urls))))
+
+
+def test_processes_that_build_one_index_at_once_agree(urls: list[str], cache: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_wrap_in_process, args=(urls, barrier, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == [list(range(20))] * 3
+    for process in processes:
+        process.join(timeout=30)
+    assert len(index_files(cache)) == 5
+
+
+def test_a_full_disk_costs_the_index_only(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    urls = make_shards(tmp_path / "long", [300])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # writing more fails, as on a full disk
+    try:
+        with caplog.at_level(logging.WARNING, "midepoch"):
+            loader = midepoch.wrap(numbers(urls))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert flat(loader) == list(range(300))
+    assert index_files(cache) == [] and not list(cache.glob("webdataset/*.part"))
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_costs_the_index_only(urls: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert flat(midepoch.wrap(numbers(urls), index_cache=tmp_path / "file" / "x")) == list(range(20))
+
+
+def test_an_index_takes_few_bytes_a_sample(tmp_path: Path, cache: Path) -> None:
+    from midepoch.adapters.webdataset.index import Keys, build_index
+
+    urls = make_shards(tmp_path / "long", [1000, 1000])
+    handlers = {"opening": wds.reraise_exception, "reading": wds.reraise_exception}
+    index = build_index(urls, Keys(), handlers, cache, False)
+    assert not isinstance(index, str) and index.size == 2000
+    assert (index.starts.nbytes + index.lengths.nbytes) / index.size <= 40
+    assert sum(file.stat().st_size for file in index_files(cache)) / index.size <= 40
+
+
+def test_a_bar_shows_where_building_takes_a_moment(
+    urls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from midepoch.adapters.webdataset.index import _Progress
+
+    monkeypatch.setattr(_Progress, "_PATIENCE", 0.0)
+    midepoch.wrap(numbers(urls), progress=True)
+    assert "indexing shards" in capsys.readouterr().err
+    midepoch.wrap(numbers(urls))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resume_late_in_an_epoch_begins_as_soon_as_an_early_one(tmp_path: Path) -> None:
+    urls = make_shards(tmp_path / "long", [2000] * 5)
+    seconds: dict[int, list[float]] = {0: [], 9000: []}
+    for _ in range(5):
+        for position, times in seconds.items():
+            loader = midepoch.wrap(wds.WebDataset(urls, shardshuffle=9).shuffle(99).batched(8), seed=1)
+            loader.seek(position=position)
+            begun = time.perf_counter()
+            next(iter(loader))
+            times.append(time.perf_counter() - begun)
+    assert min(seconds[9000]) < 2 * min(seconds[0])
+
+
+# --- shards that change -----------------------------------------------------------------------------------------------
+
+
+def test_shards_added_removed_or_replaced_are_refused(urls: list[str], tmp_path: Path) -> None:
+    loader = midepoch.wrap(numbers(urls))
+    iterator = iter(loader)
+    head = [next(iterator) for _ in range(4)]
+    state = loader.state_dict()
+    extra = make_shards(tmp_path / "extra", [2])
+    for changed in ([*urls, *extra], urls[:-1], [*urls[:-1], *extra], urls[::-1]):
+        with pytest.raises(StateMismatchError, match=r"shards differs.*5 shards of 20 samples"):
+            midepoch.wrap(numbers(changed)).load_state_dict(state)
+    # As many samples of the same sizes, but other files.
+    write_shard(Path(urls[0]), range(6, 10))
+    with pytest.raises(StateMismatchError, match="shards differs"):
+        midepoch.wrap(numbers(urls)).load_state_dict(state)
+    # Moved elsewhere they are the same data.
+    write_shard(Path(urls[0]), range(4))
+    moved = make_shards(tmp_path / "moved", [4, 6, 0, 7, 3])
+    before = midepoch.wrap(numbers(moved))
+    iterator = iter(before)
+    head = [next(iterator) for _ in range(4)]
+    state = before.state_dict()
+    shutil.copytree(tmp_path / "moved", tmp_path / "again")
+    after = midepoch.wrap(numbers([url.replace("/moved/", "/again/") for url in moved]))
+    after.load_state_dict(state)
+    assert flat([*head, *after]) == list(range(20))
+
+
+def test_a_shard_that_changes_while_it_is_read_is_an_error(urls: list[str]) -> None:
+    loader = midepoch.wrap(numbers(urls))
+    write_shard(Path(urls[3]), range(100, 120))
+    batches = []
+    with pytest.raises(SourceError, match=f"{urls[3]} has changed since it was indexed"):
+        batches += list(loader)
+    assert loader.position == 10
+    Path(urls[3]).unlink()
+    with pytest.raises(SourceError, match="cannot be opened"):
+        list(loader)
+
+
+def test_a_missing_shard_is_an_error_unless_the_handler_goes_on(
+    urls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(urls[1]).unlink()
+    with pytest.raises(SourceError, match=f"{urls[1]} cannot be opened"):
+        midepoch.wrap(numbers(urls))
+    with caplog.at_level(logging.WARNING, "midepoch"):
+        loader = midepoch.wrap(numbers(urls, handler=wds.ignore_and_continue))
+    assert flat(loader) == [*range(4), *range(10, 20)]
+    assert f"{urls[1]}: the shard is lost" in caplog.text
+
+
+def test_shards_without_samples(tmp_path: Path) -> None:
+    empty = make_shards(tmp_path / "empty", [0, 0])
+    with pytest.raises(SourceError, match="no samples in 2 shards"):
+        midepoch.wrap(numbers(empty))
+    assert list(midepoch.wrap(numbers(empty, empty_check=False))) == []
+    dataset = numbers(empty)
+    dataset.pipeline[0].urls = []
+    with pytest.raises(SourceError, match="has no shards"):
+        midepoch.wrap(dataset)
+
+
+def test_equal_keys_are_samples_of_their_own(tmp_path: Path) -> None:
+    with wds.TarWriter(str(tmp_path / "x.tar")) as writer:
+        for key, value in (("a", 0), ("b", 1), ("a", 2), ("c", 3)):
+            writer.write({"__key__": key, "cls": str(value).encode()})
+    make = lambda: midepoch.wrap(numbers(str(tmp_path / "x.tar"), batch=1))
+    assert flat(make()) == [0, 1, 2, 3]
+    head, rest = resumed(make, 2)
+    assert flat(head + rest) == [0, 1, 2, 3]
+    # Next to one another they are one sample that has a file twice, which webdataset refuses.
+    with wds.TarWriter(str(tmp_path / "y.tar")) as writer:
+        for key, value in (("a", 0), ("a", 1), ("b", 2)):
+            writer.write({"__key__": key, "cls": str(value).encode()})
+    with pytest.raises(ValueError, match="duplicate file name"):
+        list(midepoch.wrap(numbers(str(tmp_path / "y.tar"))))
+    with pytest.raises(ValueError, match="duplicate file name"):
+        list(numbers(str(tmp_path / "y.tar")))
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def _damage(path: Path, kind: str) -> int:
+    """Damage a shard at its fifth sample; the number of samples that are whole, as far as can be known."""
+    from midepoch.archives import index_tar
+
+    index = index_tar(path)
+    data = bytearray(path.read_bytes())
+    header, content = int(index.headers[8]), int(index.offsets[8])  # two files a sample
+    if kind == "truncated in the data":
+        data = data[: content + 1]
+    elif kind == "cut between files":
+        data = data[: int(index.headers[9])]
+    elif kind == "cut between samples":
+        data = data[:header]
+    elif kind == "corrupt header":
+        data[content - 500 : content - 400] = bytes(100)
+    elif kind == "no end marker":
+        data = data[: index.end]
+    path.write_bytes(data)
+    return {"no end marker": 7, "cut between samples": 4}.get(kind, 4)
+
+
+DAMAGE = ["truncated in the data", "cut between files", "cut between samples", "corrupt header", "no end marker"]
+
+
+@pytest.mark.parametrize("way", ["indexed", "streamed", "piped"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_an_error_that_names_shard_and_offset(tmp_path: Path, kind: str, way: str) -> None:
+    urls = make_shards(tmp_path / "bad", [4, 7, 3])
+    _damage(Path(urls[1]), kind)
+    shards = {"indexed": urls, "streamed": compress(urls), "piped": [f"pipe:cat {url}" for url in urls]}[way]
+    with pytest.raises(SourceError, match=r"shard-0001.* is damaged at byte \d+"):
+        list(midepoch.wrap(numbers(shards)))
+
+
+@pytest.mark.parametrize("way", ["indexed", "streamed"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_handler_that_goes_on_loses_the_shard_s_rest_and_no_part_of_a_sample(
+    tmp_path: Path, kind: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = make_shards(tmp_path / "bad", [4, 7, 3], size=40)
+    whole = _damage(Path(urls[1]), kind)
+    shards = urls if way == "indexed" else compress(urls)
+    with caplog.at_level(logging.WARNING, "midepoch"):
+        dataset = plain(shards, handler=wds.ignore_and_continue)
+        settings: dict[str, Any] = {} if way == "indexed" else {"streams": 1}
+        samples = list(midepoch.wrap(dataset, **settings))
+    assert [number(sample) for sample in samples] == [*range(4), *range(4, 4 + whole), *range(11, 14)]
+    assert all(len(sample["bin"]) == 40 for sample in samples)
+    assert "shard-0001" in caplog.text and "lost" in caplog.text
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def streamed(urls: list[str], rank: int = 0, world_size: int = 1, workers: int = 0, **settings: Any) -> Any:
+    dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(7).map(sources.Reading())
+    loader = DataLoader(dataset.batched(3, collation_fn=sources.stack), batch_size=None, num_workers=workers)
+    return midepoch.wrap(loader, seed=2, world=World(rank, world_size), tail="uneven", **settings)
+
+
+def test_streams_of_unequal_length_give_every_sample_once(urls: list[str]) -> None:
+    shards = compress(urls)
+    for streams in (1, 2, 3, 5, 8):
+        loader = streamed(shards, streams=streams)
+        epochs = [sorted(flat(sources.identify(batch) for batch in loader)) for _ in range(2)]
+        assert epochs == [list(range(20))] * 2
+
+
+@pytest.mark.parametrize("compression", ["gz", "bz2", "xz", "pipe", "pipe of gz"])
+def test_every_kind_of_stream_resumes_at_every_cut(urls: list[str], compression: str) -> None:
+    commands = {"gz": "gzip", "bz2": "bzip2", "xz": "xz"}
+    if compression in commands:
+        import bz2
+        import gzip
+        import lzma
+
+        pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[compression]
+        shards = [f"{url}.{compression}" for url in urls]
+        for url, shard in zip(urls, shards, strict=True):
+            Path(shard).write_bytes(pack(Path(url).read_bytes()))
+    elif compression == "pipe":
+        shards = [f"pipe:cat {url}" for url in urls]
+    else:
+        shards = [f"pipe:cat {url}" for url in compress(urls)]
+    whole = digest(streamed(shards, streams=2))
+    for cut in range(1, len(whole)):
+        head, rest = resumed(lambda: streamed(shards, streams=2), cut)
+        assert digest(head + rest) == whole
+
+
+def test_streams_must_divide_among_ranks_and_workers(urls: list[str]) -> None:
+    shards = compress(urls)
+    with pytest.raises(UnsupportedSourceError, match=r"4 streams cannot be shared by 3 ranks x 1 workers.*streams=3"):
+        next(iter(streamed(shards, 0, 3, streams=4)))
+    with pytest.raises(UnsupportedSourceError, match=r"3 streams cannot be shared by 1 ranks x 2 workers"):
+        next(iter(streamed(shards, workers=2, streams=3)))
+    loader = streamed(shards, streams=4)
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match=r"4 streams cannot be shared by 1 ranks x 3 workers"):
+        streamed(shards, workers=3, streams=4).load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match=r"streams differs.*'4'.*'2'"):
+        streamed(shards, streams=2).load_state_dict(loader.state_dict())
+
+
+def test_equal_counts_on_several_ranks_need_with_epoch(urls: list[str]) -> None:
+    loader = midepoch.wrap(numbers(compress(urls), nodesplitter=wds.split_by_node), world=World(0, 2), streams=2)
+    with pytest.raises(UnsupportedSourceError, match=r"use with_epoch\(n\).*tail='uneven'"):
+        next(iter(loader))
+
+
+def test_a_state_of_many_streams_is_small(tmp_path: Path) -> None:
+    urls = make_shards(tmp_path / "many", [8] * 24)
+    loader = streamed(compress(urls), streams=24)
+    iterator = iter(loader)
+    for _ in range(30):
+        next(iterator)
+    assert len(json.dumps(loader.state_dict())) < 2048
+
+
+def test_states_of_streams_are_validated(urls: list[str]) -> None:
+    shards = compress(urls)
+    loader = streamed(shards, streams=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    part = json.loads(state["detail"])["part"]
+    for wrong in ("nonsense", part.replace("0:", "7:", 1), part.replace("0:0.", "0:9.", 1), f"{part}x", ""):
+        detail = json.dumps({"rank": 0, "part": wrong}, separators=(",", ":"))
+        with pytest.raises(StateError):
+            streamed(shards, streams=2).load_state_dict(midepoch.reseal({**state, "detail": detail}))
+
+
+def test_states_of_counted_epochs_are_validated(urls: list[str]) -> None:
+    loader = midepoch.wrap(numbers(urls).with_epoch(3))
+    next(iter(loader))
+    state = loader.state_dict()
+    for wrong in ("nonsense", "base=0;size=0", "base=-1;size=6", "base=0;size=1", f"base={10**18};size=6", ""):
+        with pytest.raises(StateError):
+            midepoch.wrap(numbers(urls).with_epoch(3)).load_state_dict(midepoch.reseal({**state, "detail": wrong}))
+
+
+# --- object stores ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, root: Path, ranges: bool = True) -> Iterator[str]:
+    """A real server of objects on this machine, and its url."""
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    if not Path(program).exists():
+        pytest.skip("nginx is not installed: apt-get install nginx-light")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir()
+    temporary = "".join(
+        f"{name}_temp_path {folder}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    user = "user root;" if os.getuid() == 0 else ""
+    configuration = f"""
+        daemon off; {user} pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
+        events {{ worker_connections 256; }}
+        http {{ access_log {folder}/access.log; {temporary}
+            server {{ listen 127.0.0.1:{port}; root {root}; {"" if ranges else "max_ranges 0;"} }} }}
+    """
+    (folder / "nginx.conf").write_text(configuration)
+    arguments = [program, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
+    try:
+        for _ in range(100):
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, (folder / "error.log").read_text()
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def remote(base: str, urls: list[str], workers: int, **arguments: Any) -> Any:
+    shards = [f"{base}/{Path(url).name}" for url in urls]
+    dataset = wds.WebDataset(shards, shardshuffle=5, **arguments).shuffle(9).map(sources.Reading())
+    loader = DataLoader(dataset.batched(3, collation_fn=sources.stack), batch_size=None, num_workers=workers)
+    return midepoch.wrap(loader, seed=4)
+
+
+def test_shards_in_an_object_store_are_read_by_range(tmp_path: Path, cache: Path) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    urls = make_shards(tmp_path / "shards", [5, 0, 6, 4], size=3000)
+    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
+        with remote(base, urls, 0) as loader:
+            assert loader.capabilities.rank_independent
+            whole = digest(loader)
+        assert sorted(flat(sources.identify(batch) for batch in remote(base, urls, 0))) == list(range(15))
+        assert len(index_files(cache)) == 4
+        log = (tmp_path / "nginx" / "access.log").read_text()
+        assert " 206 " in log
+        for before, after in ((0, 2), (2, 0)):
+            made = [lambda workers=workers: remote(base, urls, workers) for workers in (before, after)]
+            head, rest = resumed(made[0], 2, made[1])
+            assert digest(head + rest) == whole
+        # The local files give the same, so a state may move with the data.
+        with remote(str(tmp_path / "shards"), urls, 0) as local:
+            assert digest(local) == whole
+        # Behind the first indexing no shard is fetched whole.
+        sent = [int(line.split('" ')[1].split()[1]) for line in log.splitlines() if " 206 " in line]
+        assert len(sent) > 15
+
+
+def test_a_replaced_object_is_indexed_anew(tmp_path: Path, cache: Path) -> None:
+    pytest.importorskip("fsspec")
+    urls = make_shards(tmp_path / "shards", [5])
+    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
+        loader = remote(base, urls, 0)
+        next(iter(loader))
+        state = loader.state_dict()
+        write_shard(Path(urls[0]), range(50, 58))
+        assert sorted(flat(sources.identify(batch) for batch in remote(base, urls, 0))) == list(range(50, 58))
+        with pytest.raises(StateMismatchError, match="shards differs"):
+            remote(base, urls, 0).load_state_dict(state)
+
+
+def test_a_server_that_gives_no_parts_is_streamed(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    if shutil.which("curl") is None:
+        pytest.skip("curl, with which webdataset reads http, is not installed")
+    urls = make_shards(tmp_path / "shards", [5, 6])
+    with nginx(tmp_path / "nginx", tmp_path / "shards", ranges=False) as base:
+        loader = remote(base, urls, 0)
+        assert not loader.capabilities.rank_independent
+        assert sorted(flat(sources.identify(batch) for batch in loader)) == list(range(11))
+        head, rest = resumed(lambda: remote(base, urls, 0), 2)
+        assert sorted(flat(sources.identify(batch) for batch in head + rest)) == list(range(11))
+
+
+def test_remote_shards_in_webdataset_s_cache_of_files_are_streamed(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl, with which webdataset reads http, is not installed")
+    urls = make_shards(tmp_path / "shards", [5, 6])
+    (tmp_path / "files").mkdir()
+    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
+        loader = remote(base, urls, 0, cache_dir=str(tmp_path / "files"))
+        assert sorted(flat(sources.identify(batch) for batch in loader)) == list(range(11))
+    assert len(list((tmp_path / "files").iterdir())) == 2
+    assert sorted(flat(sources.identify(batch) for batch in loader)) == list(range(11))  # the server is gone
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "webdataset_pipeline.py"
+    assert len(example.read_text().splitlines()) <= 60
+    run = subprocess.run(
+        [sys.executable, str(example), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "every sample once: True" in run.stdout

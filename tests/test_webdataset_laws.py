@@ -1,0 +1,59 @@
+"""The laws on webdataset pipelines: indexed and streamed, 0 to 3 workers, 1 to 3 ranks in real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("webdataset", reason="webdataset is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import webdataset_sources as sources
+
+from midepoch.testing import ResumableTests
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class _Pipeline(ResumableTests):
+    identify = staticmethod(sources.identify)
+    draws: ClassVar[Any] = staticmethod(sources.draws)
+    num_workers = (0, 1, 2, 3)
+    quick = True
+    state_bytes = 512
+
+
+class TestIndexed(_Pipeline):
+    make_loader = staticmethod(sources.indexed)
+    shuffled = True
+
+
+class TestIndexedSequential(_Pipeline):
+    make_loader = staticmethod(sources.indexed_sequential)
+    shuffled = False
+    tail = "drop"
+    drop_last = True
+    num_workers = (0, 2)
+
+
+class TestIndexedRebatched(_Pipeline):
+    make_loader = staticmethod(sources.indexed_rebatched)
+    num_workers = (0, 2)
+
+
+class TestStreamed(_Pipeline):
+    make_loader = staticmethod(sources.streamed)
+    shuffled = True
+    tail = "uneven"
+    state_bytes = 16384
+
+
+class TestPiped(_Pipeline):
+    make_loader = staticmethod(sources.piped)
+    shuffled = False
+    world_sizes = (1,)
+    state_bytes = 16384
