@@ -45,11 +45,9 @@ def main() -> None:
     whole = [image.clone() for image, _ in make_loader(path)]
 
     loader = make_loader(path)
-    for number, _ in enumerate(loader, start=1):
+    for _ in zip(range(2), loader, strict=False):
         checkpoint.write_text(json.dumps(loader.state_dict()))
-        if number == 2:
-            break  # the job dies here
-
+    # The job dies here.
     loader = make_loader(path)
     loader.load_state_dict(json.loads(checkpoint.read_text()))
     rest = [image.clone() for image, _ in loader]
