@@ -69,6 +69,11 @@ FOR_FFCV: dict[str, Callable[[], bool]] = {
     "libopencv-dev": lambda: _pkg_config_knows("opencv4"),
 }
 
+# Only tests need these; without them, those are skipped with the reason.
+FOR_TESTS: dict[str, Callable[[], bool]] = {
+    "nginx-light": lambda: shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin") is not None,
+}
+
 
 def missing(packages: dict[str, Callable[[], bool]]) -> list[str]:
     """Debian's names of the packages whose content this machine lacks."""
@@ -91,11 +96,11 @@ def install_system_packages(names: Sequence[str]) -> str | None:
     # On a machine that has just been started, Debian's own daily upgrade may hold the lock.
     apt_get = [*as_root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-o", "DPkg::Lock::Timeout=300"]
     # apt-get installs all that it is asked for or nothing, and FFCV's packages must not cost us the others.
-    needed, optional = [n for n in names if n in FOR_VENV], [n for n in names if n in FOR_FFCV]
+    needed, *optional = ([n for n in names if n in table] for table in (FOR_VENV, FOR_FFCV, FOR_TESTS))
     with contextlib.suppress(SetupError):  # a stale list is often good enough; the installation will tell
         run([*apt_get, "update"])
     try:
-        for group in filter(None, (needed, optional)):
+        for group in filter(None, (needed, *optional)):
             run([*apt_get, "install", "--yes", "--no-install-recommends", *group])
     except SetupError as error:
         say(str(error))
@@ -305,7 +310,7 @@ def install_everything() -> str | None:
     requirements = extras()
     ffcv = requirements.pop("ffcv")
 
-    lacking = missing(FOR_VENV) + missing(FOR_FFCV)
+    lacking = missing(FOR_VENV) + missing(FOR_FFCV) + missing(FOR_TESTS)
     because = None
     with step(1, f"System packages: {' '.join(lacking) or 'all there'}"):
         if lacking:
