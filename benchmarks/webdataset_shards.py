@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def measure_resume(urls: list[str]) -> None:
             made.seek(epoch=0, position=int(share * len(made)) * 32)
             states[share] = made.state_dict()
     times = alternated(
-        {f"{share:.0%}": (lambda state=state: seconds_to_first_batch(make, state)) for share, state in states.items()},
+        {f"{share:.0%}": partial(seconds_to_first_batch, make, state) for share, state in states.items()},
         rounds=15,
     )
     medians = {each: statistics.median(values) for each, values in times.items()}

@@ -17,7 +17,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import midepoch
+import midepoch.archives
 from midepoch import SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
@@ -406,7 +407,8 @@ def test_persistent_workers_go_on_with_the_next_epoch(urls: list[str]) -> None:
         loader = DataLoader(
             dataset, batch_size=None, num_workers=2, persistent_workers=True, collate_fn=sources.as_it_is
         )
-        with midepoch.wrap(loader, seed=1, **({} if shards is urls else {"streams": 2})) as wrapped:
+        settings: dict[str, Any] = {} if shards is urls else {"streams": 2}
+        with midepoch.wrap(loader, seed=1, **settings) as wrapped:
             first, second = flat(wrapped), flat(wrapped)
         assert sorted(first) == sorted(second) == list(range(20)) and first != second
 
@@ -718,7 +720,7 @@ def counted_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from midepoch.adapters.webdataset import index
 
     scanned: list[str] = []
-    original = index.index_tar
+    original = midepoch.archives.index_tar
 
     def scan(archive: Any, name: str) -> Any:
         scanned.append(name)
@@ -904,7 +906,10 @@ def test_equal_keys_are_samples_of_their_own(tmp_path: Path) -> None:
     with wds.TarWriter(str(tmp_path / "x.tar")) as writer:
         for key, value in (("a", 0), ("b", 1), ("a", 2), ("c", 3)):
             writer.write({"__key__": key, "cls": str(value).encode()})
-    make = lambda: midepoch.wrap(numbers(str(tmp_path / "x.tar"), batch=1))
+
+    def make() -> Any:
+        return midepoch.wrap(numbers(str(tmp_path / "x.tar"), batch=1))
+
     assert flat(make()) == [0, 1, 2, 3]
     head, rest = resumed(make, 2)
     assert flat(head + rest) == [0, 1, 2, 3]
@@ -976,7 +981,7 @@ def test_a_handler_that_goes_on_loses_the_shard_s_rest_and_no_part_of_a_sample(
 
 
 def streamed(urls: list[str], rank: int = 0, world_size: int = 1, workers: int = 0, **settings: Any) -> Any:
-    dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(7).map(sources.Reading())
+    dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(3).map(sources.Reading())
     loader = DataLoader(dataset.batched(3, collation_fn=sources.stack), batch_size=None, num_workers=workers)
     return midepoch.wrap(loader, seed=2, world=World(rank, world_size), tail="uneven", **settings)
 
@@ -997,7 +1002,8 @@ def test_every_kind_of_stream_resumes_at_every_cut(urls: list[str], compression:
         import gzip
         import lzma
 
-        pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[compression]
+        packs: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+        pack = packs[compression]
         shards = [f"{url}.{compression}" for url in urls]
         for url, shard in zip(urls, shards, strict=True):
             Path(shard).write_bytes(pack(Path(url).read_bytes()))

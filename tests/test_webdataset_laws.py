@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 class _Pipeline(ResumableTests):
     identify = staticmethod(sources.identify)
     draws: ClassVar[Any] = staticmethod(sources.draws)
-    num_workers = (0, 1, 2, 3)
+    num_workers: ClassVar[Any] = (0, 1, 2, 3)
     quick = True
     state_bytes = 512
 
