@@ -350,11 +350,13 @@ class DrivenReader:
         return item
 
     def _broken(self, position: int, drawn: int, count: int) -> None:
-        if not self._proved:
+        # The first sample after a load may be one that draws more than the others, or all may draw otherwise now.
+        if not self._proved and (self._opened is None or probe(self._driven, self._opened[0])[0] != self._draws):
             raise SourceError(
                 f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, the state was "
                 f"saved with {count} draws a sample: make the dataset as it was, or start this data anew"
             )
+        self._proved = True
         if self._alone:
             self.varies = True
             return
