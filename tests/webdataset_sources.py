@@ -135,7 +135,7 @@ def indexed(
 def pickled(items: list[Any], num_workers: int) -> midepoch.StatefulIterable:
     """Whatever can be pickled, an item a batch."""
     folder = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
-    with wds.TarWriter(str(folder / "items.tar")) as writer:
+    with wds.TarWriter(str(folder / "items.tar"), mtime=1) as writer:
         for number, item in enumerate(items):
             writer.write({"__key__": f"item{number:04d}", "item": pickle.dumps(item)})
     dataset = wds.WebDataset(str(folder / "items.tar"), shardshuffle=False).to_tuple("item").map_tuple(pickle.loads)
