@@ -64,10 +64,10 @@ def sample_generator() -> np.random.Generator:
             "no sample is being read here: call midepoch.sample_generator() inside the dataset or collate_fn of a "
             "loader made by midepoch.wrap, with randomness='sample'"
         )
-    generator: np.random.Generator | None = _current.generator
-    if generator is None:
-        generator = _current.generator = np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
-    return generator
+    made: tuple[int, np.random.Generator] | None = _current.generator
+    if made is None or made[0] != key:
+        made = _current.generator = key, np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
+    return made[1]
 
 
 # --- generators that a dataset owns ---------------------------------------------------------------------------------
@@ -329,30 +329,26 @@ class _PythonGlobal:
     _BYTES = 4 * 625
 
     def __init__(self) -> None:
-        self._generator: Any = random._inst
+        self.generator: Any = random._inst
         # Without the argument handling of random.seed.
-        self._seed = super(random.Random, self._generator).seed
-        self._address = id(self._generator) + object.__basicsize__ if _state_is_memory() else None
+        self.seed = super(random.Random, self.generator).seed
+        self._address = id(self.generator) + object.__basicsize__ if _state_is_memory() else None
         self._copy = ctypes.create_string_buffer(self._BYTES)
         self._saved: Any = None
 
     def borrow(self) -> None:
         if self._address is None:
-            self._saved = self._generator.getstate()
+            self._saved = self.generator.getstate()
         else:
             ctypes.memmove(self._copy, self._address, self._BYTES)
-            self._saved = self._generator.gauss_next
-
-    def start(self, key: int) -> None:
-        self._seed(key)
-        self._generator.gauss_next = None
+            self._saved = self.generator.gauss_next
 
     def give_back(self) -> None:
         if self._address is None:
-            self._generator.setstate(self._saved)
+            self.generator.setstate(self._saved)
         else:
             ctypes.memmove(self._address, self._copy, self._BYTES)
-            self._generator.gauss_next = self._saved
+            self.generator.gauss_next = self._saved
 
 
 @functools.cache
@@ -444,10 +440,11 @@ class Streams:
         self._python = _PythonGlobal()
         self._numpy = _NumpyGlobal()
         # Looked up once: this is done for every sample.
-        self._start_python, self._start_numpy = self._python.start, np.random.seed
+        self._python_generator, self._seed_python = self._python.generator, self._python.seed
+        self._start_numpy = np.random.seed
         self._start_torch = torch.default_generator.manual_seed
         self._saved: tuple[Any, list[Any]] | None = None
-        self._outer: tuple[int | None, np.random.Generator | None] = (None, None)
+        self._outer: tuple[int | None, tuple[int, np.random.Generator] | None] = (None, None)
 
     def refresh(self, *more: object) -> bool:
         """Look for owned generators again, behind `more` too; True if there are some that were not known."""
@@ -461,6 +458,7 @@ class Streams:
             self.refresh()
         owned = self._owned or []
         self._outer = (getattr(_current, "key", None), getattr(_current, "generator", None))
+        _current.generator = None
         self._saved = (torch.default_generator.get_state(), [each.save() for each in owned])
         self._python.borrow()
         self._numpy.borrow()
@@ -468,8 +466,8 @@ class Streams:
     def start(self, key: int) -> None:
         """Put every generator at the beginning of the stream of `key`, a 64-bit integer."""
         _current.key = key
-        _current.generator = None
-        self._start_python(key)
+        self._seed_python(key)
+        self._python_generator.gauss_next = None
         self._start_numpy(key & _MASK_32)
         self._start_torch(key)
         if self._owned:
