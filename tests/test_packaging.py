@@ -198,7 +198,7 @@ def commands(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             (site_packages / "__editable__.midepoch-0.1.0.pth").write_text(f"{links}\n")
 
     monkeypatch.setattr(setup, "run", run)
-    for table in (setup.FOR_VENV, setup.FOR_FFCV):
+    for table in (setup.FOR_VENV, setup.FOR_FFCV, setup.FOR_TESTS):
         for name in table:
             monkeypatch.setitem(table, name, lambda: True)
     return ran
