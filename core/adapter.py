@@ -1,9 +1,8 @@
 """What an adapter is: the one class to write for a new backend.
 
 An adapter holds what only its backend knows: its size, batch size and fingerprint, what it is capable of, and how to
-open
-an iterator at a cursor. How iteration behaves (epochs that roll over, loading, peeking, refusing) is in `loader.py`,
-once.
+open an iterator at a cursor. How iteration behaves (epochs that roll over, loading, peeking, refusing) is in
+`loader.py`, once.
 """
 
 from __future__ import annotations

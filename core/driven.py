@@ -190,8 +190,13 @@ def probe(driven: Driven, seed: int) -> tuple[tuple[int, ...] | None, str]:
             return None, "its samples do not draw a constant number from its samplers"
     if following:
         jumped = _Counting(driven, guard, seed).read(1, draws)
-        if jumped is None or jumped.draws != draws or jumped.digest != following[0].digest:  # type: ignore[union-attr]
+        in_a_row = following[0]
+        assert in_a_row is not None  # by the loop above
+        if jumped is None or jumped.draws != draws or jumped.digest != in_a_row.digest:
             return None, "it keeps a place of its own besides its samplers'"
+        for name, value in in_a_row.places.items():
+            if jumped.places.get(name, value) != value:
+                return None, f"it keeps a place of its own besides its samplers', {name}"
     return draws, f"each sample draws {', '.join(map(str, draws))} from its samplers"
 
 
@@ -199,6 +204,7 @@ class _Counted(NamedTuple):
     draws: tuple[int, ...]
     restarted: bool
     digest: str
+    places: dict[str, str]  # where the iterator may keep count, after the sample
 
 
 class _Counting:
@@ -220,7 +226,21 @@ class _Counting:
             except StopIteration:
                 return None
         drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
-        return _Counted(drawn, any(sampler.passes > 1 for sampler in self._samplers), digest(item))
+        restarted = any(sampler.passes > 1 for sampler in self._samplers)
+        return _Counted(drawn, restarted, digest(item), _places(self._iterator))
+
+
+def _places(iterator: Any) -> dict[str, str]:
+    """The plain values that an iterator keeps from one sample to the next: its attributes, or a generator's variables.
+
+    One that a jump leaves behind (a count of samples, say) may decide about a sample that comes much later.
+    """
+    frame = getattr(iterator, "gi_frame", None)
+    kept = {} if frame is None else dict(frame.f_locals)
+    holder = kept.pop("self", iterator)
+    kept |= {f"self.{name}": value for name, value in getattr(holder, "__dict__", {}).items()}
+    plain = bool | int | float | str | bytes | None
+    return {name: repr(value) for name, value in kept.items() if isinstance(value, plain)}
 
 
 class DrivenRequest(NamedTuple):

@@ -3,11 +3,9 @@
 Rules (docs/design.md tells why):
 
 * `iter()` has no side effect; the first `next()` starts. The first pass after a load goes on from it, every later pass
-is
-  a new epoch.
+  is a new epoch.
 * The position moves when a batch is handed over, not when it is prefetched. Handing over an epoch's last batch moves
-the
-  state to (epoch + 1, 0), so that 'finished' has one spelling.
+  the state to (epoch + 1, 0), so that 'finished' has one spelling.
 * `load_state_dict` checks everything before it changes anything, and takes effect at the next `next()`.
 """
 

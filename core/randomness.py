@@ -1,11 +1,9 @@
 """One random stream for each sample; the caller's generators are left as they were found.
 
 Code inside a dataset draws from generators that it did not choose with resuming in mind: the global ones of python,
-numpy
-and torch, or some that it owns. While a sample is read, all of them are put under a stream of that sample alone, keyed
-by
-(seed, epoch, position). So the sample's augmentation does not depend on which process reads it, after which others, or
-whether the epoch was interrupted before.
+numpy and torch, or some that it owns. While a sample is read, all of them are put under a stream of that sample alone,
+keyed by (seed, epoch, position). So the sample's augmentation does not depend on which process reads it, after which
+others, or whether the epoch was interrupted before.
 """
 
 from __future__ import annotations

@@ -64,14 +64,12 @@ def wrap(
         source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything
             that can be iterated more than once. What was wrapped already is returned as it is.
         seed: of the order and of the random streams, in [0, 2**64). None: the source's own; else torch's initial seed
-        in a
-            world of one; else 0. A seed that was not stated gives way to that of a loaded state.
+            in a world of one; else 0. A seed that was not stated gives way to that of a loaded state.
         world: which ranks share the data. None: torch.distributed as it is when iteration starts, else RANK, WORLD_SIZE
             and LOCAL_RANK, else one process.
         shard: whether midepoch divides the data over ranks and workers (True) or the source does so itself (False).
-        None:
-            midepoch divides what can be indexed; for other sources it has to be stated where there is something to
-            divide.
+            None: midepoch divides what can be indexed; for other sources it has to be stated where there is something
+            to divide.
         randomness: "sample" gives each sample a random stream of its own; "none" leaves the caller's generators to the
             source, which then does not repeat its augmentations.
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,

@@ -79,7 +79,14 @@ class World:
                     "WORLD_SIZE both (torchrun does), call torch.distributed.init_process_group before the first "
                     "batch, or pass world=midepoch.World(rank, world_size)"
                 )
-            return cls(environment.get("RANK", 0), environment.get("WORLD_SIZE", 1), environment.get("LOCAL_RANK", 0))
+            environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | environment
+            try:
+                return cls(environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"])
+            except ValueError as error:
+                raise MidepochError(
+                    f"the environment names no possible world ({_shown(environment)}: {error}): set RANK, WORLD_SIZE "
+                    "and LOCAL_RANK as torchrun does, or pass world=midepoch.World(rank, world_size)"
+                ) from None
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
             if environment.get(name, value) != value:

@@ -218,3 +218,40 @@ def test_a_cyclic_and_a_large_item_are_no_matter_to_a_replay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(wrap(items, seed=0))) == 2
+
+
+class _Curriculum(IterableDataset[tuple[int, int]]):
+    """Grows harder with every tenth sample, by a count of its own."""
+
+    def __init__(self, variable: bool) -> None:
+        self.sampler = RandomSampler(range(40))
+        self.variable = variable
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        if self.variable:
+            return ((index, place // 10) for place, index in enumerate(self.sampler))
+        return self._counted()
+
+    def _counted(self) -> Iterator[tuple[int, int]]:
+        for index in self.sampler:
+            yield index, self.count // 10
+            self.count += 1
+
+
+@pytest.mark.parametrize("variable", [True, False], ids=["variable", "attribute"])
+def test_a_count_that_shows_much_later_is_found_at_once(variable: bool) -> None:
+    def make() -> midepoch.loader.Loader:
+        return wrap(DataLoader(_Curriculum(variable), batch_size=4), seed=3)
+
+    whole = [[part.tolist() for part in batch] for batch in make()]
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    resumed = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", midepoch.MidepochWarning)
+        resumed.load_state_dict(loader.state_dict())
+        assert [[part.tolist() for part in batch] for batch in resumed] == whole[4:]
+    assert ("place" if variable else "self.count") in resumed.capabilities.constant_time_resume.reason

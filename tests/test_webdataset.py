@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import json
@@ -1188,3 +1189,24 @@ def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "every sample once: True" in run.stdout
+
+
+def collected(sample: Any) -> Any:
+    gc.collect()  # as it happens in any worker process sooner or later
+    return sample
+
+
+def test_worker_processes_leave_the_connections_of_their_parent_alone(tmp_path: Path, cache: Path) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    urls = make_shards(tmp_path / "shards", [5, 6, 4], size=3000)
+    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
+        whole = None
+        for workers in (0, 2, 0):
+            dataset = wds.WebDataset([f"{base}/{Path(url).name}" for url in urls], shardshuffle=5).map(collected)
+            dataset = dataset.map(sources.Reading())
+            loader = DataLoader(dataset.batched(3, collation_fn=sources.stack), batch_size=None, num_workers=workers)
+            with midepoch.wrap(loader, seed=4) as wrapped:
+                batches = digest(wrapped)
+            whole = whole or batches
+            assert batches == whole

@@ -67,14 +67,12 @@ def _locate_remote(url: str) -> Shard | str:
     if scheme == "pipe":
         return "a pipe can only be read from its start"
     try:
-        import fsspec
-    except ImportError:
-        return f"reading parts of {scheme}: urls needs fsspec (pip install 'midepoch[webdataset]')"
-    try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = _filesystem(url)
         info = filesystem.info(path)
         beginning = filesystem.cat_file(path, start=0, end=512)
-    except (ImportError, ValueError, NotImplementedError) as error:
+    except ImportError as error:
+        return f"reading parts of {scheme}: urls needs more ({error}): pip install 'midepoch[webdataset]'"
+    except (ValueError, NotImplementedError) as error:
         return f"{url} cannot be read in parts ({error})"
     except OSError as error:
         return f"{url} could not be read in parts ({type(error).__name__}: {error})"
@@ -95,9 +93,7 @@ def open_shard(shard: Shard) -> BinaryIO:
     """The shard as a file that can be sought."""
     if shard.path:
         return Path(shard.path).open("rb")
-    import fsspec
-
-    filesystem, path = fsspec.core.url_to_fs(shard.url)
+    filesystem, path = _filesystem(shard.url)
     # Headers of small files follow one another closely, so that reading ahead fetches several at once.
     file: BinaryIO = filesystem.open(path, "rb", block_size=1 << 20, cache_type="readahead", size=shard.size)
     return file
@@ -109,6 +105,26 @@ Take = Callable[[int, int], bytes]
 
 def _slice(data: bytes, offset: int, count: int) -> bytes:
     return data[offset : offset + count]
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a url, and the path in it. Looked up each time: a forked process gets one of its own.
+
+    Raises:
+        ImportError: fsspec, or what it needs for such urls, is not installed.
+        ValueError: there is none for such urls.
+    """
+    import fsspec
+
+    filesystem, path = fsspec.core.url_to_fs(url)
+    _kept[id(filesystem)] = filesystem
+    return filesystem, path
+
+
+# A forked process gets copies of the file systems of its parent, and fsspec drops them. That closes their connections,
+# which takes the sockets off the epoll instance that it still shares with the parent, and the parent waits for ever. So
+# none that was used here is ever dropped.
+_kept: dict[int, Any] = {}
 
 
 class RangeReader:
@@ -190,10 +206,7 @@ class RangeReader:
         return file
 
     def _read_remote(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
-        import fsspec
-
-        # Looked up each time: fsspec keeps one for each process, so that a forked one gets its own.
-        filesystem, _ = fsspec.core.url_to_fs(self._shards[ranges[0][0]].url)
+        filesystem, _ = _filesystem(self._shards[ranges[0][0]].url)
         paths = [filesystem._strip_protocol(self._shards[number].url) for number, _, _ in ranges]
         starts, stops = [start for _, start, _ in ranges], [start + length for _, start, length in ranges]
         answers: list[Any] = filesystem.cat_ranges(paths, starts, stops, on_error="return")
