@@ -136,6 +136,7 @@ class MapReader:
         self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
         self._key_block_start = 0
         self._reads, self._next_search = 0, 1  # batches in this process
+        self._draws = False  # a sample has drawn a random number in this process
 
     def __call__(self, request: MapRequest) -> Any:
         """The batch."""
@@ -167,22 +168,43 @@ class MapReader:
         return batch
 
     def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
-        start, dataset = streams.start, self.dataset
         streams.begin()
         try:
             if self._whole:
-                start(extend_key(self._batch_key, request.start))
-                samples = dataset.__getitems__(request.indices)
+                samples = self._read_whole(request, streams)
             else:
-                samples = []
-                for key, index in zip(self._keys(request), request.indices, strict=True):
-                    start(key)
-                    samples.append(dataset[index])
+                samples = self._read_at_rest(request, streams) if streams.can_rest and not self._draws else []
+                if len(samples) < len(request.indices):
+                    start, dataset, done = streams.start, self.dataset, len(samples)
+                    for key, index in zip(self._keys(request)[done:], request.indices[done:], strict=True):
+                        start(key)
+                        samples.append(dataset[index])
             if not self._plain_collate:
-                start(extend_key(self._batch_key, request.start, Purpose.BATCH))
+                streams.start(extend_key(self._batch_key, request.start, Purpose.BATCH))
             return self._collate(samples[0] if self._single else samples)
         finally:
             streams.end()
+
+    def _read_at_rest(self, request: MapRequest, streams: Streams) -> list[Any]:
+        """The samples in front of the first that draws a random number; all from there on are taken to do so too."""
+        samples: list[Any] = []
+        dataset, touched = self.dataset, streams.touched
+        streams.rest()
+        for index in request.indices:
+            try:
+                sample = dataset[index]
+            except BaseException:
+                if not touched():
+                    raise
+            self._draws = touched()
+            if self._draws:
+                break
+            samples.append(sample)
+        return samples
+
+    def _read_whole(self, request: MapRequest, streams: Streams) -> Any:
+        streams.start(extend_key(self._batch_key, request.start))
+        return self.dataset.__getitems__(request.indices)
 
     def _read(self, indices: list[Any]) -> Any:
         dataset = self.dataset

@@ -21,7 +21,7 @@ def augmentations(options: Options, *roots: object, same_split: str = "") -> Cap
         return Capability(
             False, "randomness='none': samples draw from the caller's generators, which are not restored here"
         )
-    hopeless = find_generators(*roots)[1]
+    hopeless = find_generators(*roots).hopeless
     if hopeless:
         return Capability(
             False,

@@ -9,11 +9,9 @@ others, or whether the epoch was interrupted before.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import random
-import struct
 import sys
 import threading
 import types
@@ -21,13 +19,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .errors import MidepochError
 from .keys import derive_key, mix
+from .lending import lend_globals
 
 __all__ = ["OwnedGenerator", "Purpose", "Streams", "find_generators", "sample_generator"]
 
@@ -62,6 +61,9 @@ def sample_generator() -> np.random.Generator:
             "no sample is being read here: call midepoch.sample_generator() inside the dataset or collate_fn of a "
             "loader made by midepoch.wrap, with randomness='sample'"
         )
+    if isinstance(key, Streams):
+        key.asked = True  # so that the sample will be read again, under its key
+        return np.random.Generator(np.random.Philox(0))
     made: tuple[int, np.random.Generator] | None = _current.generator
     if made is None or made[0] != key:
         made = _current.generator = key, np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
@@ -274,7 +276,24 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
+class Found(NamedTuple):
+    """What `find_generators` found.
+
+    Attributes:
+        owned: generator objects.
+        hopeless: the paths of those that cannot be keyed.
+        puts_back: some code may save and restore the state of a generator.
+    """
+
+    owned: list[OwnedGenerator]
+    hopeless: list[str]
+    puts_back: bool
+
+
+_RESTORING = {"fork_rng", "getstate", "get_state", "get_rng_state", "isolate_rng", "preserve_rng_state"}
+
+
+def find_generators(*roots: object) -> Found:
     """The generator objects reachable from `roots`, and the paths of those that cannot be keyed.
 
     Follows attributes, slots, containers, closures, defaults, partials, bound methods, classes, and what methods and
@@ -282,6 +301,7 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     """
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
+    puts_back = False
     queue: deque[tuple[str, Any]] = deque((f"{type(root).__name__}", root) for root in roots)
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
@@ -309,116 +329,13 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             else:
                 found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
             continue
+        if isinstance(value, types.FunctionType) and not _RESTORING.isdisjoint(_names(value.__code__)):
+            puts_back = True
         queue.extend((path + step, child) for step, child in _children(value))
-    return found, hopeless
-
-
-# --- the global ones ------------------------------------------------------------------------------------------------
-
-
-class _PythonGlobal:
-    """python's global generator: saved, seeded and restored.
-
-    ``getstate`` and ``setstate`` take 15 microseconds, more than everything else in a batch. In CPython the state
-    lies in the object itself, ``struct { PyObject_HEAD int index; uint32_t state[624]; }``, so it is copied as
-    memory, in less than one. Where a test object shows another layout, the slow way is taken.
-    """
-
-    _BYTES = 4 * 625
-
-    def __init__(self) -> None:
-        self.generator: Any = random._inst
-        # Without the argument handling of random.seed.
-        self.seed = super(random.Random, self.generator).seed
-        self._address = id(self.generator) + object.__basicsize__ if _state_is_memory() else None
-        self._copy = ctypes.create_string_buffer(self._BYTES)
-        self._saved: Any = None
-
-    def borrow(self) -> None:
-        if self._address is None:
-            self._saved = self.generator.getstate()
-        else:
-            ctypes.memmove(self._copy, self._address, self._BYTES)
-            self._saved = self.generator.gauss_next
-
-    def give_back(self) -> None:
-        if self._address is None:
-            self.generator.setstate(self._saved)
-        else:
-            ctypes.memmove(self._address, self._copy, self._BYTES)
-            self.generator.gauss_next = self._saved
-
-
-@functools.cache
-def _state_is_memory() -> bool:
-    """True if a generator's state stands where `_PythonGlobal` would read and write it."""
-    generator = random.Random(1)
-    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + 4 * 625:
-        return False
-    words = (ctypes.c_uint32 * 625).from_address(id(generator) + object.__basicsize__)
-    *state, index = generator.getstate()[1]
-    return [index, *state] == list(words)
+    return Found(found, hopeless, puts_back)
 
 
 # --- all of them at once --------------------------------------------------------------------------------------------
-
-
-class _NumpyGlobal:
-    """numpy's global RandomState, lent a bit generator of ours and given back its own.
-
-    Swapping is 300 times cheaper than ``get_state`` and ``set_state``. It has one catch: the second value of a pair of
-    normal numbers, which RandomState keeps, is lost with it. So that is copied as memory, ``struct { int has_gauss;
-    double gauss; }``; where a test object shows another layout, the slow way is taken.
-    """
-
-    _BYTES = 16
-
-    def __init__(self) -> None:
-        self._ours = np.random.MT19937(0)
-        self._theirs: Any = None
-        offset = _offset_of_pair()
-        self._address = None if offset is None else id(np.random.mtrand._rand) + offset
-        self._copy = ctypes.create_string_buffer(self._BYTES)
-        self._pair: Any = None
-
-    def borrow(self) -> None:
-        self._theirs = np.random.get_bit_generator()
-        if self._address is None:
-            self._pair = np.random.get_state(legacy=False)
-        else:
-            ctypes.memmove(self._copy, self._address, self._BYTES)
-        np.random.set_bit_generator(self._ours)
-
-    def give_back(self) -> None:
-        np.random.set_bit_generator(self._theirs)
-        if self._address is None:
-            np.random.set_state(self._pair)
-        else:
-            ctypes.memmove(self._address, self._copy, self._BYTES)
-
-
-@functools.cache
-def _offset_of_pair() -> int | None:
-    """Where in a RandomState `_NumpyGlobal` finds the second normal number; None if that cannot be told."""
-    if sys.implementation.name != "cpython":
-        return None
-    state = np.random.RandomState(1)
-    size = type(state).__basicsize__
-
-    def memory() -> bytes:
-        return ctypes.string_at(id(state), size)
-
-    state.standard_normal()
-    with_pair = memory()
-    kept = state.get_state(legacy=False)
-    assert isinstance(kept, dict)  # what legacy=False is for
-    second = struct.pack("d", kept["gauss"])
-    offsets = [place - 8 for place in range(8, size - 7, 8) if with_pair[place : place + 8] == second]
-    state.standard_normal()
-    without = memory()
-    if len(offsets) != 1 or [struct.unpack_from("i", each, offsets[0])[0] for each in (with_pair, without)] != [1, 0]:
-        return None
-    return offsets[0]
 
 
 class Streams:
@@ -427,39 +344,47 @@ class Streams:
     Use: ``begin()``, then ``start(key)`` before each sample, then ``end()`` in a finally. In between, the global
     generators are ours; after it they are as they were. Not thread-safe, as the global generators are not.
 
+    Seeding them takes six microseconds, which is a lot where nobody draws. So a sample can be read after ``rest()``
+    instead, and again after ``start(key)`` if it has ``touched()`` a generator.
+
     Args:
         roots: objects whose own generators are looked for (a dataset, a collate_fn). The search runs at the first
             `begin` and at each `refresh`, in the process that reads.
+
+    Attributes:
+        can_rest: `rest` and `touched` work, as far as the last search can tell.
     """
 
     def __init__(self, *roots: object) -> None:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
-        self._python = _PythonGlobal()
-        self._numpy = _NumpyGlobal()
-        # Looked up once: this is done for every sample.
-        self._python_generator, self._seed_python = self._python.generator, self._python.seed
+        self._globals = lend_globals()
+        # Looked up once: this is done for every sample. python's without the argument handling of random.seed.
+        self._python_generator: Any = random._inst
+        self._seed_python = super(random.Random, self._python_generator).seed
         self._start_numpy = np.random.seed
         self._start_torch = torch.default_generator.manual_seed
-        self._saved: tuple[Any, list[Any]] | None = None
-        self._outer: tuple[int | None, tuple[int, np.random.Generator] | None] = (None, None)
+        self._saved: list[Any] | None = None
+        self._outer: tuple[int | Streams | None, tuple[int, np.random.Generator] | None] = (None, None)
+        self.can_rest = False
+        self.asked = False  # `sample_generator` was called since `rest`
 
     def refresh(self, *more: object) -> bool:
         """Look for owned generators again, behind `more` too; True if there are some that were not known."""
         known = {id(owned.generator) for owned in self._owned or ()}
-        self._owned = find_generators(*self._roots, *more)[0]
+        found = find_generators(*self._roots, *more)
+        self._owned = found.owned
+        self.can_rest = not found.owned and not found.puts_back and self._globals.rests
         return any(id(owned.generator) not in known for owned in self._owned)
 
     def begin(self) -> None:
         """Remember the caller's generators."""
         if self._owned is None:
             self.refresh()
-        owned = self._owned or []
         self._outer = (getattr(_current, "key", None), getattr(_current, "generator", None))
         _current.generator = None
-        self._saved = (torch.default_generator.get_state(), [each.save() for each in owned])
-        self._python.borrow()
-        self._numpy.borrow()
+        self._saved = [each.save() for each in self._owned] if self._owned else []
+        self._globals.borrow()
 
     def start(self, key: int) -> None:
         """Put every generator at the beginning of the stream of `key`, a 64-bit integer."""
@@ -472,17 +397,24 @@ class Streams:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
 
+    def rest(self) -> None:
+        """Put the generators where `touched` sees whether anybody draws. Only where `can_rest`."""
+        _current.key = self
+        self.asked = False
+        self._globals.rest()
+
+    def touched(self) -> bool:
+        """Whether anybody has drawn from a generator since `rest`, or seeded it."""
+        return self.asked or self._globals.touched()
+
     def end(self) -> None:
         """Give the caller its generators back as `begin` found them."""
         saved = self._saved
         if saved is None:
             return
         self._saved = None
-        torch_state, owned_states = saved
-        self._numpy.give_back()
-        self._python.give_back()
-        torch.default_generator.set_state(torch_state)
-        for each, state in zip(self._owned or (), owned_states, strict=False):
+        self._globals.give_back()
+        for each, state in zip(self._owned or (), saved, strict=False):
             each.restore(state)
         _current.key, _current.generator = self._outer
 

@@ -27,6 +27,7 @@ import sources
 import midepoch
 from midepoch import MidepochError
 from midepoch.keys import derive_key, derive_keys, extend_key, mix
+from midepoch.lending import LentGlobals, SlowlyLentGlobals
 from midepoch.loader import Loader
 from midepoch.randomness import Streams, find_generators
 
@@ -558,9 +559,9 @@ def test_the_search_ends() -> None:
     cycle.append(cycle)
     holder = Holder(None)
     holder.held = [holder, cycle, list(range(10**6)), {"names": ["file"] * 10**5}]
-    found, hopeless = find_generators(holder)
+    found, hopeless, _ = find_generators(holder)
     assert (found, hopeless) == ([], [])
-    many, said = find_generators(Holder([Holder(None) for _ in range(150_000)]))
+    many, said, _ = find_generators(Holder([Holder(None) for _ in range(150_000)]))
     assert many == []
     assert len(said) == 1
     assert "100000" in said[0]
@@ -602,7 +603,7 @@ def test_a_sampler_s_own_generator_is_left_as_it_was() -> None:
 
 def test_the_global_generators_are_not_owned() -> None:
     holder = Holder([random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator])
-    assert find_generators(holder) == ([], [])
+    assert find_generators(holder) == ([], [], False)
 
 
 def test_two_owned_generators_do_not_share_a_stream() -> None:
@@ -625,6 +626,159 @@ def test_streams_do_not_depend_on_what_ran_before() -> None:
             streams.start(7)
             numbers.append(caller_draws())
     assert numbers[0] == numbers[1] == numbers[2]
+
+
+# --- what draws nothing needs no stream ---
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "getrandbits": lambda: random.getrandbits(1),
+    "624 words": lambda: [random.getrandbits(32) for _ in range(624)],
+    "gauss": lambda: random.gauss(0, 1),
+    "random.seed": lambda: random.seed(5),
+    "rand": np.random.rand,
+    "624 numpy words": lambda: np.random.bytes(4 * 624),
+    "standard_normal": np.random.standard_normal,
+    "numpy.seed": lambda: np.random.seed(5),
+    "torch.rand": lambda: torch.rand(1),
+    "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
+    "torch.randn": lambda: torch.randn(1),
+    "torch.randperm": lambda: torch.randperm(5),
+    "manual_seed": lambda: torch.manual_seed(5),
+    "sample_generator": midepoch.sample_generator,
+}
+
+
+def every_state() -> list[Any]:
+    pair = np.random.get_state(legacy=False)
+    return [random.getstate(), json.dumps(pair, default=lambda x: x.tolist()), torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize("odd", [0, 1], ids=["paired", "half a pair of normal numbers"])
+@pytest.mark.parametrize("lend", [LentGlobals, SlowlyLentGlobals])
+def test_the_caller_gets_every_bit_back(lend: Callable[[], LentGlobals | SlowlyLentGlobals], odd: int) -> None:
+    lent = lend()
+    for _ in range(odd):
+        random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
+    before = every_state()
+    for draw in DRAWS.values():
+        lent.borrow()
+        lent.rest()
+        if draw is not midepoch.sample_generator:
+            draw()
+        lent.give_back()
+        assert every_state() == before
+    expected = [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()]
+    random.setstate(before[0]), np.random.set_state(json.loads(before[1]))
+    torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))
+    assert [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()] == expected
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_seen(name: str) -> None:
+    streams = Streams()
+    streams.refresh()
+    assert streams.can_rest
+    streams.begin()
+    try:
+        for _ in range(3):
+            streams.rest()
+            assert not streams.touched()
+            DRAWS[name]()
+            assert streams.touched()
+    finally:
+        streams.end()
+
+
+class Seldom(sources.Indices):
+    """Draws for one sample in five, and fails by chance for another."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if index % 5 == 3:
+            return index, DRAWS["random"](), np.random.rand(), torch.rand(1).item()
+        if index % 5 == 4:
+            for _ in range(3):
+                try:
+                    if midepoch.sample_generator().random() < 2:
+                        raise KeyError(index)
+                except KeyError:
+                    continue
+            return index, midepoch.sample_generator().random()
+        return index
+
+
+def seldom(num_workers: int = 0, batch_size: int = 3, world: midepoch.World | None = None) -> Loader:
+    source = DataLoader(Seldom(60), batch_size, shuffle=True, num_workers=num_workers, collate_fn=list)
+    return midepoch.wrap(source, seed=8, world=world)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_draws_seldom_has_its_stream_wherever_it_is_read(num_workers: int) -> None:
+    whole = sources.flat(sources.taken(seldom()))
+    assert len({str(item) for item in whole}) == 60
+    for batch_size in (1, 4):
+        assert sources.flat(sources.taken(seldom(num_workers, batch_size))) == whole
+    for cut in range(0, 20, 3):
+        state = sources.heads(functools.partial(seldom, num_workers), cut)[1]
+        assert sources.flat(sources.resumed(functools.partial(seldom, num_workers), state)) == whole[3 * cut :]
+
+
+def test_one_sample_is_read_twice_and_no_other() -> None:
+    loader = seldom()
+    sources.taken(loader)
+    assert loader.source.dataset.reads == 61
+
+
+class PutsBack(sources.Indices):
+    """Draws, and leaves no trace of it; not for every sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 3:
+            with torch.random.fork_rng():
+                return index, torch.rand(1).item()
+        return index, random.random()
+
+
+def test_code_that_puts_generators_back_is_not_taken_for_code_that_draws_nothing() -> None:
+    assert find_generators(PutsBack(9)).puts_back
+
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(PutsBack(30), batch_size=2, shuffle=True, collate_fn=list), seed=1)
+
+    whole = sources.taken(make())
+    assert len({number for _, number in sources.flat(whole)}) == 30
+    for cut in range(15):
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
+class FailsByChance(sources.Indices):
+    def __getitem__(self, index: int) -> Any:
+        if random.random() < 0.2:
+            raise KeyError(index)
+        return index
+
+
+def test_a_failure_by_chance_is_that_of_the_stream() -> None:
+    def failures(cut: int) -> list[int]:
+        loader = midepoch.wrap(DataLoader(FailsByChance(50), batch_size=1), seed=3)
+        loader.seek(position=cut)
+        found: list[int] = []
+        iterator = iter(loader)
+        while True:
+            try:
+                next(iterator)
+            except StopIteration:
+                return found
+            except KeyError:
+                found.append(loader.position)
+                loader.seek(position=loader.position + 1)
+
+    whole = failures(0)
+    assert 3 < len(whole) < 20
+    assert all(failures(cut) == [place for place in whole if place >= cut] for cut in range(50))
 
 
 # --- the real library ---

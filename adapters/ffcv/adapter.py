@@ -138,7 +138,7 @@ class FFCVAdapter(Adapter):
         if not self.options.streams:
             return Capability(False, "randomness='none': FFCV's threads draw from generators that nobody sets")
         operations = self._operations()
-        hopeless = find_generators(*self._drawing)[1]
+        hopeless = find_generators(*self._drawing).hopeless
         if hopeless:
             return Capability(False, f"these generators cannot be put under a stream: {', '.join(hopeless)}")
         batchwise = sorted(
