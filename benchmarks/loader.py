@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import resource
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import midepoch
 
@@ -33,8 +34,23 @@ def microseconds_per_batch(batches: Iterable[Any]) -> float:
     return (time.perf_counter() - start) / count * 1e6
 
 
-def plain(batches: int, batch_size: int, workers: int) -> DataLoader[int]:
-    return DataLoader(range(batches * batch_size), batch_size, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+class Drawing(Dataset[int]):
+    """Integers, each of which draws a random number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        random.random()
+        return index
+
+
+def plain(batches: int, batch_size: int, workers: int, draws: bool) -> DataLoader[int]:
+    size = batches * batch_size
+    return DataLoader(Drawing(size) if draws else range(size), batch_size, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
 
 
 def alternate(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int) -> dict[str, list[float]]:
@@ -51,33 +67,34 @@ def ratio(times: list[float], base: list[float]) -> float:
 
 
 def overhead(rounds: int, batches: int) -> None:
-    print("| batch size | workers | plain, µs a batch | `randomness='none'` | ratio | per-sample streams | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for batch_size, workers in ((BATCH_SIZE, 0), (1, 0), (BATCH_SIZE, 2)):
+    print("| batch size | workers | samples draw | plain, µs a batch | `randomness='none'` | ratio | streams | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    said = []
+    for draws in (False, True):
+        extra = {}
+        for batch_size, workers in ((BATCH_SIZE, 0), (1, 0), (BATCH_SIZE, 2)):
 
-        def make(batch_size: int = batch_size, workers: int = workers) -> DataLoader[int]:
-            return plain(batches, batch_size, workers)
+            def make(batch_size: int = batch_size, workers: int = workers, draws: bool = draws) -> DataLoader[int]:
+                return plain(batches, batch_size, workers, draws)
 
-        times = alternate(
-            {
-                "plain": make,
-                "none": lambda make=make: midepoch.wrap(make(), randomness="none"),  # type: ignore[misc]
-                "sample": lambda make=make: midepoch.wrap(make()),  # type: ignore[misc]
-            },
-            rounds,
-        )
-        median = {name: statistics.median(values) for name, values in times.items()}
-        print(
-            f"| {batch_size} | {workers} | {median['plain']:.1f} | {median['none']:.1f} | "
-            f"{ratio(times['none'], times['plain']):.2f} | {median['sample']:.1f} | "
-            f"{ratio(times['sample'], times['plain']):.2f} |"
-        )
-        if (batch_size, workers) == (BATCH_SIZE, 0):
-            extra = median["sample"] - median["none"]
-        if (batch_size, workers) == (1, 0):
-            one = median["sample"] - median["none"]
-    each = (extra - one) / (BATCH_SIZE - 1)
-    print(f"\nStreams: {each:.1f} µs a sample and {one - each:.1f} µs a batch.")
+            times = alternate(
+                {
+                    "plain": make,
+                    "none": lambda make=make: midepoch.wrap(make(), randomness="none"),  # type: ignore[misc]
+                    "sample": lambda make=make: midepoch.wrap(make()),  # type: ignore[misc]
+                },
+                rounds,
+            )
+            median = {name: statistics.median(values) for name, values in times.items()}
+            extra[batch_size, workers] = median["sample"] - median["none"]
+            print(
+                f"| {batch_size} | {workers} | {'yes' if draws else 'no'} | {median['plain']:.1f} | "
+                f"{median['none']:.1f} | {ratio(times['none'], times['plain']):.2f} | {median['sample']:.1f} | "
+                f"{ratio(times['sample'], times['plain']):.2f} |"
+            )
+        each = (extra[BATCH_SIZE, 0] - extra[1, 0]) / (BATCH_SIZE - 1)
+        said.append(f"{each:.1f} µs a sample and {extra[1, 0] - each:.1f} µs a batch")
+    print(f"\nStreams: {said[1]} where samples draw random numbers, {said[0]} where none does.")
 
 
 def resume(rounds: int) -> None:
