@@ -52,7 +52,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for images, logs, snapshots, result.json and loss.png.")] = Path(
         "demo-output"
     ),
-    backend: Annotated[str, typer.Option(help="What reads the images: torch.")] = "torch",
+    backend: Annotated[str, typer.Option(help="What reads the images: torch, dali, ffcv or webdataset.")] = "torch",
     kills: Annotated[int, typer.Option(help="How often a run is killed.")] = 3,
     world_sizes: Annotated[
         str,
@@ -76,12 +76,15 @@ def demo(
     Exit status: 0 exact; 1 something was lost, repeated or different; 2 it could not be carried out.
     """
     _require("demo", "matplotlib", "PIL", "rich", "sklearn")
+    from .demo.backends import BACKENDS
     from .demo.orchestrate import DemoError, Settings
     from .demo.report import demonstrate
-    from .demo.train import LOADERS
 
-    if backend not in LOADERS:
-        raise typer.BadParameter(f"there is no {backend!r}: choose one of {', '.join(LOADERS)}", param_hint="--backend")
+    if backend not in BACKENDS:
+        message = f"there is no {backend!r}: choose one of {', '.join(BACKENDS)}"
+        raise typer.BadParameter(message, param_hint="--backend")
+    if backend != "torch":
+        _require(backend, *BACKENDS[backend].needs)
     try:
         settings = Settings(
             output=output,
@@ -117,9 +120,16 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _require(extra: str, *modules: str) -> None:
     """Fail with the cure unless all modules of an extra are there."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    missing = [name for name in modules if not _is_installed(name)]
     if missing:
-        _fail(f"midepoch {extra} needs {', '.join(missing)}: pip install 'midepoch[{extra}]'")
+        _fail(f"midepoch demo needs {', '.join(missing)}: pip install 'midepoch[{extra}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _fail(message: str, status: int = _UNABLE) -> NoReturn:

@@ -21,6 +21,7 @@ pytest.importorskip("typer", reason="needs midepoch[demo]")
 from PIL import Image
 
 from midepoch.cli import main
+from midepoch.demo.backends import BACKENDS
 from midepoch.demo.compare import Comparison, Run, Segment, read_segment
 from midepoch.demo.images import label_of, write_images
 from midepoch.demo.orchestrate import DemoError, Settings, make_plans, prepare
@@ -240,6 +241,21 @@ def test_a_batch_that_one_rank_did_not_write_down_was_not_trained_on(tmp_path: P
     torn = read_segment(tmp_path / "0", 2, started=0.0)
     assert torn.reached == 0
     assert Comparison(Run([torn]), reference, images=4, epochs=1).lost == 2
+
+
+@pytest.mark.parametrize("backend", ["dali", "webdataset", "ffcv"])
+def test_every_backend_joins(backend: str, tmp_path: Path) -> None:
+    for module in BACKENDS[backend].needs:
+        pytest.importorskip(module, reason=f"needs midepoch[{backend}]")
+    output = tmp_path / "output"
+    finished = run_demo(output, f"--backend={backend}", "--kills=1", "--world-sizes=1,2")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    _, same, other = json.loads((output / "result.json").read_text())["runs"]
+    for run in (same, other):
+        assert (run["samples_lost"], run["samples_repeated"], run["problems"]) == (0, 0, [])
+        assert run["batches_equal"] == run["batches"] == 40
+    assert [segment["world_size"] for segment in other["segments"]] == [1, 2]
+    assert same["losses_equal"] == 40
 
 
 # --- settings, plans, folders ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from .backends import BACKENDS
 from .compare import Comparison, Run, Segment, read_events, read_segment
 from .images import AVAILABLE, write_images
 
@@ -48,7 +49,7 @@ class Settings:
 
     Args:
         output: folder for images, logs, snapshots and results.
-        backend: a name in `train.LOADERS`.
+        backend: a name in `BACKENDS`.
         kills: in each run that is not the uninterrupted one.
         world_sizes: processes of each segment of a run, over and over.
         epochs: to train for.
@@ -206,6 +207,7 @@ def prepare(settings: Settings) -> None:
     for name in ("result.json", "loss.png"):
         (output / name).unlink(missing_ok=True)
     write_images(output / "images", settings.image_count)
+    BACKENDS[settings.backend].prepare(output / "images")
 
 
 def execute(settings: Settings, plans: Sequence[Plan], watch: Watch) -> list[Result]:

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node=2 -m midepoch.demo.train --images=... --snapshot=... --records=...
 
-Run it again after a crash, on any number of processes, and it goes on. midepoch's part is one line to wrap the loader,
-one to save its state and one to load it. Besides, each rank writes down every batch that it trains on, pixel for pixel,
-so that runs can be compared.
+Run it again after a crash, on any number of processes, and it goes on. midepoch's part is one line to wrap the loader
+(in backends.py), one to save its state and one to load it. Besides, each rank writes down every batch that it trains
+on, pixel for pixel, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -13,58 +13,20 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
-import midepoch  # by its name, as in anybody's script
-from midepoch.loader import Loader
-
+from .backends import BACKENDS, paths_of
 from .images import SIDE, label_of
 
-__all__ = ["LOADERS", "Digits", "main"]
-
-
-class Digits(Dataset[tuple[Tensor, int, int]]):
-    """Image [1, SIDE, SIDE] of float32, label, index. Augments with whichever global generator comes to hand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(folder.glob("*.jpg"))
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        path = self.paths[index]
-        with Image.open(path) as file:
-            image = file.convert("L").rotate(random.uniform(-15, 15), Image.Resampling.BILINEAR)
-        noise = np.random.normal(0, 0.05, (1, SIDE, SIDE))
-        pixels = torch.from_numpy((np.asarray(image) / 255 + noise).astype(np.float32))
-        return pixels * torch.empty(1).uniform_(0.8, 1.2), label_of(path), index
-
-
-def torch_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> Loader:
-    """Through torch's DataLoader."""
-    return midepoch.wrap(
-        DataLoader(Digits(images), batch_size, shuffle=True, num_workers=num_workers), seed=seed
-    )
-
-
-LOADERS: dict[str, Callable[[Path, int, int, int], Loader]] = {"torch": torch_loader}
-"""By the name of ``--backend``: from (folder of images, batch size of one rank, seed, workers) to a wrapped loader.
-
-Its batches are (images [batch, 1, SIDE, SIDE] of float32, labels [batch], indices [batch])."""
+__all__ = ["main"]
 
 
 def train(options: argparse.Namespace) -> None:
@@ -81,9 +43,9 @@ def train(options: argparse.Namespace) -> None:
     snapshot = torch.load(options.snapshot, weights_only=True) if options.snapshot.exists() else None
 
     asked = time.perf_counter()
-    loader = LOADERS[options.backend](
-        options.images, options.global_batch // world_size, options.seed, options.num_workers
-    )
+    backend = BACKENDS[options.backend]
+    loader = backend.load(options.images, options.global_batch // world_size, options.seed, options.num_workers)
+    labels_of_all = torch.tensor([label_of(path) for path in paths_of(options.images)])
     if snapshot is not None:
         step = snapshot["step"]
         model.module.load_state_dict(snapshot["model"])
@@ -94,7 +56,8 @@ def train(options: argparse.Namespace) -> None:
     log = Log(options.records / f"rank-{rank}.jsonl")
     log.write(event="start", step=step, epoch=loader.epoch, position=loader.position, pid=os.getpid())
     for epoch in range(loader.epoch, options.epochs):
-        for images, labels, indices in loader:
+        for batch in loader:
+            images, labels, indices = backend.unpack(batch, labels_of_all)
             waited = time.perf_counter() - asked
             loss = nn.functional.cross_entropy(model(images), labels)
             # Before backward(), in which the ranks wait for each other: so a batch that is in a snapshot was written
@@ -179,11 +142,9 @@ def main() -> None:
     """Read the options, and train."""
     parser = argparse.ArgumentParser(prog="midepoch.demo.train", description="one rank of a training job")
     parser.add_argument("--images", type=Path, required=True, help="folder of JPEG files")
-    parser.add_argument(
-        "--snapshot", type=Path, required=True, help="file to write, and to start from if it is there"
-    )
+    parser.add_argument("--snapshot", type=Path, required=True, help="file to write, and to start from if it is there")
     parser.add_argument("--records", type=Path, required=True, help="folder for one file of each rank")
-    parser.add_argument("--backend", choices=sorted(LOADERS), default="torch")
+    parser.add_argument("--backend", choices=sorted(BACKENDS), default="torch")
     parser.add_argument("--global-batch", type=int, default=24, help="samples of all ranks together")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
