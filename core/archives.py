@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .errors import SourceError
 
-__all__ = ["Member", "TarError", "TarIndex", "index_tar", "parse_members", "walk"]
+__all__ = ["Member", "TarError", "TarIndex", "compression", "index_tar", "parse_members", "walk"]
 
 BLOCK = 512
 
@@ -48,7 +48,8 @@ class TarError(SourceError):
 
     def __init__(self, archive: str, offset: int, what: str, truncated: bool = False) -> None:
         super().__init__(
-            f"{archive} is damaged at byte {offset}: {what}; write it anew, or pass webdataset a handler that goes on"
+            f"{archive} is damaged at byte {offset}: {what}; write it anew, or leave it out (webdataset: or pass "
+            "a handler that goes on)"
         )
         self.archive, self.offset, self.what, self.truncated = archive, offset, what, truncated
 
@@ -113,6 +114,14 @@ def index_tar(archive: str | os.PathLike[str] | BinaryIO, name: str | None = Non
                     return scanned
             return _collect(file, name)
     return _collect(archive, name or str(getattr(archive, "name", "the archive")))
+
+
+def compression(beginning: bytes) -> str | None:
+    """What a file is compressed with, by its first six bytes; None for nothing that is known here."""
+    return next((name for magic, name in _COMPRESSED.items() if beginning.startswith(magic)), None)
+
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def padded(size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import tarfile
 import time
 from collections.abc import Callable
@@ -26,10 +27,10 @@ def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: An
 
 
 def make(path: Path, kind: str, names: list[str], size: int = 700) -> None:
-    random = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     with tarfile.open(path, "w", format=FORMATS[kind]) as archive:
         for name in names:
-            add(archive, name, random.bytes(int(random.integers(0, size))), mtime=1.5 if kind == "pax" else 1)
+            add(archive, name, generator.bytes(int(generator.integers(0, size))), mtime=1.5 if kind == "pax" else 1)
 
 
 def expected(path: Path) -> list[tuple[str, int, int, bytes]]:
@@ -165,6 +166,43 @@ def test_damage_is_told_with_its_place(tmp_path: Path, name: str, kind: str) -> 
         end = whole.end if sound == 10 else int(whole.headers[sound])
         assert index.damage.offset == end
         assert "bad.tar" in str(index.damage) and f"byte {end}" in str(index.damage)
+
+
+def test_random_damage_is_told_or_harmless(tmp_path: Path) -> None:
+    make(tmp_path / "a.tar", "pax", [f"{i}.x" for i in range(20)], 2000)
+    good, generator = (tmp_path / "a.tar").read_bytes(), random.Random(0)
+    whole, told = index_tar(tmp_path / "a.tar"), 0
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(generator.randint(1, 4)):
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        (tmp_path / "b.tar").write_bytes(data[: generator.choice((len(data), generator.randrange(1, len(data))))])
+        index = index_tar(tmp_path / "b.tar")
+        if index.damage is None:
+            # What does not show in the index is in the files' own bytes.
+            assert index.headers.tolist() == whole.headers.tolist() and index.names.tolist() == whole.names.tolist()
+        else:
+            told += 1
+            assert index.headers.tolist() == whole.headers[: len(index.headers)].tolist()
+            assert "b.tar" in str(index.damage)
+    assert told > 100
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax"])
+def test_sizes_that_a_header_cannot_hold(tmp_path: Path, kind: str) -> None:
+    # An archive of 8 GiB and more, without its bytes: a sparse file. Walked, for a scan would read all of it.
+    path, size = tmp_path / "a.tar", (8 << 30) + 700
+    info = tarfile.TarInfo("big")
+    info.size = size
+    header = info.tobuf(FORMATS[kind])
+    with path.open("wb") as file:
+        file.write(header)
+        file.seek(-(-(len(header) + size) // 512) * 512)
+        file.write(tarfile.TarInfo("after").tobuf(FORMATS[kind]) + bytes(1024))
+    with path.open("rb") as file:
+        index = index_tar(file)
+    assert index.damage is None
+    assert (index.names.tolist(), index.sizes.tolist()) == ([b"big", b"after"], [size, 0])
 
 
 def test_walking_a_stream_needs_no_seeking(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 from nvidia.dali import fn
 
 from midepoch.adapters.dali.feed import Data, Indices, current_feed
+from midepoch.archives import TarIndex, compression, index_tar
 from midepoch.errors import SourceError
 from midepoch.order import Sequential, Shuffled
-from midepoch.tar import TarIndex, index_tar, split_name
 from midepoch.world import World
 
 __all__ = ["file", "numpy", "webdataset"]
@@ -165,7 +165,7 @@ def webdataset(
     shards = [paths] if isinstance(paths, str | PathLike) else list(paths)
     wanted = [ext] if isinstance(ext, str) else list(ext)
     data = _Archives(
-        [index_tar(path) for path in shards],
+        [_Archive(os.fspath(path)) for path in shards],
         [[each if case_sensitive_extensions else each.lower() for each in one.split(";")] for one in wanted],
         case_sensitive_extensions,
         missing_component_behavior,
@@ -268,22 +268,36 @@ def _below(folder: str) -> Iterator[str]:
 # --- archives ---------------------------------------------------------------------------------------------------------
 
 
+class _Archive:
+    """One archive that is whole."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:  # noqa: PTH123  # a path of any kind
+            kind = compression(file.read(6))
+        if kind is not None:
+            raise SourceError(f"{path} is compressed ({kind}), so its files have no offsets: decompress it once")
+        self.path, self.index = path, index_tar(path)
+        if self.index.damage is not None:
+            raise self.index.damage
+
+
 class _Archives(Data):
     """Samples in tar archives: for each, and each of its components, an archive, an offset and a size."""
 
     kind = "webdataset"
 
     def __init__(
-        self, indexes: list[TarIndex], wanted: list[list[str]], case_sensitive: bool, missing: str
+        self, archives: list[_Archive], wanted: list[list[str]], case_sensitive: bool, missing: str
     ) -> None:
         self.outputs = len(wanted)
-        self._paths = [index.path for index in indexes]
+        self._paths = [archive.path for archive in archives]
         self._files: dict[int, int] = {}
         crc = zlib.crc32(repr((wanted, missing)).encode())
         rows: list[list[tuple[int, int, int]]] = []
         self._names: list[tuple[int, str]] = []
-        for shard, index in enumerate(indexes):
-            crc = zlib.crc32(f"{os.path.basename(index.path)}:{index.crc}".encode(), crc)  # noqa: PTH119
+        for shard, archive in enumerate(archives):
+            index = archive.index
+            crc = zlib.crc32(f"{os.path.basename(archive.path)}:{index.checksum:08x}".encode(), crc)  # noqa: PTH119
             for key, components in _samples(index, case_sensitive):
                 chosen = [next((components[each] for each in one if each in components), None) for one in wanted]
                 absent = [";".join(one) for one, found in zip(wanted, chosen, strict=True) if found is None]
@@ -291,7 +305,7 @@ class _Archives(Data):
                     continue
                 if absent and missing == "error":
                     raise SourceError(
-                        f"{index.path}: sample {key!r} has no {', '.join(absent)}; mend the archive, or pass "
+                        f"{archive.path}: sample {key!r} has no {', '.join(absent)}; mend the archive, or pass "
                         "missing_component_behavior='skip'"
                     )
                 rows.append(
@@ -344,8 +358,12 @@ def _samples(index: TarIndex, case_sensitive: bool) -> Iterator[tuple[str, dict[
     """Files that follow one another under one key, by extension."""
     current: str | None = None
     components: dict[str, int] = {}
-    for place, name in enumerate(index.names):
-        key, extension = split_name(name)
+    for place, encoded in enumerate(index.names.tolist()):
+        name: str = encoded.decode("utf-8", "surrogateescape")
+        # Cut at the first dot of the last part of the path.
+        folder, slash, base = name.rpartition("/")
+        key, _, extension = base.partition(".")
+        key = folder + slash + key
         if key != current:
             if components:
                 yield current or "", components

@@ -11,13 +11,13 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from midepoch.archives import compression
 from midepoch.errors import SourceError
 
 __all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard"]
 
 _WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
 _OPEN_FILES = 128  # at once in one process; the usual limit is 1024
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 
 
 class Shard(NamedTuple):
@@ -57,7 +57,7 @@ def locate(url: str) -> Shard | str:
         state = os.fstat(file.fileno())
         if not file.seekable():
             return f"{url} cannot be sought"
-        if file.read(6).startswith(_COMPRESSED):
+        if compression(file.read(6)):
             return f"{url} is compressed"
     return Shard(url, path, state.st_size, str(state.st_mtime_ns))
 
@@ -79,7 +79,7 @@ def _locate_remote(url: str) -> Shard | str:
     size = info.get("size")
     if type(size) is not int or len(beginning) != min(512, size):
         return f"the server of {url} gives no parts of it"
-    if beginning.startswith(_COMPRESSED):
+    if compression(beginning):
         return f"{url} is compressed"
     stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
     return Shard(url, "", size, stamp)
