@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test chaos lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ demo: setup ## kill a training job in mid-epoch and continue it exactly; results
 
 test: lint ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations
+	MIDEPOCH_CHAOS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -235,7 +235,7 @@ class _Production:
         """A step's memory and shared memory, for as many samples as the batch has."""
         memory, shared = self._memory[step.node, slot]
         count = len(batch.indices)
-        if count < self._work.loader.batch_size:
+        if count < self._work.loader.batch_size and not step.scratch:
             return _first(memory, count), _first(shared, count)
         return memory, shared
 
@@ -267,9 +267,15 @@ class _Production:
         self.plan = self._work.make_plan()
         self.deferred = tuple(step for step in self.plan.steps if step.deferred)
         for step in self.plan.steps:
-            both = [self._allocate(step.allocation), self._allocate(step.shared)]
+            kept, scratch = step.allocation, None
+            if step.scratch:
+                # FFCV keeps room to decode all images of all batches ahead; less of it stays in the processor's caches.
+                kept, query = step.allocation
+                scratch = parts().allocate_query(query, _most_threads(), 1)[0]
+            both = [self._allocate(kept), self._allocate(step.shared)]
             for slot in range(self._slots):
-                self._memory[step.node, slot] = (_at(both[0], slot), _at(both[1], slot))
+                memory = _at(both[0], slot)
+                self._memory[step.node, slot] = (memory if scratch is None else (memory, scratch), _at(both[1], slot))
         self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.plan.steps)), None)
         if self.device is not None:
             self.streams = [
@@ -328,6 +334,11 @@ class _Production:
             for step in steps:
                 _run(step, batch, self.memory_of(step, slot, batch), self._work)
         return batch
+
+
+def _most_threads() -> int:
+    threads: Any = vars(numba.config)["NUMBA_NUM_THREADS"]
+    return int(threads)
 
 
 def _at(memory: Any, slot: int) -> Any:

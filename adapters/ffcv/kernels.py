@@ -20,6 +20,7 @@ import numba
 import numpy as np
 from numba import prange
 from numba.extending import is_jitted, overload
+from numba.np.ufunc.parallel import get_thread_id
 
 from midepoch.adapters.ffcv.streams import restart, restart_python
 
@@ -264,7 +265,7 @@ def _make_decoder(
     if crop is None:
 
         @_jit
-        def decode(field: Any, data: Any, memory: Any, i: Any) -> Any:
+        def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
             target, height, width = memory[i], field["height"], field["width"]
             if field["mode"] == jpeg:
                 failed = decode_jpeg(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
@@ -277,11 +278,11 @@ def _make_decoder(
         crop = _jit(crop)
 
         @_jit
-        def decode(field: Any, data: Any, memory: Any, i: Any) -> Any:
+        def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
             height, width = np.int64(field["height"]), np.int64(field["width"])
             size = 3 * height * width
             if field["mode"] == jpeg:
-                space = memory[1][i]
+                space = memory[1][thread]
                 if decode_jpeg(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
                     return 1
                 image = space[:size].reshape(height, width, 3)
@@ -298,7 +299,8 @@ def _make_decoder(
             if draws:
                 restart(_salted(keys[i], salt))
             field = metadata[indices[i]]
-            found[i] = decode(field, read(field["data_ptr"], storage), memory, i)
+            thread = get_thread_id() if parallel else 0  # type: ignore[no-untyped-call]
+            found[i] = decode(field, read(field["data_ptr"], storage), memory, i, thread)
 
     return _jit(kernel, parallel)
 

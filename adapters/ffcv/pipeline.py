@@ -92,6 +92,7 @@ class Step(NamedTuple):
         call: from (batch, value, memory, shared memory) to the step's value.
         allocation, shared: FFCV's requests for memory.
         start: what sets shared memory up before each batch, or None.
+        scratch: the second part of its memory is of no use behind the call, and has a row for each thread.
     """
 
     node: int
@@ -102,6 +103,7 @@ class Step(NamedTuple):
     allocation: Any
     shared: Any
     start: Callable[[Any], Any] | None
+    scratch: bool
 
 
 class Plan(NamedTuple):
@@ -167,6 +169,7 @@ def make_plan(loader: Any, streams: bool, before: Plan | None = None) -> Plan:
                 maker.call(kind, streams),
                 *_memory_of(allocations, [node.id])[0],
                 None if id(operation) in started else functions["shared"][node.id],
+                kind == "image" and isinstance(allocations["operation"][node.id], tuple),
             )
             started.add(id(operation))
     return Plan(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()))
