@@ -190,9 +190,7 @@ class Adapter(ABC):
         """The detail of a place inside an epoch that iterating has not led to, or that is not remembered."""
         return ""
 
-    def jump(
-        self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World
-    ) -> str:
+    def jump(self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World) -> str:
         """The detail of a state that stands `there`, put there by hand: a seek, a break, a later epoch.
 
         Asked only where `jumps` is set; others need no detail for that, or cannot seek.

@@ -22,6 +22,7 @@ from .errors import SourceError
 __all__ = ["Member", "TarError", "TarIndex", "compression", "index_tar", "parse_members", "walk"]
 
 BLOCK = 512
+_REST = 1 << 16  # bytes looked at together behind the end marker
 
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 # Links, devices, folders and pipes have no data, whatever their size field says.
@@ -262,6 +263,8 @@ def walk(
         except ValueError as error:
             raise damage(str(error)) from None
         if header is None:
+            if any(block.strip(b"\0") for block in iter(lambda: read(_REST), b"")):
+                raise damage("a block of zeros, which ends an archive, stands in front of more data")
             return
         if pending.start < 0:
             pending.start = place
@@ -383,7 +386,7 @@ def _scan(data: npt.NDArray[np.uint8], name: str) -> TarIndex | None:
         )
     # What the chain ends in has to be a block of zeros, and every header sound; else walking tells what is wrong.
     last = int(following[-1])
-    if not sound.all() or last >= count or blocks[last].any():
+    if not sound.all() or last >= count or data[last * BLOCK :].any():
         return None
     regular = np.isin(kinds, np.frombuffer(b"0\x007", np.uint8))
     extended = np.isin(kinds, np.frombuffer(b"xLKXg", np.uint8))

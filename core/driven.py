@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch.utils.data import Sampler, default_collate, default_convert, get_worker_info
+from torch.utils.data import Sampler, get_worker_info
 
 from .adapter import Run
 from .encoding import digest
 from .errors import MidepochWarning, SourceError
-from .indexed import as_list, spans
+from .indexed import as_list, draws_nothing, spans
 from .keys import derive_key, extend_key
 from .order import EpochOrder, Order
 from .protocol import RAW
@@ -288,7 +288,7 @@ class DrivenReader:
     ) -> None:
         self.dataset = driven.dataset
         self._driven, self._draws, self._collate, self._single, self._alone = driven, draws, collate, single, alone
-        self._plain_collate = collate in (default_collate, default_convert)
+        self._plain_collate = draws_nothing(collate)
         self._streams = Streams(driven.dataset, collate) if streams else None
         self._opened: tuple[int, int] | None = None
         self._iterator: Iterator[Any] = iter(())

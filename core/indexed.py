@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from torch.utils.data import StackDataset, Subset, default_collate, default_convert
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .adapter import Adapter, Options, Run, Session
 from .errors import MidepochWarning, SourceError
@@ -29,6 +30,7 @@ __all__ = [
     "MapReader",
     "MapRequest",
     "as_list",
+    "draws_nothing",
     "map_requests",
     "reads_whole_batches",
     "spans",
@@ -128,10 +130,9 @@ class MapReader:
         self._single = single
         self._listed_batches = listed_batches
         self._whole = reads_whole_batches(dataset) and not single
-        # torch's own collate functions draw nothing, so they need no stream.
-        self._plain_collate = collate in (default_collate, default_convert)
+        self._plain_collate = draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
-        self._epoch_key: tuple[int, int] | None = None
+        self._epoch_key: tuple[int, int, int] | None = None
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
         self._key_block_start = 0
@@ -142,8 +143,9 @@ class MapReader:
         """The batch."""
         if self._streams is None:
             return self._collate(self._read(request.indices))
-        if self._epoch_key != (request.seed, request.epoch):
-            self._epoch_key = (request.seed, request.epoch)
+        if self._epoch_key != (request.seed, request.epoch, request.size):
+            self._epoch_key = (request.seed, request.epoch, request.size)
+            self._plain_collate = draws_nothing(self._collate)
             self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
             self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
             self._key_block = []
@@ -157,8 +159,7 @@ class MapReader:
                 if self._reads > 1:
                     warnings.warn(
                         f"{type(self.dataset).__name__} made a random generator after its first batch, so samples "
-                        "before "
-                        "may not be drawn alike after a resume: make it in __init__, or use "
+                        "before may not be drawn alike after a resume: make it in __init__, or use "
                         "midepoch.sample_generator()",
                         MidepochWarning,
                         stacklevel=2,
@@ -170,20 +171,26 @@ class MapReader:
     def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
         streams.begin()
         try:
-            if self._whole:
-                samples = self._read_whole(request, streams)
-            else:
-                samples = self._read_at_rest(request, streams) if streams.can_rest and not self._draws else []
-                if len(samples) < len(request.indices):
-                    start, dataset, done = streams.start, self.dataset, len(samples)
-                    for key, index in zip(self._keys(request)[done:], request.indices[done:], strict=True):
-                        start(key)
-                        samples.append(dataset[index])
+            samples = (self._read_whole if self._whole else self._read_each)(request, streams)
             if not self._plain_collate:
                 streams.start(extend_key(self._batch_key, request.start, Purpose.BATCH))
             return self._collate(samples[0] if self._single else samples)
         finally:
             streams.end()
+
+    def _read_each(self, request: MapRequest, streams: Streams) -> list[Any]:
+        if self._draws or not streams.can_rest:
+            start, dataset, samples = streams.start, self.dataset, []
+            for key, index in zip(self._keys(request), request.indices, strict=True):
+                start(key)
+                samples.append(dataset[index])
+            return samples
+        # The first batch of a process tells whether samples draw random numbers. As long as none has, the generators
+        # are at rest, and a sample that draws after all is read again.
+        samples = self._read_at_rest(request, streams) if self._reads else []
+        if len(samples) < len(request.indices):
+            self._read_watched(request, streams, samples)
+        return samples
 
     def _read_at_rest(self, request: MapRequest, streams: Streams) -> list[Any]:
         """The samples in front of the first that draws a random number; all from there on are taken to do so too."""
@@ -193,7 +200,7 @@ class MapReader:
         for index in request.indices:
             try:
                 sample = dataset[index]
-            except BaseException:
+            except Exception:
                 if not touched():
                     raise
             self._draws = touched()
@@ -201,6 +208,25 @@ class MapReader:
                 break
             samples.append(sample)
         return samples
+
+    def _read_watched(self, request: MapRequest, streams: Streams, samples: list[Any]) -> None:
+        """The samples that are missing, each under its stream."""
+        done, again = len(samples), self._draws
+        for key, index in zip(self._keys(request)[done:], request.indices[done:], strict=True):
+            streams.start(key)
+            streams.watch()
+            samples.append(self.dataset[index])
+            drew = streams.drew()
+            self._draws = self._draws or drew
+            if again and not drew:
+                warnings.warn(
+                    f"{type(self.dataset).__name__} drew random numbers for sample {index} when it was first read, and "
+                    "none when it was read again: it keeps what it drew, which will not be the same after a resume; "
+                    "draw with midepoch.sample_generator(), or draw a number for every sample",
+                    MidepochWarning,
+                    stacklevel=2,
+                )
+            again = False
 
     def _read_whole(self, request: MapRequest, streams: Streams) -> Any:
         streams.start(extend_key(self._batch_key, request.start))
@@ -225,6 +251,14 @@ class MapReader:
             self._key_block = derive_keys(self._sample_key, positions).tolist()
             self._key_block_start, place = start, 0
         return self._key_block[place : place + count]
+
+
+def draws_nothing(collate: Callable[[Any], Any]) -> bool:
+    """True for torch's own collate functions, which need no stream, unless others were registered with them."""
+    if collate is default_convert:
+        return True
+    own = default_collate.__module__
+    return collate is default_collate and all(each.__module__ == own for each in default_collate_fn_map.values())
 
 
 def reads_whole_batches(dataset: Any) -> bool:

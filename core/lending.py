@@ -61,6 +61,9 @@ class SlowlyLentGlobals:
     def rest(self) -> None:
         """Not to be called."""
 
+    def watch(self) -> None:
+        """Not to be called."""
+
     def touched(self) -> bool:
         """Not to be called."""
         return True
@@ -105,7 +108,8 @@ class LentGlobals:
         # A count that changes with the first number, and comes back to itself after 624, when the state has been made
         # anew; and one word of the state, which changes with that and with any other seed.
         python, numpy, torch_ = (memory.words for memory in resting)
-        self._marks = (python[0], python[2], numpy[_WORDS], numpy[0], torch_[_LEFT], torch_[_FIRST])
+        self._resting = (python[0], python[2], numpy[_WORDS], numpy[0], torch_[_LEFT], torch_[_FIRST])
+        self._marks: tuple[int, ...] = self._resting
 
     def borrow(self) -> None:
         """Remember the caller's states."""
@@ -125,13 +129,19 @@ class LentGlobals:
         self._numpy.bytes[:] = self._numpy_rest
         # A number of a pair that numpy kept came with one that was drawn, so it need not be looked at.
         self._pair.words[0] = 0
+        self._marks = self._resting
+
+    def watch(self) -> None:
+        """Let `touched` tell what happens from here on."""
+        self._marks = self._now()
 
     def touched(self) -> bool:
-        """Whether a number has been drawn since `rest`, or a seed set."""
+        """Whether a number has been drawn since `rest` or `watch`, or a seed set."""
+        return self._now() != self._marks
+
+    def _now(self) -> tuple[int, ...]:
         python, numpy, memory = self._python.words, self._numpy.words, self._torch.words
-        return (
-            python[0], python[2], numpy[_WORDS], numpy[0], memory[_LEFT], memory[_FIRST]
-        ) != self._marks  # fmt: skip
+        return python[0], python[2], numpy[_WORDS], numpy[0], memory[_LEFT], memory[_FIRST]
 
     def give_back(self) -> None:
         """Put the caller's states back."""

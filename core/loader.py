@@ -19,12 +19,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-import torch
-
 from . import state as states
 from .adapter import Adapter, Options, Run, Session
 from .errors import MidepochError, MidepochWarning, SourceError, StateError, StateMismatchError
 from .protocol import Capabilities, State
+from .randomness import process_seed
 from .world import Share, Tail, World
 
 __all__ = ["Loader"]
@@ -48,7 +47,7 @@ class Loader:
         self._adapter = adapter
         self._options = options
         # Read, never consumed; used in a world of one if nobody states a seed.
-        self._process_seed = torch.initial_seed() % (1 << 64)
+        self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.seed
         self._seed_is_private = options.seed is None and not adapter.seed_is_shared
         self._fingerprint = json.dumps(
@@ -279,6 +278,7 @@ class Loader:
             )
         if detail and not adapter.rank_independent:
             detail = adapter.part(detail, checked["world_size"], world)
+        adapter.prepare(checked["seed"], checked["epoch"])
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")

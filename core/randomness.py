@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import random
 import sys
 import threading
@@ -42,8 +43,19 @@ class Purpose:
 
 _MASK_32 = (1 << 32) - 1
 
-# The stream that `sample_generator` reads: set for each sample, used by few.
+# What `sample_generator` reads: the key of the sample that is being read, or the Streams that rest meanwhile; the
+# generator that was made of the key; whether either was asked for.
 _current = threading.local()
+_CURRENT = ("key", "generator", "used")
+
+
+def process_seed() -> int:
+    """torch's initial seed, read and not consumed: what a world of one uses where nobody states a seed."""
+    key = getattr(_current, "key", None)
+    if isinstance(key, Streams):
+        key.asked = True  # a sample that depends on it has to be read under its key
+    _current.used = True
+    return torch.initial_seed() % (1 << 64)
 
 
 def sample_generator() -> np.random.Generator:
@@ -64,6 +76,7 @@ def sample_generator() -> np.random.Generator:
     if isinstance(key, Streams):
         key.asked = True  # so that the sample will be read again, under its key
         return np.random.Generator(np.random.Philox(0))
+    _current.used = True
     made: tuple[int, np.random.Generator] | None = _current.generator
     if made is None or made[0] != key:
         made = _current.generator = key, np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
@@ -156,7 +169,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield "{}", child
     elif isinstance(value, list | tuple | deque):
         # A list of a million file names is told by its types, without a million steps.
-        if len(value) <= 64 or not all(issubclass(kind, _ATOMS) for kind in set(map(type, value))):
+        if len(value) <= 64 or not _is_data(value):
             for place, child in enumerate(list(value)):
                 yield f"[{place}]", child
     elif isinstance(value, functools.partial):
@@ -178,7 +191,11 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # a cell that is still empty
-                yield f".{name}", cell.cell_contents
+                content = cell.cell_contents
+                if isinstance(content, types.ModuleType):
+                    yield from _taken_from(content, list(_names(value.__code__)))
+                else:
+                    yield f".{name}", content
         yield ".__defaults__", value.__defaults__
         yield ".__kwdefaults__", value.__kwdefaults__
         yield from _globals_used(value)
@@ -191,14 +208,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             for name in _slots(kind):
                 with contextlib.suppress(AttributeError):
                     yield f".{name}", object.__getattribute__(value, name)
-            yield "", _Class(kind)
-
-
-class _Class:
-    """Stands for a class whose methods are looked through, once for all of its objects."""
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+        yield "", type(value)
 
 
 def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
@@ -212,8 +222,19 @@ def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
             member = member.fget
         elif isinstance(member, functools.cached_property):
             member = member.func
-        if isinstance(member, types.FunctionType) or not name.startswith("__"):
+        if isinstance(member, types.FunctionType) or not name.startswith("__") or name in _CALLED:
             yield f".{name}", member
+
+
+_CALLED = {"__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "__enter__", "__exit__"}
+
+
+def _is_data(values: Any) -> bool:
+    """Whether a list holds atoms alone, or tuples and lists of them, as the samples of an image folder."""
+    kinds = set(map(type, values))
+    if kinds <= {tuple, list}:
+        kinds = set(map(type, itertools.chain.from_iterable(values)))
+    return all(issubclass(kind, _ATOMS) and not issubclass(kind, type) for kind in kinds)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -252,20 +273,24 @@ def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     installed = _is_installed((function.__module__ or "").partition(".")[0])
     names = list(_names(function.__code__))
     for name in names:
-        found = function.__globals__.get(name)
+        # A module that the function imports itself is found where all modules are.
+        found = function.__globals__.get(name, sys.modules.get(name))
         if installed:
             if isinstance(found, _GENERATORS):
                 yield f" -> {name}", found
         elif isinstance(found, types.ModuleType):
-            if not _is_library(found.__name__):
-                yield from ((f" -> {name}.{each}", vars(found)[each]) for each in names if each in vars(found))
-        elif isinstance(found, type):
-            yield f" -> {name}", _Class(found)
+            yield from _taken_from(found, names)
         elif isinstance(found, _CARRIERS) or (found is not None and not _is_library(type(found).__module__)):
             yield f" -> {name}", found
 
 
-_CARRIERS = (*_GENERATORS, types.FunctionType, types.MethodType, functools.partial, list, tuple, dict, set)
+def _taken_from(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """What code with these names may take from a module of the user's."""
+    if not _is_library(module.__name__):
+        yield from ((f" -> {module.__name__}.{each}", vars(module)[each]) for each in names if each in vars(module))
+
+
+_CARRIERS = (*_GENERATORS, type, types.FunctionType, types.MethodType, functools.partial, list, tuple, dict, set)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -282,15 +307,19 @@ class Found(NamedTuple):
     Attributes:
         owned: generator objects.
         hopeless: the paths of those that cannot be keyed.
-        puts_back: some code may save and restore the state of a generator.
+        reads_states: some code may look at the state of a global generator; or not all could be searched.
     """
 
     owned: list[OwnedGenerator]
     hopeless: list[str]
-    puts_back: bool
+    reads_states: bool
 
 
-_RESTORING = {"fork_rng", "getstate", "get_state", "get_rng_state", "isolate_rng", "preserve_rng_state"}
+_STATES = {
+    "fork_rng", "getstate", "get_state", "get_rng_state", "isolate_rng", "preserve_rng_state", "initial_seed",
+    "clone_state", "graphsafe_get_state", "get_bit_generator", "default_generator", "_inst", "_rand", "__getstate__",
+}  # fmt: skip
+"""Names by which code gets at the state of a global generator, which then decides without a number being drawn."""
 
 
 def find_generators(*roots: object) -> Found:
@@ -301,20 +330,22 @@ def find_generators(*roots: object) -> Found:
     """
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
-    puts_back = False
+    reads_states = False
     queue: deque[tuple[str, Any]] = deque((f"{type(root).__name__}", root) for root in roots)
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
         path, value = queue.popleft()
-        if isinstance(value, _Class):
-            if id(value.kind) not in seen:
-                seen[id(value.kind)] = value.kind
-                queue.extend((path + step, child) for step, child in _class_members(value.kind))
+        if isinstance(value, type):
+            for kind in value.__mro__:
+                if id(kind) not in seen:
+                    seen[id(kind)] = kind
+                    queue.extend((path + step, child) for step, child in _class_members(kind))
             continue
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         if len(seen) >= _LARGEST_SEARCH:
             hopeless.append(f"{path} and what lies behind it (more than {_LARGEST_SEARCH} objects)")
+            reads_states = True
             break
         seen[id(value)] = value
         if isinstance(value, np.random.SeedSequence):
@@ -329,10 +360,12 @@ def find_generators(*roots: object) -> Found:
             else:
                 found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
             continue
-        if isinstance(value, types.FunctionType) and not _RESTORING.isdisjoint(_names(value.__code__)):
-            puts_back = True
+        if getattr(value, "__name__", None) in _STATES or (
+            isinstance(value, types.FunctionType) and not _STATES.isdisjoint(_names(value.__code__))
+        ):
+            reads_states = True
         queue.extend((path + step, child) for step, child in _children(value))
-    return Found(found, hopeless, puts_back)
+    return Found(found, hopeless, reads_states)
 
 
 # --- all of them at once --------------------------------------------------------------------------------------------
@@ -345,7 +378,8 @@ class Streams:
     generators are ours; after it they are as they were. Not thread-safe, as the global generators are not.
 
     Seeding them takes six microseconds, which is a lot where nobody draws. So a sample can be read after ``rest()``
-    instead, and again after ``start(key)`` if it has ``touched()`` a generator.
+    instead, and again after ``start(key)`` if it has ``touched()`` a generator. Behind ``watch()`` it tells of the key
+    that was started last.
 
     Args:
         roots: objects whose own generators are looked for (a dataset, a collate_fn). The search runs at the first
@@ -365,7 +399,7 @@ class Streams:
         self._start_numpy = np.random.seed
         self._start_torch = torch.default_generator.manual_seed
         self._saved: list[Any] | None = None
-        self._outer: tuple[int | Streams | None, tuple[int, np.random.Generator] | None] = (None, None)
+        self._outer: tuple[Any, ...] = (None, None, None)
         self.can_rest = False
         self.asked = False  # `sample_generator` was called since `rest`
 
@@ -374,14 +408,14 @@ class Streams:
         known = {id(owned.generator) for owned in self._owned or ()}
         found = find_generators(*self._roots, *more)
         self._owned = found.owned
-        self.can_rest = not found.owned and not found.puts_back and self._globals.rests
+        self.can_rest = not found.owned and not found.reads_states and self._globals.rests
         return any(id(owned.generator) not in known for owned in self._owned)
 
     def begin(self) -> None:
         """Remember the caller's generators."""
         if self._owned is None:
             self.refresh()
-        self._outer = (getattr(_current, "key", None), getattr(_current, "generator", None))
+        self._outer = tuple(getattr(_current, name, None) for name in _CURRENT)
         _current.generator = None
         self._saved = [each.save() for each in self._owned] if self._owned else []
         self._globals.borrow()
@@ -403,9 +437,18 @@ class Streams:
         self.asked = False
         self._globals.rest()
 
+    def watch(self) -> None:
+        """Let `touched` tell what happens from here on. Only where `can_rest`."""
+        self.asked = _current.used = False
+        self._globals.watch()
+
     def touched(self) -> bool:
-        """Whether anybody has drawn from a generator since `rest`, or seeded it."""
+        """Whether anybody has drawn from a generator since `rest` or `watch`, or seeded it."""
         return self.asked or self._globals.touched()
+
+    def drew(self) -> bool:
+        """The same behind ``watch()``, for a sample under its key."""
+        return self.touched() or _current.used
 
     def end(self) -> None:
         """Give the caller its generators back as `begin` found them."""
@@ -416,7 +459,7 @@ class Streams:
         self._globals.give_back()
         for each, state in zip(self._owned or (), saved, strict=False):
             each.restore(state)
-        _current.key, _current.generator = self._outer
+        _current.key, _current.generator, _current.used = self._outer
 
     @contextlib.contextmanager
     def under(self, key: int) -> Iterator[None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import default_collate, default_convert, get_worker_info
+from torch.utils.data import get_worker_info
 
 from .encoding import digest
 from .errors import SourceError
+from .indexed import draws_nothing
 from .keys import derive_key, extend_key
 from .randomness import Purpose, Streams
 from .world import Share, Tail, World
@@ -98,7 +99,7 @@ class ReplayReader:
         self.dataset = dataset
         self._open_source = open_source
         self._batch_size, self._collate, self._drop_last, self._shared = batch_size, collate, drop_last, shared
-        self._plain_collate = collate in (None, default_collate, default_convert)
+        self._plain_collate = collate is None or draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
         self._opened: tuple[int, int, int] | None = None
         self._iterator: Iterator[Any] | None = None

@@ -133,6 +133,11 @@ def without_marker(data: bytearray, index: Any) -> bytearray:
     return data[: index.end]
 
 
+def with_a_hole(data: bytearray, index: Any) -> bytearray:
+    data[int(index.headers[7]) : int(index.headers[7]) + 2048] = bytes(2048)
+    return data
+
+
 def with_bad_checksum(data: bytearray, index: Any) -> bytearray:
     data[int(index.offsets[7]) - 500] ^= 1
     return data
@@ -148,6 +153,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray, Any], bytearray], int]] = {
     "cut between members": (cut_between_members, 7),
     "cut in a header": (cut_in_header, 7),
     "no marker": (without_marker, 10),
+    "a hole of zeros": (with_a_hole, 7),
     "bad checksum": (with_bad_checksum, 7),
     "bad magic": (with_bad_magic, 7),
 }
@@ -194,11 +200,12 @@ def test_sizes_that_a_header_cannot_hold(tmp_path: Path, kind: str) -> None:
     path, size = tmp_path / "a.tar", (8 << 30) + 700
     info = tarfile.TarInfo("big")
     info.size = size
-    header = info.tobuf(FORMATS[kind])
+    form: Any = FORMATS[kind]
+    header = info.tobuf(form)
     with path.open("wb") as file:
         file.write(header)
         file.seek(-(-(len(header) + size) // 512) * 512)
-        file.write(tarfile.TarInfo("after").tobuf(FORMATS[kind]) + bytes(1024))
+        file.write(tarfile.TarInfo("after").tobuf(form) + bytes(1024))
     with path.open("rb") as file:
         index = index_tar(file)
     assert index.damage is None

@@ -593,8 +593,26 @@ def test_bad_data_at_once_and_in_what_nobody_asked_for(bad: Path, root: str) -> 
 def test_an_archive_that_shrinks_while_it_is_read(bad: Path) -> None:
     loader = sampled(root=str(bad), reader="webdataset", size=40, batch_size=5)
     (bad / "1.tar").write_bytes((bad / "1.tar").read_bytes()[:2000])
-    with pytest.raises(SourceError, match=r"positions \d+ to \d+ .*1\.tar, offset \d+: .*changed while it was read"):
+    with pytest.raises(SourceError, match=r"positions \d+ to \d+ .*1\.tar was changed after it was indexed"):
         list(loader)
+
+
+def test_an_archive_that_is_replaced_before_it_is_read(bad: Path) -> None:
+    loader = sampled(root=str(bad), reader="webdataset", size=40, batch_size=5)
+    data = (bad / "1.tar").read_bytes()
+    (bad / "new.tar").write_bytes(data)
+    (bad / "new.tar").replace(bad / "1.tar")
+    with pytest.raises(SourceError, match=r"positions \d+ to \d+ .*1\.tar was changed after it was indexed"):
+        list(loader)
+
+
+def test_an_archive_that_is_not_there(tmp_path: Path) -> None:
+    @pipeline_def(batch_size=9, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        return dali.readers.webdataset(tmp_path / "a.tar", ext="jpg")
+
+    with pytest.raises(SourceError, match=r"a\.tar cannot be read .*bring it back"):
+        pipeline()
 
 
 def test_a_resume_reads_nothing_that_it_skips(bad: Path, root: str) -> None:
@@ -696,7 +714,7 @@ def test_missing_components(tmp_path: Path, missing: Any) -> None:
     import tarfile
 
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name in ("0.a", "0.b", "1.a", "2.B", "2.a.x", "3.A", "3.b"):
+        for name in ("0.a", "0.b", "1.a", "2.B", "2.a.x", "3.A", "3.b", "4.c"):
             info = tarfile.TarInfo(name)
             info.size = 5
             tar.addfile(info, io.BytesIO(name.ljust(5).encode()))
@@ -717,6 +735,7 @@ def test_missing_components(tmp_path: Path, missing: Any) -> None:
     kept = [("0.a", "0.b"), ("2.a.x", "2.B"), ("3.A", "3.b")]
     if missing == "empty":
         kept.insert(1, ("1.a", ""))
+        kept.append(("", ""))
     assert texts == [a for a, _ in kept] + [b for _, b in kept]
 
 

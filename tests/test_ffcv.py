@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -652,6 +653,32 @@ def test_a_damaged_jpeg_is_named(copied: Callable[[str], Path], workers: int) ->
     assert loader.position == 12
     loader.seek(position=16)
     assert len(read(loader)) == 2
+
+
+def test_a_jpeg_of_another_size_than_the_file_says_is_named(copied: Callable[[str], Path]) -> None:
+    path = copied("jpeg")
+    reader = sources.make(sources.readme_pipelines(), str(path)).reader
+    entry = reader.alloc_table[reader.alloc_table["sample_id"] == 5][0]
+    data = bytearray(path.read_bytes())
+    frame = data.index(b"\xff\xc0", int(entry["ptr"]))
+    data[frame + 6] ^= 8  # other rows
+    path.write_bytes(data)
+    bare = sources.make(sources.readme_pipelines(), str(path), order=OrderOption.SEQUENTIAL)
+    with pytest.raises(SourceError, match=r"at position 5 of epoch 0, .* its JPEG data says another"):
+        read(midepoch.wrap(bare, seed=1))
+
+
+def test_what_a_module_holds_is_part_of_a_kernel() -> None:
+    settings = types.ModuleType("settings")
+    settings.level = 1  # type: ignore[attr-defined]
+
+    def function(labels: Any) -> Any:
+        return labels + settings.level
+
+    before = kernels.identity(function)
+    assert kernels.identity(function) == before
+    settings.level = 2  # type: ignore[attr-defined]
+    assert kernels.identity(function) != before
 
 
 def test_an_error_in_the_thread_reaches_the_consumer() -> None:

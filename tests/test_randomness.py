@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import random
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -743,7 +745,7 @@ class PutsBack(sources.Indices):
 
 
 def test_code_that_puts_generators_back_is_not_taken_for_code_that_draws_nothing() -> None:
-    assert find_generators(PutsBack(9)).puts_back
+    assert find_generators(PutsBack(9)).reads_states
 
     def make() -> Loader:
         return midepoch.wrap(DataLoader(PutsBack(30), batch_size=2, shuffle=True, collate_fn=list), seed=1)
@@ -751,6 +753,177 @@ def test_code_that_puts_generators_back_is_not_taken_for_code_that_draws_nothing
     whole = sources.taken(make())
     assert len({number for _, number in sources.flat(whole)}) == 30
     for cut in range(15):
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
+HELPERS = """
+import random
+import numpy as np
+
+class Keep:
+    def __enter__(self): self.state = random.getstate()
+    def __exit__(self, *rest): random.setstate(self.state)
+
+class Keep2(Keep):
+    pass
+
+class Augment:
+    generator = np.random.default_rng(0)
+    def __call__(self): return self.generator.random()
+
+class Augment2(Augment):
+    pass
+"""
+
+
+@pytest.fixture
+def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "some_helpers.py").write_text(HELPERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("some_helpers")
+    del sys.modules["some_helpers"]
+
+
+class Calling(sources.Indices):
+    """One sample draws openly, the others by a function."""
+
+    def __init__(self, size: int, draw: Callable[[], Any], **held: Any) -> None:
+        super().__init__(size)
+        self.draw = draw
+        self.held = held
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            return random.random()
+        return self.draw()
+
+
+def kept(keep: Callable[[], Any]) -> Callable[[], Any]:
+    def draw() -> Any:
+        with keep():
+            return random.random()
+
+    return draw
+
+
+def forked() -> Any:
+    with torch.random.fork_rng():
+        return torch.rand(1).item()
+
+
+def inner_loader() -> Any:
+    source: Any = DataLoader(Calling(3, random.random), batch_size=3, collate_fn=list)
+    return [float(number) for batch in midepoch.wrap(source) for number in batch]
+
+
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "behind a list of files": lambda helpers: Calling(40, forked, samples=[(f"{n}.jpg", 0) for n in range(120_000)]),
+    "behind too many objects": lambda helpers: Calling(40, forked, objects=[object() for _ in range(120_000)]),
+    "an inner loader without a seed": lambda helpers: Calling(40, inner_loader),
+    "a seed from torch's": lambda helpers: Calling(40, lambda: torch.Generator().manual_seed(torch.initial_seed() % 99)
+                                                   .initial_seed()),
+    "a class of a module": lambda helpers: Calling(40, kept(lambda: helpers.Keep())),
+    "a derived class": lambda helpers: Calling(40, kept(helpers.Keep2)),
+    "a class in an attribute": lambda helpers: Calling(40, kept(getattr(helpers, "Keep")), keep=helpers.Keep),  # noqa: B009
+    "a class's own generator": lambda helpers: Calling(40, lambda: helpers.Augment()()),
+    "a base class's own generator": lambda helpers: Calling(40, lambda: helpers.Augment2()()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_a_first_look_does_not_show_is_exact_too(name: str, helpers: Any) -> None:
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(HIDDEN[name](helpers), batch_size=4, collate_fn=list), seed=1)
+
+    whole = sources.taken(make())
+    assert len({str(each) for each in sources.flat(whole)}) > 20
+    for cut in (1, 3, 4, 7):
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
+class InPlace(sources.Indices):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.sums = torch.zeros(size)
+
+    def __getitem__(self, index: int) -> Any:
+        self.sums[index] += torch.rand(())
+        return self.sums[index].item()
+
+
+def test_a_dataset_that_draws_at_once_is_read_once() -> None:
+    def read(num_workers: int) -> list[Any]:
+        source: Any = DataLoader(InPlace(12), batch_size=2, num_workers=num_workers, collate_fn=list)
+        return sources.flat(sources.taken(midepoch.wrap(source, seed=1)))
+
+    assert read(0) == read(2)
+
+
+class Caching(sources.Indices):
+    """Draws for some samples, and keeps what it drew."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.cache: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = random.random() if index % 8 == 6 else 0.0
+        return self.cache[index]
+
+
+def test_a_dataset_that_keeps_what_it_seldom_draws_is_told_so() -> None:
+    loader = midepoch.wrap(DataLoader(Caching(40), batch_size=4, collate_fn=list), seed=1)
+    with pytest.warns(midepoch.MidepochWarning, match="Caching drew random numbers for sample 6 when"):
+        sources.taken(loader)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_an_interrupt_in_a_sample_that_has_drawn_is_not_lost(error: type[BaseException]) -> None:
+    class Interrupted(sources.Indices):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                random.random()
+                raise error
+            return index
+
+    with pytest.raises(error):
+        sources.taken(midepoch.wrap(DataLoader(Interrupted(8), batch_size=4), seed=1))
+
+
+def test_a_dataset_that_grew_draws_for_its_new_positions() -> None:
+    dataset = sources.Noisy(8)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=4, collate_fn=list), seed=1)
+    sources.taken(loader)
+    dataset.size = 16
+    fresh = midepoch.wrap(DataLoader(sources.Noisy(16), batch_size=4, collate_fn=list), seed=1)
+    loader.load_state_dict(fresh.state_dict())
+    assert sources.taken(loader) == sources.taken(fresh)
+
+
+class Box:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Boxes(sources.Indices):
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            random.random()
+        return Box(index)
+
+
+def test_a_collate_function_registered_with_torch_s_has_the_batch_s_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collate(batch: list[Box], *, collate_fn_map: Any = None) -> list[Any]:
+        return [(box.value, random.random()) for box in batch]
+
+    monkeypatch.setitem(default_collate_fn_map, Box, collate)
+
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(Boxes(40), batch_size=4), seed=1)
+
+    whole = sources.taken(make())
+    for cut in (1, 2, 5):
         assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import gzip
 import io
 import itertools
 import json
@@ -878,6 +879,60 @@ def test_a_shard_that_changes_while_it_is_read_is_an_error(urls: list[str]) -> N
     Path(urls[3]).unlink()
     with pytest.raises(SourceError, match="cannot be opened"):
         list(loader)
+
+
+def test_a_shard_that_is_overwritten_while_it_is_read_is_an_error(urls: list[str]) -> None:
+    loader = midepoch.wrap(wds.WebDataset(urls[:1], shardshuffle=False).map(sources.Reading()).batched(2), seed=0)
+    iterator = iter(loader)
+    next(iterator)
+    path = Path(urls[0])
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(SourceError, match="has changed since it was indexed"):
+        list(iterator)
+
+
+def test_a_stream_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    def write(samples: range) -> str:
+        write_shard(tmp_path / "a.tar", samples)
+        (tmp_path / "a.tgz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes(), mtime=0))
+        return str(tmp_path / "a.tgz")
+
+    def make() -> Any:
+        dataset = wds.WebDataset([str(tmp_path / "a.tgz")], shardshuffle=False).map(sources.Reading()).batched(2)
+        return midepoch.wrap(dataset, seed=0, streams=1)
+
+    write(range(10))
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    make().load_state_dict(state)
+    write(range(100, 110))
+    with pytest.raises(StateMismatchError, match="shards differs"):
+        make().load_state_dict(state)
+
+
+def test_a_compressed_shard_whose_content_does_not_fit_its_checksum_is_an_error(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.tar", range(10))
+    data = bytearray(gzip.compress((tmp_path / "a.tar").read_bytes(), mtime=0))
+    data[-6] ^= 255
+    (tmp_path / "a.tgz").write_bytes(data)
+    dataset = wds.WebDataset([str(tmp_path / "a.tgz")], shardshuffle=False).map(sources.Reading()).batched(2)
+    with pytest.raises(SourceError, match=r"a\.tgz"):
+        list(midepoch.wrap(dataset, seed=0))
+
+
+def test_an_empty_shard_among_streams_costs_nothing(tmp_path: Path) -> None:
+    for shard in range(6):
+        write_shard(tmp_path / "a.tar", range(10 * shard, 10 * shard + (0 if shard == 2 else 10)))
+        (tmp_path / f"{shard}.tgz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
+    urls = [str(tmp_path / f"{shard}.tgz") for shard in range(6)]
+    dataset = wds.WebDataset(urls, shardshuffle=6).map(sources.Reading()).batched(5).with_epoch(11)
+    loader = midepoch.wrap(dataset, seed=3)
+    for _ in range(12):
+        assert len(list(loader)) == 11
 
 
 def test_a_missing_shard_is_an_error_unless_the_handler_goes_on(

@@ -1,14 +1,14 @@
 """NVIDIA DALI: iterators as they are, and pipelines fed by midepoch, which go on on any number of processes.
 
-    from midepoch.adapters import dali
+from midepoch.adapters import dali
 
-    @pipeline_def(batch_size=32, num_threads=4, device_id=dali.device_id())
-    def train():
-        encoded, labels = dali.readers.file(file_root="train", random_shuffle=True)
-        images = fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")
-        return fn.crop_mirror_normalize(fn.resize(images, size=224), mirror=dali.random.coin_flip()), labels
+@pipeline_def(batch_size=32, num_threads=4, device_id=dali.device_id())
+def train():
+    encoded, labels = dali.readers.file(file_root="train", random_shuffle=True)
+    images = fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")
+    return fn.crop_mirror_normalize(fn.resize(images, size=224), mirror=dali.random.coin_flip()), labels
 
-    loader = midepoch.wrap(DALIGenericIterator([train()], ["data", "label"]), seed=0)
+loader = midepoch.wrap(DALIGenericIterator([train()], ["data", "label"]), seed=0)
 """
 
 from __future__ import annotations

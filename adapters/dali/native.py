@@ -341,9 +341,7 @@ class NativeAdapter(Adapter):
                 for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
             )
             over = wanted is None and not padded
-            live = self._make(
-                checkpoints, (epoch + 1, 0) if over else (epoch, position + skipped * ranks), over, run
-            )
+            live = self._make(checkpoints, (epoch + 1, 0) if over else (epoch, position + skipped * ranks), over, run)
         if padded:
             live.run(1, ranks)
         if live.place[0] == epoch and wanted is None:
@@ -598,4 +596,3 @@ def _first_line(error: BaseException) -> str:
         if line.startswith("encountered:") and place + 1 < len(lines):
             return lines[place + 1][:300]
     return (lines[-1] if lines else type(error).__name__)[:300]
-

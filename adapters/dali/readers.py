@@ -240,9 +240,7 @@ def _found(
 ) -> tuple[list[str], list[int]]:
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(
-            fnmatch.fnmatchcase(name, pattern)
-            if case_sensitive
-            else fnmatch.fnmatchcase(name.lower(), pattern.lower())
+            fnmatch.fnmatchcase(name, pattern) if case_sensitive else fnmatch.fnmatchcase(name.lower(), pattern.lower())
             for pattern in patterns
         )
 
@@ -268,12 +266,20 @@ def _below(folder: str) -> Iterator[str]:
 # --- archives ---------------------------------------------------------------------------------------------------------
 
 
+def _identity(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
 class _Archive:
     """One archive that is whole."""
 
     def __init__(self, path: str) -> None:
-        with open(path, "rb") as file:  # noqa: PTH123  # a path of any kind
-            kind = compression(file.read(6))
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123  # a path of any kind
+                kind, self.stat = compression(file.read(6)), _identity(file.fileno())
+        except OSError as error:
+            raise SourceError(f"{path} cannot be read ({error.strerror}): check paths=, or bring it back") from error
         if kind is not None:
             raise SourceError(f"{path} is compressed ({kind}), so its files have no offsets: decompress it once")
         self.path, self.index = path, index_tar(path)
@@ -286,11 +292,10 @@ class _Archives(Data):
 
     kind = "webdataset"
 
-    def __init__(
-        self, archives: list[_Archive], wanted: list[list[str]], case_sensitive: bool, missing: str
-    ) -> None:
+    def __init__(self, archives: list[_Archive], wanted: list[list[str]], case_sensitive: bool, missing: str) -> None:
         self.outputs = len(wanted)
         self._paths = [archive.path for archive in archives]
+        self._stats = [archive.stat for archive in archives]
         self._files: dict[int, int] = {}
         crc = zlib.crc32(repr((wanted, missing)).encode())
         rows: list[list[tuple[int, int, int]]] = []
@@ -301,7 +306,7 @@ class _Archives(Data):
             for key, components in _samples(index, case_sensitive):
                 chosen = [next((components[each] for each in one if each in components), None) for one in wanted]
                 absent = [";".join(one) for one, found in zip(wanted, chosen, strict=True) if found is None]
-                if len(absent) == len(wanted) or (absent and missing == "skip"):
+                if absent and missing == "skip":
                     continue
                 if absent and missing == "error":
                     raise SourceError(
@@ -337,6 +342,10 @@ class _Archives(Data):
         opened = self._files.get(shard)
         if opened is None:
             opened = self._files[shard] = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+        if _identity(opened) != self._stats[shard]:
+            raise SourceError(
+                f"{self._paths[shard]} was changed after it was indexed: define the pipeline anew, or bring it back"
+            )
         content = os.pread(opened, size, offset)
         if len(content) < size:
             raise SourceError(

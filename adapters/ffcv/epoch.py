@@ -19,6 +19,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba.np.ufunc.parallel import NUM_THREADS
 
 from midepoch.adapter import Session
 from midepoch.adapters.ffcv.pipeline import Batch, Damage, Plan, Step
@@ -337,8 +338,8 @@ class _Production:
 
 
 def _most_threads() -> int:
-    threads: Any = vars(numba.config)["NUMBA_NUM_THREADS"]
-    return int(threads)
+    """What numba found when it was imported; its configuration may say something else by now."""
+    return int(NUM_THREADS)
 
 
 def _at(memory: Any, slot: int) -> Any:

@@ -72,12 +72,24 @@ def _function_identity(function: types.FunctionType, inside: tuple[types.Functio
     code, inside = function.__code__, (*inside, function)
     named = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
     enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+
+    def known(value: Any) -> Any:
+        if not isinstance(value, types.ModuleType) or value.__name__.partition(".")[0] in _UNCHANGING:
+            return identity(value, inside)
+        # What is taken from a module is compiled in, as it is now.
+        taken = {name: vars(value)[name] for name in sorted(_names(code)) if name in vars(value)}
+        return "module", value.__name__, tuple((name, identity(each, inside)) for name, each in taken.items())
+
     return (
         code,
-        tuple(identity(value, inside) for value in enclosed),
-        tuple((name, identity(value, inside)) for name, value in named.items()),
+        tuple(known(value) for value in enclosed),
+        tuple((name, known(value)) for name, value in named.items()),
         identity(function.__defaults__, inside),
     )
+
+
+_UNCHANGING = {"numpy", "math", "numba", "ffcv", "torch", "ctypes"}
+"""Modules of which everybody knows what they hold."""
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -260,7 +272,7 @@ def _make_decoder(
     draws: bool,
     parallel: bool,
 ) -> Any:
-    decode_jpeg, resize, copy = _jit(decode_jpeg), _jit(resize), _jit(copy)
+    decode_jpeg, resize, copy, sized = _jit(decode_jpeg), _jit(resize), _jit(copy), _jit(_has_size)
 
     if crop is None:
 
@@ -268,6 +280,8 @@ def _make_decoder(
         def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
             target, height, width = memory[i], field["height"], field["width"]
             if field["mode"] == jpeg:
+                if not sized(data, height, width):
+                    return 3
                 failed = decode_jpeg(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
                 return 1 if failed else 0
             if data.size != target.size:
@@ -282,6 +296,8 @@ def _make_decoder(
             height, width = np.int64(field["height"]), np.int64(field["width"])
             size = 3 * height * width
             if field["mode"] == jpeg:
+                if not sized(data, height, width):
+                    return 3
                 space = memory[1][thread]
                 if decode_jpeg(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
                     return 1
@@ -305,4 +321,27 @@ def _make_decoder(
     return _jit(kernel, parallel)
 
 
-DAMAGES = {1: "its JPEG data is damaged", 2: "its data has another length than its height and width say"}
+def _has_size(data: Any, height: Any, width: Any) -> bool:
+    """Whether a JPEG's frame header says this size: a smaller image would leave old bytes around it.
+
+    Markers as in ITU-T T.81, annex B. Where there is no frame header, the decoder says so.
+    """
+    place = np.int64(2)
+    while place + 9 <= data.size and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker == 0xFF or marker == 0x01 or 0xD0 <= marker <= 0xD8:
+            place += 1 if marker == 0xFF else 2
+        elif 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
+            rows = np.int64(data[place + 5]) * 256 + np.int64(data[place + 6])
+            columns = np.int64(data[place + 7]) * 256 + np.int64(data[place + 8])
+            return bool(rows == np.int64(height) and columns == np.int64(width))
+        else:
+            place += 2 + np.int64(data[place + 2]) * 256 + np.int64(data[place + 3])
+    return True
+
+
+DAMAGES = {
+    1: "its JPEG data is damaged",
+    2: "its data has another length than its height and width say",
+    3: "its JPEG data says another height or width than the file",
+}

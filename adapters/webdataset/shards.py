@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from urllib.request import url2pathname
 from midepoch.archives import compression
 from midepoch.errors import SourceError
 
-__all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard"]
+__all__ = ["RangeReader", "Shard", "Take", "glance", "local_path", "locate", "open_shard"]
 
 _WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
 _OPEN_FILES = 128  # at once in one process; the usual limit is 1024
@@ -60,6 +61,27 @@ def locate(url: str) -> Shard | str:
         if compression(file.read(6)):
             return f"{url} is compressed"
     return Shard(url, path, state.st_size, str(state.st_mtime_ns))
+
+
+def glance(url: str) -> str:
+    """What tells a local file from another of its name, without reading it; empty for anything else.
+
+    Its size, and its first and last bytes: compressed files end in a checksum of their content.
+    """
+    path = local_path(url)
+    try:
+        if path is None or not Path(path).is_file():
+            return ""
+        with Path(path).open("rb") as file:
+            first = file.read(_GLANCE)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _GLANCE))
+            return f"{size}:{zlib.crc32(file.read(), zlib.crc32(first)):08x}"
+    except OSError:
+        return ""  # reading it will tell
+
+
+_GLANCE = 512  # bytes
 
 
 def _locate_remote(url: str) -> Shard | str:
@@ -185,7 +207,17 @@ class RangeReader:
         file = self._files.get(number)
         if file is None:
             file = self._open(number)
-        return self._whole(os.pread(file, length, start), number, start, length)
+        data = self._whole(os.pread(file, length, start), number, start, length)
+        self._check(number, os.fstat(file))
+        return data
+
+    def _check(self, number: int, state: os.stat_result) -> None:
+        shard = self._shards[number]
+        if (state.st_size, str(state.st_mtime_ns)) != (shard.size, shard.stamp):
+            raise SourceError(
+                f"{shard.url} has changed since it was indexed ({shard.size} bytes then, {state.st_size} now, or "
+                "another modification time): wrap the pipeline anew"
+            )
 
     def _open(self, number: int) -> int:
         shard = self._shards[number]
@@ -193,13 +225,11 @@ class RangeReader:
             file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(f"{shard.url} cannot be opened ({error}): bring it back, or wrap without it") from error
-        state = os.fstat(file)
-        if (state.st_size, str(state.st_mtime_ns)) != (shard.size, shard.stamp):
+        try:
+            self._check(number, os.fstat(file))
+        except SourceError:
             os.close(file)
-            raise SourceError(
-                f"{shard.url} has changed since it was indexed ({shard.size} bytes then, {state.st_size} now, or "
-                "another modification time): wrap the pipeline anew"
-            )
+            raise
         self._files[number] = file
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])

@@ -27,6 +27,7 @@ from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
+from midepoch.adapters.webdataset.shards import glance
 from midepoch.archives import TarError, padded, walk
 from midepoch.errors import (
     SourceError,
@@ -356,7 +357,7 @@ class _Stream:
         if first is not None:
             stretch = self.cursor.stretch + 1
             self.cursor = _Cursor(self.cursor.passes, first.place, first.offset, first.ordinal, stretch, 0)
-        for _ in range(2):
+        for _ in range(_MOST_EMPTY_PASSES):
             if self._ahead is not None or self.ended:
                 return
             self.cursor = _Cursor(self.cursor.passes + 1)
@@ -380,6 +381,10 @@ class _Stream:
         if self.cursor.done == len(self._stretch):
             self._settle()
         return key, raw.sample
+
+
+# A stream whose shard of a pass is empty finds others in the next ones, where shards are shuffled.
+_MOST_EMPTY_PASSES = 100
 
 
 # --- in a reading process ---------------------------------------------------------------------------------------------
@@ -577,9 +582,9 @@ class StreamedAdapter(Adapter):
         return
 
     def describe(self) -> dict[str, str]:
-        """The shards by name, and how they are dealt."""
+        """The shards by name and by a glance at local ones, and how they are dealt."""
         layout = self._layout
-        names = zlib.crc32("\n".join(url.rpartition("/")[2] for url in self._pipeline.urls).encode())
+        names = zlib.crc32("\n".join(f"{url.rpartition('/')[2]} {glance(url)}" for url in self._pipeline.urls).encode())
         shuffle = f"{layout.buffer}" if layout.shuffles else "no"
         described = {"order": f"streams(shuffle={shuffle})", "shards": f"{layout.shards}:{names:08x}"}
         described["streams"] = f"{layout.streams}"
@@ -587,7 +592,7 @@ class StreamedAdapter(Adapter):
         return described
 
     def capabilities(self) -> Capabilities:
-        """As the table in docs/capabilities.md has it."""
+        """As the table in the README has it."""
         pipeline, streams = self._pipeline, self._layout.streams
         stages = (pipeline.sample_stages, pipeline.late_sample_stages)
         batch_stages = (pipeline.batch_stages, pipeline.late_batch_stages)

@@ -107,9 +107,7 @@ class Segment:
     @property
     def reached(self) -> int:
         """The last step that all ranks wrote down; `first_step` - 1 where there was none."""
-        return max(
-            (step for step, batch in self.batches.items() if batch.complete), default=self.first_step - 1
-        )
+        return max((step for step, batch in self.batches.items() if batch.complete), default=self.first_step - 1)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -122,10 +120,7 @@ def read_segment(folder: Path, world_size: int, started: float) -> Segment:
     """What the ranks of one segment wrote; `started` is when it was, in seconds since 1970."""
     logs = [read_events(folder / f"rank-{rank}.jsonl") for rank in range(world_size)]
     starts = [event for log in logs for event in log if event["event"] == "start"]
-    if (
-        len(starts) != world_size
-        or len({(event["step"], event["epoch"], event["position"]) for event in starts}) != 1
-    ):
+    if len(starts) != world_size or len({(event["step"], event["epoch"], event["position"]) for event in starts}) != 1:
         raise ValueError(f"the ranks in {folder} did not start at one and the same place: {starts}")
     ranks: dict[int, dict[int, dict[str, Any]]] = {}
     for rank, log in enumerate(logs):
@@ -225,10 +220,7 @@ class Comparison:
     def equal_batches(self) -> int:
         """Steps whose global batches hold the same samples in the same order, with the same pixels and labels."""
         theirs = self.reference.trained
-        return sum(
-            step in theirs and batch.samples == theirs[step].samples
-            for step, batch in self.run.trained.items()
-        )
+        return sum(step in theirs and batch.samples == theirs[step].samples for step, batch in self.run.trained.items())
 
     @property
     def comparable_losses(self) -> int:
@@ -253,9 +245,7 @@ class Comparison:
     def largest_loss_difference(self) -> float:
         """Of the losses of global batches, over all steps that both have."""
         ours, theirs = self.run.trained, self.reference.trained
-        return max(
-            (abs(ours[step].loss - theirs[step].loss) for step in ours.keys() & theirs.keys()), default=0.0
-        )
+        return max((abs(ours[step].loss - theirs[step].loss) for step in ours.keys() & theirs.keys()), default=0.0)
 
     @property
     def one_world(self) -> bool:
@@ -275,8 +265,7 @@ class Comparison:
         """Batches that were done again after a kill and were not what they had been the first time."""
         trained = self.run.trained
         return sum(
-            batch.step not in trained or not batch.agrees_with(trained[batch.step])
-            for batch in self.run.done_again
+            batch.step not in trained or not batch.agrees_with(trained[batch.step]) for batch in self.run.done_again
         )
 
     @property
@@ -288,8 +277,6 @@ class Comparison:
             "global batches that differ from the uninterrupted run's": self.steps - self.equal_batches,
             "losses that differ on the same number of processes": self.comparable_losses - self.equal_losses,
             "batches that were not the same when they were done again": self.differing_again,
-            "final weights that differ on the same number of processes": int(
-                self.one_world and not self.equal_weights
-            ),
+            "final weights that differ on the same number of processes": int(self.one_world and not self.equal_weights),
         }
         return [f"{count} {what}" for what, count in found.items() if count]

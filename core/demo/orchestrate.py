@@ -34,9 +34,7 @@ _LONGEST_DEATH = 60.0  # seconds until torchrun has noticed that one of its proc
 _POLL = 0.005  # seconds; a batch takes longer
 _GLOBAL_BATCH = 24  # samples, or the next larger number that all world sizes divide
 _BETWEEN_KILLS = 3  # steps at least, and before the first
-_AFTER_KILLS = (
-    15  # steps at least after the last: the job runs on until the signal is there, and must not finish
-)
+_AFTER_KILLS = 15  # steps at least after the last: the job runs on until the signal is there, and must not finish
 
 
 class DemoError(Exception):
@@ -84,9 +82,7 @@ class Settings:
             raise ValueError(f"images must be in [{self.global_batch}, {AVAILABLE}], got {self.images}")
         needed = (_BETWEEN_KILLS + 1) * self.kills + _AFTER_KILLS
         if self.kills and self.steps < needed:
-            raise ValueError(
-                f"{self.kills} kills need {needed} batches, there are {self.steps}: add epochs or images"
-            )
+            raise ValueError(f"{self.kills} kills need {needed} batches, there are {self.steps}: add epochs or images")
 
     @property
     def global_batch(self) -> int:
@@ -152,9 +148,7 @@ def make_plans(settings: Settings) -> list[Plan]:
     return plans
 
 
-def _random_kills(
-    settings: Settings, world_sizes: Sequence[int], generator: random.Random
-) -> tuple[Kill, ...]:
+def _random_kills(settings: Settings, world_sizes: Sequence[int], generator: random.Random) -> tuple[Kill, ...]:
     if not settings.kills:
         return ()
     free = settings.steps - _AFTER_KILLS - _BETWEEN_KILLS * settings.kills
@@ -196,9 +190,7 @@ def prepare(settings: Settings) -> None:
     output = settings.output
     marker = output / _MARKER
     if output.exists() and not marker.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DemoError(
-            f"{output} holds something that is not of this demonstration: choose another --output"
-        )
+        raise DemoError(f"{output} holds something that is not of this demonstration: choose another --output")
     output.mkdir(parents=True, exist_ok=True)
     marker.touch()
     for name in ("images", "runs"):
@@ -217,8 +209,7 @@ def execute(settings: Settings, plans: Sequence[Plan], watch: Watch) -> list[Res
         DemoError: a job ended by itself, or came to nothing within its time.
     """
     runs = [
-        _carry_out(settings, plan, settings.output / "runs" / str(place), watch)
-        for place, plan in enumerate(plans)
+        _carry_out(settings, plan, settings.output / "runs" / str(place), watch) for place, plan in enumerate(plans)
     ]
     return [
         Result(plan, run, Comparison(run, runs[0], settings.image_count, settings.epochs))
@@ -318,9 +309,7 @@ class _Job:
                     return None
             silence = time.monotonic() - heard
             if read.ended and silence > _LONGEST_GOODBYE and self._complete():
-                return (
-                    f"the processes were still there {_LONGEST_GOODBYE:.0f} s after the training was complete"
-                )
+                return f"the processes were still there {_LONGEST_GOODBYE:.0f} s after the training was complete"
             if silence > _LONGEST_SILENCE:
                 raise DemoError(f"no batch for {_LONGEST_SILENCE:.0f} s; {self._last_words()}")
             time.sleep(_POLL)
@@ -330,9 +319,7 @@ class _Job:
         if not self._complete():
             raise DemoError(f"torchrun ended with status {process.returncode}; {self._last_words()}")
         if kill is not None:
-            raise DemoError(
-                f"the job was over before batch {kill.step}, at which it was to be killed: add epochs"
-            )
+            raise DemoError(f"the job was over before batch {kill.step}, at which it was to be killed: add epochs")
         if process.returncode != 0:
             return f"torchrun ended with status {process.returncode} after the training was complete"
         return None

@@ -51,12 +51,8 @@ def demonstrate(settings: Settings) -> bool:
     write_plot(settings.output / "loss.png", settings, results)
     for table in make_tables(settings, results):
         console.print(table)
-    console.print(
-        f"Both loss curves: {settings.output / 'loss.png'}; all figures: {settings.output / 'result.json'}"
-    )
-    problems = {
-        result.plan.name: result.comparison.problems for result in results if result.comparison.problems
-    }
+    console.print(f"Both loss curves: {settings.output / 'loss.png'}; all figures: {settings.output / 'result.json'}")
+    problems = {result.plan.name: result.comparison.problems for result in results if result.comparison.problems}
     for name, found in problems.items():
         console.print(f"[red]{name}: {'; '.join(found)}")
     return not problems
@@ -218,9 +214,7 @@ def _mark_kills(axes: Any, result: Result) -> None:
         if kill is None:
             continue
         following = segments[place + 1][0]
-        axes.axvline(
-            segment.reached, color="C3", linewidth=1, linestyle="--", label=None if place else "SIGKILL"
-        )
+        axes.axvline(segment.reached, color="C3", linewidth=1, linestyle="--", label=None if place else "SIGKILL")
         axes.annotate(
             f"SIGKILL to {kill.whom}\non with {following.world_size} from {following.first_step}",
             # Neighbouring kills would write over each other at one height.
@@ -234,9 +228,7 @@ def _mark_kills(axes: Any, result: Result) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
         if following.first_step <= segment.reached:
-            span = axes.axvspan(
-                following.first_step - 0.5, segment.reached + 0.5, color="C3", alpha=0.15, linewidth=0
-            )
+            span = axes.axvspan(following.first_step - 0.5, segment.reached + 0.5, color="C3", alpha=0.15, linewidth=0)
             if not labelled:
                 span.set_label("done again")
             labelled = True
