@@ -662,7 +662,9 @@ def test_another_world_in_mid_epoch_with_equal_pixels(root: str, before: int, af
 def test_the_files_and_labels_are_those_that_dali_finds(root: str, tmp_path: Path) -> None:
     listing = tmp_path / "list.txt"
     names = [Path(path).relative_to(root) for path in sources.images(root, 9)]
-    listing.write_text("".join(f"{name} {number * 7}\n" for number, name in enumerate(names)))
+    # DALI takes blanks and tabs.
+    blanks = [" ", "\t"] * 5
+    listing.write_text("".join(f"{name}{blanks[number]}{number * 7}\n" for number, name in enumerate(names)))
     for options in (
         {"file_root": f"{root}/jpeg"},
         {"file_root": root, "file_list": str(listing)},

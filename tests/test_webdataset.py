@@ -973,7 +973,7 @@ def test_equal_keys_are_samples_of_their_own(tmp_path: Path) -> None:
     with wds.TarWriter(str(tmp_path / "y.tar")) as writer:
         for key, value in (("a", 0), ("a", 1), ("b", 2)):
             writer.write({"__key__": key, "cls": str(value).encode()})
-    with pytest.raises(ValueError, match="duplicate file name"):
+    with pytest.raises(SourceError, match=r"y\.tar: a sample has two files of one name"):
         list(midepoch.wrap(numbers(str(tmp_path / "y.tar"))))
     with pytest.raises(ValueError, match="duplicate file name"):
         list(numbers(str(tmp_path / "y.tar")))

@@ -227,8 +227,8 @@ def _listed(file_list: _PathLike, base: str) -> tuple[list[str], list[int]]:
     for number, line in enumerate(Path(file_list).read_text().splitlines(), start=1):
         if not line.strip():
             continue
-        path, _, label = line.strip().rpartition(" ")
-        if not path or not label.lstrip("-").isdigit():
+        path, label = (*line.strip().rsplit(None, 1), "")[:2]
+        if not label.lstrip("-").isdigit():
             raise ValueError(f"{os.fspath(file_list)}, line {number}: expected a path and a label, got {line!r:.80}")
         paths.append(os.path.join(base, path.strip()))  # noqa: PTH118
         numbers.append(int(label))

@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import default_collate, default_convert
 from webdataset import filters
-from webdataset.tariterators import group_by_keys
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Index, Keys
-from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
+from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
 from midepoch.archives import parse_members
 from midepoch.errors import SourceError, StateCorruptError, StateError
@@ -77,7 +76,7 @@ class _Samples:
 
     def __call__(self, take: Take, length: int, url: str, path: str, start: int) -> list[dict[str, Any]]:
         files = self._files(parse_members(take, length, url, start), url, path)
-        return list(group_by_keys(files, **self._grouping))
+        return grouped(files, url, self._grouping)
 
     def _files(self, members: list[tuple[str, bytes]], url: str, path: str) -> Iterator[dict[str, Any]]:
         chosen = self._keys.chosen

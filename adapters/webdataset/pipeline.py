@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_convert
 from webdataset import cache, compat, filters, shardlists, tariterators
 from webdataset.pipeline import DataPipeline
 
-from midepoch.errors import UnsupportedSourceError
+from midepoch.errors import SourceError, UnsupportedSourceError
 
 __all__ = ["Limit", "Pipeline", "run_stages", "understand"]
 
@@ -296,6 +296,23 @@ class _GopenStage:
 
     def __call__(self, shards: Iterable[Any]) -> Iterator[Any]:
         return tariterators.url_opener(shards, **self.arguments)  # type: ignore[no-any-return]
+
+
+def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any]) -> list[dict[str, Any]]:
+    """webdataset's samples out of the files of one shard.
+
+    Raises:
+        SourceError: a sample has two files of one name, and the handler does not go on.
+    """
+    try:
+        return list(tariterators.group_by_keys(iter(files), **grouping))
+    except ValueError as error:
+        if "duplicate file name" not in str(error):
+            raise
+        raise SourceError(
+            f"{url}: a sample has two files of one name ({error.args[0]}); rename one of them, or pass a handler that "
+            "goes on"
+        ) from error
 
 
 def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:

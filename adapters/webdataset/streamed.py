@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from webdataset.filters import reraise_exception
-from webdataset.tariterators import group_by_keys
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
-from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
+from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import glance
 from midepoch.archives import TarError, padded, walk
 from midepoch.errors import (
@@ -257,7 +256,8 @@ class _Shards:
         self, files: list[dict[str, Any]], begin: int, ordinal: int
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
         # The same files give the same samples, so an ordinal is used once also where a handler leaves files out.
-        for sample in group_by_keys(iter(files), **self._grouping):
+        url = files[0]["__url__"] if files else ""
+        for sample in grouped(files, url, self._grouping):
             yield begin, ordinal, sample
 
 
