@@ -101,7 +101,6 @@ class FFCVAdapter(Adapter):
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
         self.elastic = "mix" not in self._kinds
         self._first_plan: Plan | None = None
-        self._memory: list[Any] = []  # from session to session
         self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
         self._streams = Streams(*self._drawing) if options.streams else None
 
@@ -161,12 +160,8 @@ class FFCVAdapter(Adapter):
         check_file(self.source.fname, self._file)
         order = self._order.epoch(run.seed, run.epoch)
         copies = self.source in _copied
-        work = Work(self.source, self._plan, self._file, run.epoch, copies, self._streams, self._memory)
+        work = Work(self.source, self._plan, self._file, run.epoch, copies, self._streams)
         return Reading(work, _requests(run, order), share.steps)
-
-    def close(self) -> None:
-        """The memory for batches."""
-        self._memory.clear()
 
     def _plan(self) -> Plan:
         """The steps; with recompile=True as the operations are now, else as they were in the first epoch."""

@@ -54,7 +54,6 @@ class Work(NamedTuple):
         epoch: for messages.
         copies: whether batches are copied out of FFCV's buffers.
         streams: for the steps that run in the consumer's thread; None where they draw as they like.
-        memory: what the session before has left for this one, or nothing.
     """
 
     loader: Any
@@ -63,14 +62,6 @@ class Work(NamedTuple):
     epoch: int
     copies: bool
     streams: Streams | None
-    memory: list[_Memory]
-
-
-class _Memory(NamedTuple):
-    """For all steps and slots; `purpose` says what it was allocated for."""
-
-    purpose: str
-    places: dict[tuple[int, int], tuple[Any, Any]]
 
 
 class _Ready(NamedTuple):
@@ -133,8 +124,6 @@ class Reading(Session):
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_LONGEST_WAIT)
-            if not thread.is_alive():
-                self._production.leave_memory()
 
 
 def _copied(value: Any) -> Any:
@@ -219,7 +208,6 @@ class _Production:
         self._next_check = 0.0
         self._events: list[Any] = [None] * self._slots
         self._memory: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self._purpose = ""
         self.plan = Plan((), ())
         self.deferred: tuple[Step, ...] = ()
         self.device: torch.device | None = None
@@ -279,29 +267,6 @@ class _Production:
         numba.set_num_threads(loader.num_workers)  # of this thread alone
         self.plan = self._work.make_plan()
         self.deferred = tuple(step for step in self.plan.steps if step.deferred)
-        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.plan.steps)), None)
-        asked = [(step.node, step.allocation, step.shared, step.scratch) for step in self.plan.steps]
-        left, purpose = self._work.memory, repr((self._slots, loader.batch_size, asked))
-        if left and left[-1].purpose == purpose:
-            # The system takes a page at a time to give memory out, which is much of what it takes to start an epoch.
-            self._memory = left.pop().places
-        else:
-            left.clear()
-            self._allocate_all()
-        self._purpose = purpose
-        if self.device is not None:
-            self.streams = [
-                torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-                for _ in range(self._slots)
-            ]
-
-    def leave_memory(self) -> None:
-        """To the next session, whose first batch ends the validity of this one's last. A GPU may still be copying."""
-        if self._memory and self.device is None:
-            self._work.memory[:] = [_Memory(self._purpose, self._memory)]
-            self._memory = {}
-
-    def _allocate_all(self) -> None:
         for step in self.plan.steps:
             kept, scratch = step.allocation, None
             if step.scratch:
@@ -312,6 +277,12 @@ class _Production:
             for slot in range(self._slots):
                 memory = _at(both[0], slot)
                 self._memory[step.node, slot] = (memory if scratch is None else (memory, scratch), _at(both[1], slot))
+        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.plan.steps)), None)
+        if self.device is not None:
+            self.streams = [
+                torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                for _ in range(self._slots)
+            ]
 
     def _allocate(self, query: Any) -> Any:
         private, loader = parts(), self._work.loader
