@@ -66,6 +66,17 @@ def ratio(times: list[float], base: list[float]) -> float:
     return statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
 
 
+def between(times: list[float], base: list[float]) -> str:
+    """The median of the rounds' ratios, and the interval that holds the true median in 95 of 100 runs.
+
+    The interval is of order statistics (the sign test's), so that it assumes nothing of how times are spread.
+    """
+    ratios = sorted(mine / theirs for mine, theirs in zip(times, base, strict=True))
+    count = len(ratios)
+    out = max(0, int(count / 2 - 0.98 * count**0.5))
+    return f"{statistics.median(ratios):.3f} ({ratios[out]:.3f} to {ratios[count - 1 - out]:.3f})"
+
+
 def overhead(rounds: int, batches: int) -> None:
     print("| batch size | workers | samples draw | plain, µs a batch | `randomness='none'` | ratio | streams | ratio |")
     print("|---|---|---|---|---|---|---|---|")
@@ -98,23 +109,28 @@ def overhead(rounds: int, batches: int) -> None:
 
 
 def resume(rounds: int) -> None:
-    print("\n| samples | first batch at 0 %, ms | at 90 %, ms | ratio |\n|---|---|---|---|")
+    print("\n| samples | first batch at 0 %, ms | at 90 %, ms | ratio (95 %) | 0 % once more |\n|---|---|---|---|---|")
     for size in (10**5, 10**6, 10**7, 10**8, 10**9):
-        times: dict[float, list[float]] = {0.0: [], 0.9: []}
+        times: dict[str, list[float]] = {"0": [], "0.9": [], "0.0": []}
         for turn in range(rounds):
-            for progress in (0.0, 0.9) if turn % 2 else (0.9, 0.0):
-                loader = midepoch.wrap(DataLoader(range(size), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
-                loader.seek(position=int(size * progress) // BATCH_SIZE * BATCH_SIZE)
-                state = loader.state_dict()
-                start = time.perf_counter()
-                loader = midepoch.wrap(DataLoader(range(size), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
-                loader.load_state_dict(state)
-                next(iter(loader))
-                times[progress].append((time.perf_counter() - start) * 1e3)
+            for progress in list(times)[:: 1 if turn % 2 else -1]:
+                times[progress].append(first_batch(size, float(progress)))
         print(
-            f"| {size:,} | {statistics.median(times[0.0]):.2f} | {statistics.median(times[0.9]):.2f} | "
-            f"{ratio(times[0.9], times[0.0]):.2f} |"
+            f"| {size:,} | {statistics.median(times['0']):.2f} | {statistics.median(times['0.9']):.2f} | "
+            f"{between(times['0.9'], times['0'])} | {between(times['0.0'], times['0'])} |"
         )
+
+
+def first_batch(size: int, progress: float) -> float:
+    """Milliseconds from nothing to the first batch of a loader that goes on there."""
+    loader = midepoch.wrap(DataLoader(range(size), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
+    loader.seek(position=int(size * progress) // BATCH_SIZE * BATCH_SIZE)
+    state = loader.state_dict()
+    start = time.perf_counter()
+    loader = midepoch.wrap(DataLoader(range(size), BATCH_SIZE, shuffle=True), seed=0)  # type: ignore[arg-type]
+    loader.load_state_dict(state)
+    next(iter(loader))
+    return (time.perf_counter() - start) * 1e3
 
 
 _MEMORY = """
@@ -187,16 +203,19 @@ def boring(rounds: int, batches: int) -> None:
         "plain": lambda: DataLoader(dataset),
         "none": lambda: midepoch.wrap(DataLoader(dataset), randomness="none"),
         "sample": lambda: midepoch.wrap(DataLoader(dataset)),
+        "plain once more": lambda: DataLoader(dataset),
     }
-    epoch(makers["plain"]())
+    for make in makers.values():
+        epoch(make())
     times: dict[str, list[float]] = {name: [] for name in makers}
     for turn in range(rounds):
         for name in list(makers)[:: 1 if turn % 2 else -1]:
             times[name].append(epoch(makers[name]()) / batches * 1e6)
-    base, none, sample = (times[name] for name in ("plain", "none", "sample"))
+    base = times["plain"]
     print(
-        f"\nLightning's BoringModel, batch size 1: {statistics.median(base):.0f} µs a step plain; wrapped "
-        f"{ratio(none, base):.3f} of that without streams, {ratio(sample, base):.3f} with."
+        f"\nLightning's BoringModel, batch size 1, {rounds} rounds of {batches} steps: {statistics.median(base):.0f} "
+        f"µs a step plain; of that, wrapped without streams {between(times['none'], base)}, with streams "
+        f"{between(times['sample'], base)}, plain once more {between(times['plain once more'], base)}."
     )
 
 
@@ -212,11 +231,11 @@ def main() -> None:
         f"{gigabytes:.0f} GiB of memory; medians of {arguments.rounds} alternated rounds\n"
     )
     overhead(arguments.rounds, arguments.batches)
-    resume(arguments.rounds)
+    resume(20 * arguments.rounds)
     state()
     memory()
     sampler(arguments.rounds)
-    boring(arguments.rounds, 1000)
+    boring(10 * arguments.rounds, 300)
 
 
 def _pages() -> int:

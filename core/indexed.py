@@ -154,7 +154,7 @@ class MapReader:
         self._reads += 1
         if self._reads == self._next_search:
             # Ever more seldom: generators that a dataset makes while it reads are mostly made at once.
-            self._next_search *= 2
+            self._next_search *= 4
             if self._streams.refresh():
                 if self._reads > 1:
                     warnings.warn(
@@ -169,34 +169,38 @@ class MapReader:
         return batch
 
     def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
-        streams.begin()
+        # The first batch of a process tells whether samples draw random numbers. As long as none has, nothing is put
+        # under a stream, and a sample that draws after all is read again.
+        rest = self._reads > 0 and not self._draws and not self._whole and streams.can_rest
+        streams.begin(rest)
         try:
-            samples = (self._read_whole if self._whole else self._read_each)(request, streams)
+            if self._whole:
+                samples = self._read_whole(request, streams)
+            elif self._draws or not streams.can_rest:
+                samples = self._read_each(request, streams)
+            else:
+                samples = self._read_at_rest(request, streams) if rest else []
+                if len(samples) < len(request.indices):
+                    streams.wake()
+                    self._read_watched(request, streams, samples)
             if not self._plain_collate:
+                streams.wake()
                 streams.start(extend_key(self._batch_key, request.start, Purpose.BATCH))
             return self._collate(samples[0] if self._single else samples)
         finally:
             streams.end()
 
     def _read_each(self, request: MapRequest, streams: Streams) -> list[Any]:
-        if self._draws or not streams.can_rest:
-            start, dataset, samples = streams.start, self.dataset, []
-            for key, index in zip(self._keys(request), request.indices, strict=True):
-                start(key)
-                samples.append(dataset[index])
-            return samples
-        # The first batch of a process tells whether samples draw random numbers. As long as none has, the generators
-        # are at rest, and a sample that draws after all is read again.
-        samples = self._read_at_rest(request, streams) if self._reads else []
-        if len(samples) < len(request.indices):
-            self._read_watched(request, streams, samples)
+        start, dataset, samples = streams.start, self.dataset, []
+        for key, index in zip(self._keys(request), request.indices, strict=True):
+            start(key)
+            samples.append(dataset[index])
         return samples
 
     def _read_at_rest(self, request: MapRequest, streams: Streams) -> list[Any]:
         """The samples in front of the first that draws a random number; all from there on are taken to do so too."""
         samples: list[Any] = []
         dataset, touched = self.dataset, streams.touched
-        streams.rest()
         for index in request.indices:
             try:
                 sample = dataset[index]

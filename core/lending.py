@@ -21,7 +21,6 @@ __all__ = ["LentGlobals", "SlowlyLentGlobals", "lend_globals"]
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
 _LARGEST = 1 << 14  # bytes; a torch generator has some 2600
-_REST = 0x65706F63  # the seed of generators that nobody is expected to draw from
 
 
 def lend_globals() -> LentGlobals | SlowlyLentGlobals:
@@ -58,7 +57,10 @@ class SlowlyLentGlobals:
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
 
-    def rest(self) -> None:
+    def look(self) -> None:
+        """Not to be called."""
+
+    def borrow_after_all(self) -> None:
         """Not to be called."""
 
     def watch(self) -> None:
@@ -76,22 +78,26 @@ class _Memory:
         self.bytes = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         self.words = self.bytes.cast("I")
         self.saved = memoryview(bytearray(size))
+        self.mark = self.bytes[-20:]
 
 
 class LentGlobals:
-    """The global generators by copies of their memory. `borrow`, then seed or `rest` them, then `give_back`.
+    """The global generators by copies of their memory. `borrow`, then seed them, then `give_back`.
+
+    Or `look`, and `touched` says whether anybody has drawn since; then `borrow_after_all`, or just `give_back`, which
+    puts back what was drawn. Looking copies nothing as long as nobody draws.
 
     In CPython python's is ``struct { PyObject_HEAD int index; uint32_t state[624]; }`` and one attribute. numpy's is
-    lent a bit generator of ours, ``struct { uint32_t key[624]; int pos; }``; the second of a pair of normal numbers is
-    in the RandomState itself, ``struct { int has_gauss; double gauss; }``, and lost with the bit generator. torch's is
-    ``struct { uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]; }`` and what it keeps of pairs,
-    to the end of the object.
+    ``struct { uint32_t key[624]; int pos; }`` in its bit generator, in whose place one of ours is lent; the second of a
+    pair of normal numbers is in the RandomState itself, ``struct { int has_gauss; double gauss; }``, and lost with the
+    bit generator. torch's is ``struct { uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]; }``
+    and what it keeps of pairs, to the end of the object.
     """
 
     rests = True
 
     def __init__(self) -> None:
-        # All in one object, written out three times: the path of every batch leads through here.
+        # All in one object, written out: the path of every batch leads through here.
         self._generator: Any = random._inst
         self._ours = np.random.MT19937(0)
         self._theirs: Any = None
@@ -99,61 +105,94 @@ class LentGlobals:
         span, pair = _span_of_torch(), _offset_of_pair()
         assert span is not None and pair is not None  # see `lend_globals`
         self._python = _python_memory(self._generator)
-        self._numpy = _numpy_memory(self._ours)
+        self._our_numpy = self._their_numpy = self._numpy = _numpy_memory(self._ours)
         self._pair = _Memory(id(np.random.mtrand._rand) + pair, 16)
         self._torch = _Memory(_address(torch.default_generator) + span[0], span[1])
-        sample = _at_rest()
-        resting = _python_memory(sample[0]), _numpy_memory(sample[1]), _Memory(_address(sample[2]) + span[0], span[1])
-        self._python_rest, self._numpy_rest, self._torch_rest = (bytes(memory.bytes) for memory in resting)
-        # A count that changes with the first number, and comes back to itself after 624, when the state has been made
-        # anew; and one word of the state, which changes with that and with any other seed.
-        python, numpy, torch_ = (memory.words for memory in resting)
-        self._resting = (python[0], python[2], numpy[_WORDS], numpy[0], torch_[_LEFT], torch_[_FIRST])
-        self._marks: tuple[int, ...] = self._resting
+        # What tells one state from another: the count of numbers drawn, which comes back to itself after 624, when all
+        # words have been made anew; some of these words; and what is kept of a pair of normal numbers.
+        self._python_mark = self._python.bytes[:32]
+        self._torch_mark, self._torch_pairs = self._torch.bytes[:40], self._torch.bytes[_AFTER_WORDS:]
+        self._marks: tuple[Any, ...] = ()
+        self._kept: tuple[Any, ...] = ()
+        self._lent = False
+
+    def look(self) -> None:
+        """Remember the caller's states, and let `touched` tell whether they change."""
+        theirs = np.random.get_bit_generator()
+        if theirs is not self._theirs:
+            self._theirs = theirs
+            known = type(theirs) is np.random.MT19937
+            self._their_numpy = _numpy_memory(theirs) if known else self._our_numpy
+            self._numpy, self._kept = self._their_numpy, ()
+        self._marks = self._now()
+        if self._marks != self._kept:
+            self._keep()
+        if self._their_numpy is self._our_numpy:  # a generator of another kind, of which nobody but its owner may draw
+            self._lend()
+            self._marks = self._now()
 
     def borrow(self) -> None:
-        """Remember the caller's states."""
-        python, pair, memory = self._python, self._pair, self._torch
-        python.saved[:] = python.bytes
-        self._gauss_next = self._generator.gauss_next
-        memory.saved[:] = memory.bytes
-        pair.saved[:] = pair.bytes
-        self._theirs = np.random.get_bit_generator()
-        np.random.set_bit_generator(self._ours)
+        """Remember the caller's states, and make the generators ours."""
+        self.look()
+        self._lend()
 
-    def rest(self) -> None:
-        """Put the generators where `touched` sees whether anybody draws."""
-        self._python.bytes[:] = self._python_rest
-        self._generator.gauss_next = None
-        self._torch.bytes[:] = self._torch_rest
-        self._numpy.bytes[:] = self._numpy_rest
-        # A number of a pair that numpy kept came with one that was drawn, so it need not be looked at.
-        self._pair.words[0] = 0
-        self._marks = self._resting
+    def borrow_after_all(self) -> None:
+        """The same after `look`, as it found them."""
+        if not self._lent:
+            self._restore()
+            self._lend()
 
     def watch(self) -> None:
         """Let `touched` tell what happens from here on."""
         self._marks = self._now()
 
     def touched(self) -> bool:
-        """Whether a number has been drawn since `rest` or `watch`, or a seed set."""
+        """Whether a number has been drawn since `look` or `watch`, or a seed set."""
         return self._now() != self._marks
-
-    def _now(self) -> tuple[int, ...]:
-        python, numpy, memory = self._python.words, self._numpy.words, self._torch.words
-        return python[0], python[2], numpy[_WORDS], numpy[0], memory[_LEFT], memory[_FIRST]
 
     def give_back(self) -> None:
         """Put the caller's states back."""
-        python, pair, memory = self._python, self._pair, self._torch
-        np.random.set_bit_generator(self._theirs)
+        if self._lent:
+            np.random.set_bit_generator(self._theirs)
+            self._numpy, self._lent = self._their_numpy, False
+            self._restore()
+        elif self.touched():
+            self._restore()
+
+    def _lend(self) -> None:
+        np.random.set_bit_generator(self._ours)
+        self._numpy, self._lent = self._our_numpy, True
+
+    def _keep(self) -> None:
+        python, numpy, pair, memory = self._python, self._their_numpy, self._pair, self._torch
+        python.saved[:] = python.bytes
+        numpy.saved[:] = numpy.bytes
+        pair.saved[:] = pair.bytes
+        memory.saved[:] = memory.bytes
+        self._gauss_next = self._generator.gauss_next
+        self._kept = self._marks
+
+    def _restore(self) -> None:
+        python, numpy, pair, memory = self._python, self._their_numpy, self._pair, self._torch
+        python.bytes[:] = python.saved
+        numpy.bytes[:] = numpy.saved
         pair.bytes[:] = pair.saved
         memory.bytes[:] = memory.saved
-        python.bytes[:] = python.saved
         self._generator.gauss_next = self._gauss_next
+
+    def _now(self) -> tuple[Any, ...]:
+        return (
+            self._python_mark.tobytes(),
+            self._generator.gauss_next,
+            self._numpy.mark.tobytes(),
+            self._pair.bytes.tobytes(),
+            self._torch_mark.tobytes(),
+            self._torch_pairs.tobytes(),
+        )
 
 
 _BEFORE = 20  # bytes in front of a torch generator's words
+_AFTER_WORDS = _BEFORE + 4 * _WORDS
 _LEFT, _FIRST = 2, 5  # of what is copied of a torch generator, in words
 
 
@@ -168,12 +207,6 @@ def _numpy_memory(generator: Any) -> _Memory:
 def _address(generator: Any) -> int:
     address: int = generator._cdata
     return address
-
-
-def _at_rest() -> tuple[random.Random, np.random.MT19937, torch.Generator]:
-    bits = np.random.MT19937()
-    bits._legacy_seeding(_REST)
-    return random.Random(_REST), bits, torch.Generator().manual_seed(_REST)
 
 
 # --- proofs ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ _MASK_32 = (1 << 32) - 1
 # What `sample_generator` reads: the key of the sample that is being read, or the Streams that rest meanwhile; the
 # generator that was made of the key; whether either was asked for.
 _current = threading.local()
-_CURRENT = ("key", "generator", "used")
 
 
 def process_seed() -> int:
@@ -147,6 +146,18 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, rand
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic, torch.Tensor, type,
           torch.dtype, torch.device, types.ModuleType, range, memoryview)  # fmt: skip
 _LARGEST_SEARCH = 100_000  # objects visited; what a dataset of a million small objects may cost at its first batch
+
+
+@functools.lru_cache(maxsize=4096)
+def _role(kind: type) -> Literal["class", "atom", "seeds", "generator", "other"]:
+    """What a search does with an object of this type; kept, since asking takes longer than all else of a search."""
+    if issubclass(kind, type):
+        return "class"
+    if issubclass(kind, _ATOMS):
+        return "atom"
+    if issubclass(kind, np.random.SeedSequence):
+        return "seeds"
+    return "generator" if issubclass(kind, _GENERATORS) else "other"
 
 
 def _is_global(generator: object) -> bool:
@@ -335,23 +346,24 @@ def find_generators(*roots: object) -> Found:
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
         path, value = queue.popleft()
-        if isinstance(value, type):
+        role = _role(type(value))
+        if role == "atom" or id(value) in seen:
+            continue
+        if role == "class":
             for kind in value.__mro__:
                 if id(kind) not in seen:
                     seen[id(kind)] = kind
-                    queue.extend((path + step, child) for step, child in _class_members(kind))
-            continue
-        if isinstance(value, _ATOMS) or id(value) in seen:
+                    queue.extend([(path + step, child) for step, child in _class_members(kind)])
             continue
         if len(seen) >= _LARGEST_SEARCH:
             hopeless.append(f"{path} and what lies behind it (more than {_LARGEST_SEARCH} objects)")
             reads_states = True
             break
         seen[id(value)] = value
-        if isinstance(value, np.random.SeedSequence):
+        if role == "seeds":
             hopeless.append(f"{path} (SeedSequence, which counts what it has spawned)")
             continue
-        if isinstance(value, _GENERATORS):
+        if role == "generator":
             if _is_global(value):
                 continue
             controls = _controls(value)
@@ -364,7 +376,7 @@ def find_generators(*roots: object) -> Found:
             isinstance(value, types.FunctionType) and not _STATES.isdisjoint(_names(value.__code__))
         ):
             reads_states = True
-        queue.extend((path + step, child) for step, child in _children(value))
+        queue.extend([(path + step, child) for step, child in _children(value)])
     return Found(found, hopeless, reads_states)
 
 
@@ -377,16 +389,16 @@ class Streams:
     Use: ``begin()``, then ``start(key)`` before each sample, then ``end()`` in a finally. In between, the global
     generators are ours; after it they are as they were. Not thread-safe, as the global generators are not.
 
-    Seeding them takes six microseconds, which is a lot where nobody draws. So a sample can be read after ``rest()``
-    instead, and again after ``start(key)`` if it has ``touched()`` a generator. Behind ``watch()`` it tells of the key
-    that was started last.
+    Seeding them takes six microseconds, which is a lot where nobody draws. So samples can be read after
+    ``begin(rest=True)`` while nobody has ``touched()`` a generator; then follow ``wake()``, and the sample that has,
+    once more, after ``start(key)``. Behind ``watch()`` ``touched()`` tells of the key that was started last.
 
     Args:
         roots: objects whose own generators are looked for (a dataset, a collate_fn). The search runs at the first
             `begin` and at each `refresh`, in the process that reads.
 
     Attributes:
-        can_rest: `rest` and `touched` work, as far as the last search can tell.
+        can_rest: ``begin(rest=True)`` and `touched` work, as far as the last search can tell.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -401,7 +413,7 @@ class Streams:
         self._saved: list[Any] | None = None
         self._outer: tuple[Any, ...] = (None, None, None)
         self.can_rest = False
-        self.asked = False  # `sample_generator` was called since `rest`
+        self.asked = False  # `sample_generator` was called since `begin`
 
     def refresh(self, *more: object) -> bool:
         """Look for owned generators again, behind `more` too; True if there are some that were not known."""
@@ -411,14 +423,20 @@ class Streams:
         self.can_rest = not found.owned and not found.reads_states and self._globals.rests
         return any(id(owned.generator) not in known for owned in self._owned)
 
-    def begin(self) -> None:
-        """Remember the caller's generators."""
+    def begin(self, rest: bool = False) -> None:
+        """Remember the caller's generators. With `rest`, only where `can_rest`, see whether anybody draws from them."""
         if self._owned is None:
             self.refresh()
-        self._outer = tuple(getattr(_current, name, None) for name in _CURRENT)
+        outer = _current.__dict__
+        self._outer = outer.get("key"), outer.get("generator"), outer.get("used")
         _current.generator = None
         self._saved = [each.save() for each in self._owned] if self._owned else []
-        self._globals.borrow()
+        if rest:
+            _current.key = self
+            self.asked = False
+            self._globals.look()
+        else:
+            self._globals.borrow()
 
     def start(self, key: int) -> None:
         """Put every generator at the beginning of the stream of `key`, a 64-bit integer."""
@@ -431,11 +449,9 @@ class Streams:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
 
-    def rest(self) -> None:
-        """Put the generators where `touched` sees whether anybody draws. Only where `can_rest`."""
-        _current.key = self
-        self.asked = False
-        self._globals.rest()
+    def wake(self) -> None:
+        """After ``begin(rest=True)``: from here on as after ``begin()``."""
+        self._globals.borrow_after_all()
 
     def watch(self) -> None:
         """Let `touched` tell what happens from here on. Only where `can_rest`."""
@@ -443,7 +459,7 @@ class Streams:
         self._globals.watch()
 
     def touched(self) -> bool:
-        """Whether anybody has drawn from a generator since `rest` or `watch`, or seeded it."""
+        """Whether anybody has drawn from a generator since `begin` or `watch`, or seeded it."""
         return self.asked or self._globals.touched()
 
     def drew(self) -> bool:

@@ -664,12 +664,18 @@ def test_the_caller_gets_every_bit_back(lend: Callable[[], LentGlobals | SlowlyL
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
     before = every_state()
     for draw in DRAWS.values():
-        lent.borrow()
-        lent.rest()
-        if draw is not midepoch.sample_generator:
-            draw()
-        lent.give_back()
-        assert every_state() == before
+        for begin in (["borrow"], ["look"], ["look", "draw", "borrow_after_all"], []):
+            if begin and begin[0] == "look" and not lent.rests:
+                continue
+            (lent.look if "look" in begin else lent.borrow)()
+            if "draw" in begin and draw is not midepoch.sample_generator:
+                draw()
+            if "borrow_after_all" in begin:
+                lent.borrow_after_all()
+            if draw is not midepoch.sample_generator:
+                draw()
+            lent.give_back()
+            assert every_state() == before
     expected = [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()]
     random.setstate(before[0]), np.random.set_state(json.loads(before[1]))
     torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))
@@ -681,15 +687,28 @@ def test_a_draw_is_seen(name: str) -> None:
     streams = Streams()
     streams.refresh()
     assert streams.can_rest
-    streams.begin()
-    try:
-        for _ in range(3):
-            streams.rest()
-            assert not streams.touched()
-            DRAWS[name]()
-            assert streams.touched()
-    finally:
-        streams.end()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    for _ in range(2):
+        for rest in (True, False):
+            for _ in range(3):
+                before = every_state()
+                streams.begin(rest)
+                try:
+                    if rest:
+                        assert not streams.touched()
+                        DRAWS[name]()
+                        assert streams.touched()
+                        streams.wake()
+                    streams.start(7)
+                    streams.watch()
+                    assert not streams.touched()
+                    DRAWS[name]()
+                    assert streams.drew()
+                finally:
+                    streams.end()
+                assert every_state() == before
+        # Now with half a pair of normal numbers in each.
+        random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
 
 
 class Seldom(sources.Indices):
