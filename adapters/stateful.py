@@ -23,6 +23,7 @@ class StatefulAdapter(Adapter):
     name: ClassVar[str] = "stateful"
     rank_independent = False
     elastic = False
+    remembers = False
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -11,6 +11,7 @@ for batch in loader:
 
 from __future__ import annotations
 
+from .combine import combine
 from .errors import (
     MidepochError,
     MidepochWarning,
@@ -41,6 +42,7 @@ __all__ = [
     "StatefulIterable",
     "UnsupportedSourceError",
     "World",
+    "combine",
     "gather",
     "reseal",
     "sample_generator",

@@ -112,6 +112,7 @@ class Adapter(ABC):
         jumps: `jump` says how a session opens at a place that iterating has not led to.
         seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
             one the user must then state one.
+        remembers: a session knows its detail of some batches ago, if only of one.
         continuous: an epoch begins where the one before was left, so a detail leads from one to the next.
         settings: names of the keywords of `wrap` that only this adapter knows; it checks their values itself.
     """
@@ -122,6 +123,7 @@ class Adapter(ABC):
     seed_is_shared: bool = True
     elastic: bool = True
     jumps: ClassVar[bool] = False
+    remembers: bool = True
     continuous: bool = False
 
     def __init__(self, source: Any, options: Options) -> None:
@@ -149,6 +151,26 @@ class Adapter(ABC):
 
         `detail` is that of a state which is about to be opened or loaded, for sources whose size depends on it.
         """
+
+    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
+        """This rank's batches from a position on; None where the epoch's length is unknown."""
+        size = self.size(seed, epoch, world, detail)
+        if size is None:
+            return None
+        return Share(size, min(position, size), self.batch_size, world, self.tail_in_use, self.drop_last)
+
+    @property
+    def tail_in_use(self) -> Tail:
+        """How a rest is shared: as stated, else as the source has it."""
+        return self.options.tail or self.tail or "pad"
+
+    def units_per_step(self, world: World) -> int:
+        """By how much the position moves when each rank is handed a batch."""
+        return self.batch_size * world.world_size
+
+    def twin(self) -> Adapter:
+        """Another adapter of the same source, which shares no worker processes with this one."""
+        return type(self)(self.source, self.options)
 
     def prepare(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
         """Called before an epoch is opened: the place to build what its `size` depends on."""

@@ -11,13 +11,14 @@ Rules (docs/design.md tells why):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from . import state as states
 from .adapter import Adapter, Options, Run, Session
@@ -29,6 +30,7 @@ from .world import Share, Tail, World
 __all__ = ["Loader"]
 
 _REMEMBERED_PASSES = 4  # for in_flight batches that were taken before an epoch rolled over
+_REMEMBERED_DETAILS = 4  # of each, where a place has one that arithmetic does not give
 
 
 class Loader:
@@ -77,8 +79,7 @@ class Loader:
         self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
         self._active: _Pass | None = None  # the pass that owns the cursor
         self._running: _Pass | None = None  # the same, while the session is open and nothing else is to be done
-        # Epoch, first position, batches and global batch of each, and whether its draws varied.
-        self._trail: deque[tuple[int, int, int, int, bool]] = deque(maxlen=_REMEMBERED_PASSES)
+        self._trail: deque[_Passed] = deque(maxlen=_REMEMBERED_PASSES)
 
     # --- what it is ---
 
@@ -149,15 +150,11 @@ class Loader:
 
     @property
     def _tail(self) -> Tail:
-        return self._options.tail or self._adapter.tail or "pad"
+        return self._adapter.tail_in_use
 
     def _share(self, world: World, epoch: int, position: int) -> Share | None:
         detail = self._detail if self._session is None else ""
-        size = self._adapter.size(self._current_seed(world), epoch, world, detail)
-        if size is None:
-            return None
-        adapter = self._adapter
-        return Share(size, min(position, size), adapter.batch_size, world, self._tail, adapter.drop_last)
+        return self._adapter.share(self._current_seed(world), epoch, position, world, detail)
 
     def __len__(self) -> int:
         """Batches of one full epoch on this rank.
@@ -201,7 +198,9 @@ class Loader:
             return dict(self._loaded)
         epoch, position, detail = self._place(in_flight)
         world = self._world if self._session is not None and self._world is not None else self._current_world()
-        seed = self._current_seed(world)
+        return self._built(epoch, position, detail, self._current_seed(world), world)
+
+    def _built(self, epoch: int, position: int, detail: str, seed: int, world: World) -> State:
         adapter = self._adapter
         if not detail and not position:
             detail = adapter.beginning(epoch, world)
@@ -224,15 +223,17 @@ class Loader:
             position = self._first + (self._step - in_flight) * self._global_batch - self._missing_before(in_flight)
             return self._epoch, position, self._session_detail(in_flight)
         back = in_flight - self._step
-        for epoch, first, steps, global_batch, varied in reversed(self._trail):
-            if back <= steps:
-                position = first + (steps - back) * global_batch
+        for passed in reversed(self._trail):
+            if back <= passed.steps:
+                position = passed.first + (passed.steps - back) * passed.global_batch
                 if session is not None and ended and back == in_flight:
-                    return epoch, position - session.missing_before(back), session.detail(in_flight, False)
-                if varied or not self._adapter.rank_independent:
+                    return passed.epoch, position - session.missing_before(back), session.detail(in_flight, False)
+                if passed.details is None:
+                    return passed.epoch, position, self._adapter.bare_detail() if position else ""
+                if back > len(passed.details):
                     break
-                return epoch, position, self._adapter.bare_detail() if position else ""
-            back -= steps
+                return passed.epoch, *passed.details[back - 1]
+            back -= passed.steps
         raise StateError(
             f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
             "number of batches that were taken and not yet trained on"
@@ -257,6 +258,16 @@ class Loader:
             StateError: the state is damaged, of another version, or of something else; the message says what differs
                 and what to do. The loader is as it was.
         """
+        checked, detail = self._check_state(state)
+        self._move(checked["epoch"], checked["position"])
+        self._seed, self._seed_is_private = checked["seed"], False
+        self._detail = detail
+        self._loaded = checked
+        self._world = None
+        self._resumed = True
+
+    def _check_state(self, state: State) -> tuple[State, str]:
+        """A copy of a state that this loader could go on from, and this rank's detail in it."""
         checked = states.check(state)
         adapter = self._adapter
         if checked["adapter"] != adapter.name:
@@ -283,12 +294,47 @@ class Loader:
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
         adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
-        self._move(checked["epoch"], checked["position"])
-        self._seed, self._seed_is_private = checked["seed"], False
-        self._detail = detail
-        self._loaded = checked
-        self._world = None
-        self._resumed = True
+        return checked, detail
+
+    # --- for combinations: where this loader would stand, and leaving an epoch behind ---
+
+    def _detail_in(self, state: State, world: World) -> str:
+        detail: str = state["detail"]
+        if detail and not self._adapter.rank_independent:
+            detail = self._adapter.part(detail, state["world_size"], world)
+        return detail
+
+    def _batches_left_at(self, state: State) -> int | None:
+        """`batches_left` of a loader that stands at `state`; None where it cannot be known."""
+        world = self._current_world()
+        detail = self._detail_in(state, world)
+        share = self._adapter.share(state["seed"], state["epoch"], state["position"], world, detail)
+        return None if share is None else share.steps
+
+    def _state_at(self, state: State, epoch: int) -> State:
+        """The state at the beginning of an epoch, of a loader that stands at `state`."""
+        here, there = (state["epoch"], state["position"]), (epoch, 0)
+        if here == there:
+            return state
+        adapter, world, seed = self._adapter, self._current_world(), state["seed"]
+        if adapter.jumps:
+            detail = adapter.jump(here, self._detail_in(state, world), there, seed, world)
+        elif epoch == state["epoch"] + 1:
+            detail = adapter.following(self._detail_in(state, world), state["epoch"], world)
+        elif adapter.rank_independent:
+            detail = ""
+        else:
+            raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
+        return self._built(epoch, 0, detail, seed, world)
+
+    def _end_epoch(self) -> None:
+        """Give up the rest of this epoch."""
+        adapter, world = self._adapter, self._current_world()
+        detail = self._detail_of_next_epoch(world) if adapter.jumps else ""
+        self._close_session(keep_detail=adapter.continuous)
+        self._detail = detail if adapter.jumps else self._detail_of_next_epoch(world)
+        self._epoch, self._first, self._lost = self._epoch + 1, 0, ""
+        self._loaded, self._resumed = None, False
 
     def _detail_at(self, epoch: int, position: int) -> str:
         """The detail for a place that iterating has not led to."""
@@ -379,6 +425,8 @@ class Loader:
                 self._close_session()  # the epoch that ended; the next batch is the next epoch's first
             detail = self._session_detail(0)
             if self._session is None:
+                if not detail and not self.position:
+                    detail = self._adapter.beginning(self._epoch, self._current_world())
                 self._open()
             missing = 0 if self._session is None else self._session.missing
             try:
@@ -425,7 +473,7 @@ class Loader:
 
     def __copy__(self) -> Self:
         # With an adapter of its own: worker processes are not to be shared.
-        twin = type(self)(type(self._adapter)(self.source, self._options), self._options)
+        twin = type(self)(self._adapter.twin(), self._options)
         attributes = self.__getstate__()
         del attributes["_adapter"]
         twin.__dict__.update(attributes)
@@ -459,7 +507,7 @@ class Loader:
         self._next = self._session.take
         self._seed, self._world = seed, world
         self._first, self._step = position, 0
-        self._global_batch = adapter.batch_size * world.world_size
+        self._global_batch = adapter.units_per_step(world)
         # An epoch of no batches is not over before StopIteration says so: -1 is never reached.
         self._last = None if share is None else share.global_steps or -1
         self._own_steps = 0 if share is None else share.steps
@@ -531,12 +579,7 @@ class Loader:
                     MidepochWarning,
                     stacklevel=4,
                 )
-            adapter = self._adapter
-            world = self._current_world()
-            detail = self._detail_of_next_epoch(world) if adapter.jumps else ""
-            self._close_session(keep_detail=adapter.continuous)
-            self._detail = detail if adapter.jumps else self._detail_of_next_epoch(world)
-            self._epoch, self._first, self._lost = self._epoch + 1, 0, ""
+            self._end_epoch()
         elif self._last == 0:
             self._close_session()
         if self._begun:
@@ -566,7 +609,7 @@ class Loader:
             self._close_session()
             return not current.exhausted
         resumed_at_the_end = self._step == 0 and self._first > 0
-        nothing, batches_before = self.position == 0, self._trail[-1][2] if self._trail else 0
+        nothing, batches_before = self.position == 0, self._trail[-1].steps if self._trail else 0
         self._close_session()
         if resumed_at_the_end:
             self._detail = self._detail_of_next_epoch(self._current_world())
@@ -583,8 +626,14 @@ class Loader:
         return False
 
     def _remember(self, session: Session | None) -> None:
-        varied = session is not None and session.varies
-        self._trail.append((self._epoch, self._first, self._step, self._global_batch, varied))
+        adapter, details = self._adapter, None
+        if session is not None and (session.varies or adapter.jumps or not adapter.rank_independent):
+            details = []
+            with contextlib.suppress(StateError):  # it is not known so far back
+                for back in range(1, min(self._step, _REMEMBERED_DETAILS) + 1):
+                    position = self._first + (self._step - back) * self._global_batch - self._missing_before(back)
+                    details.append((position, session.detail(back + len(self._peeked), False)))
+        self._trail.append(_Passed(self._epoch, self._first, self._step, self._global_batch, details))
 
     def _roll(self) -> None:
         """The epoch's last batch has been handed out: the state is the next epoch's beginning."""
@@ -597,6 +646,23 @@ class Loader:
         self._running = None
         if self._active is not None:
             self._active.ended = True
+
+
+class _Passed(NamedTuple):
+    """A session that is over.
+
+    Attributes:
+        epoch, first: where it began.
+        steps: batches that it handed out.
+        global_batch: units of each.
+        details: position and detail of one batch ago, two, and so on, where these cannot be computed.
+    """
+
+    epoch: int
+    first: int
+    steps: int
+    global_batch: int
+    details: list[tuple[int, str]] | None
 
 
 class _Pass:

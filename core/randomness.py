@@ -39,6 +39,7 @@ class Purpose:
     BATCH = 2  # __getitems__ and collate_fn
     LISTING = 3  # a torch Sampler giving one epoch's list
     OPENING = 4  # iter(dataset), and the base seed of worker processes
+    MIXING = 5  # which of several loaders is read at a step
 
 
 _MASK_32 = (1 << 32) - 1
@@ -346,7 +347,7 @@ def find_generators(*roots: object) -> Found:
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
         path, value = queue.popleft()
-        role = _role(type(value))
+        role = _role(type(value))  # type: ignore[arg-type]
         if role == "atom" or id(value) in seen:
             continue
         if role == "class":

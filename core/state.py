@@ -30,12 +30,14 @@ __all__ = [
     "build",
     "check",
     "compare_fingerprints",
+    "from_values",
     "gather",
     "join_parts",
     "part_of",
     "parts_in",
     "reseal",
     "single_part",
+    "values_of",
 ]
 
 VERSION = 1
@@ -85,6 +87,16 @@ def reseal(state: Mapping[str, Any]) -> State:
     except (TypeError, ValueError, RecursionError) as error:
         raise StateCorruptError(f"the state cannot be resealed ({error}): use built-in types") from error
     return copy
+
+
+def values_of(state: Mapping[str, Any]) -> list[Any]:
+    """What a state says, without its keys."""
+    return [state[name] for name in _FIELDS]
+
+
+def from_values(values: list[Any]) -> State:
+    """The state of which `values_of` gave the values; `check` tells whether it is whole."""
+    return dict(zip(_FIELDS, values, strict=True))
 
 
 def _check_keys(state: object) -> None:

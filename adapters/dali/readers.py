@@ -87,7 +87,7 @@ def file(
     base = root if files is None and file_list is None else ""
     data = _Files("file", paths, base, np.array(numbers, dtype=np.int32))
     path, label = _connect("readers.file", data, random_shuffle, drop_last, world)
-    return fn.io.file.read(path), label
+    return fn.io.file.read(path, dont_use_mmap=True), label
 
 
 def numpy(
@@ -123,7 +123,7 @@ def numpy(
         raise ValueError(f"readers.numpy found no files in {root or 'files'!r}: check path and filter")
     data = _Files("numpy", paths, "" if files is not None else root, None)
     (path,) = _connect("readers.numpy", data, random_shuffle, drop_last, world)
-    return fn.decoders.numpy(fn.io.file.read(path))
+    return fn.decoders.numpy(fn.io.file.read(path, dont_use_mmap=True))
 
 
 def webdataset(

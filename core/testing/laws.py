@@ -53,6 +53,7 @@ def check_resumable(
     tail: Literal["pad", "drop", "uneven"] = "pad",
     drop_last: bool = False,
     elastic_content: bool = True,
+    parts: int = 1,
     identify: Callable[[Any], Sequence[Hashable]] | None = None,
     draws: Callable[[Any], Sequence[Hashable]] | None = None,
     gather: Callable[[Any], dict[str, Any]] | None = None,
@@ -80,6 +81,7 @@ def check_resumable(
         drop_last: whether an incomplete last batch is left out.
         elastic_content: whether a sample's content must be the same on any topology; False where it depends on the
             batch it is in (mixup).
+        parts: of how many loaders it is a combination; each of them shares out last samples of its own.
         identify: batch -> the identities of its samples (ids of a dataset without repetition are best). None: its
             first tensor, array or list, flattened.
         draws: batch -> for each sample the random numbers it drew, as one hashable value that two samples never
@@ -107,6 +109,7 @@ def check_resumable(
         tail=tail,
         drop_last=drop_last,
         elastic_content=elastic_content,
+        parts=parts,
         identify=identify,
         draws=draws,
         gather=gather,

@@ -61,6 +61,7 @@ class Settings:
     tail: Literal["pad", "drop", "uneven"] = "pad"
     drop_last: bool = False
     elastic_content: bool = True
+    parts: int = 1
     identify: Callable[[Any], Sequence[Hashable]] | None = None
     draws: Callable[[Any], Sequence[Hashable]] | None = None
     gather: Callable[[Any], dict[str, Any]] | None = None
@@ -76,8 +77,9 @@ class Settings:
             values = getattr(self, name)
             if values is not None and any(type(value) is not int or value < least for value in values):
                 raise ValueError(f"{name} must be integers of at least {least}; got {values!r}")
-        if self.epochs < 1:
-            raise ValueError(f"epochs must be at least 1; got {self.epochs!r}")
+        for name in ("epochs", "parts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
         if self.tail not in ("pad", "drop", "uneven"):
             raise ValueError(f"tail must be 'pad', 'drop' or 'uneven'; got {self.tail!r}")
         if not self.timeout > 0:

@@ -36,6 +36,7 @@ class ResumableTests:
     tail: ClassVar[Literal["pad", "drop", "uneven"]] = "pad"
     drop_last: ClassVar[bool] = False
     elastic_content: ClassVar[bool] = True
+    parts: ClassVar[int] = 1
     identify: ClassVar[Any] = None
     draws: ClassVar[Any] = None
     gather: ClassVar[Any] = None
@@ -140,6 +141,7 @@ class ResumableTests:
             tail=self.tail,
             drop_last=self.drop_last,
             elastic_content=self.elastic_content,
+            parts=self.parts,
             identify=self._function("identify"),
             draws=self._function("draws"),
             gather=self._function("gather"),

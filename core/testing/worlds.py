@@ -98,8 +98,8 @@ def _check_cover(
     settings = examination.settings
     unit = _unit(examination)
     left_over = batch if unit == 1 else unit
-    may_repeat = (world_size - 1) * unit if settings.tail == "pad" else 0
-    may_lose = (world_size - 1) * unit if settings.tail == "drop" else 0
+    may_repeat = (world_size - 1) * unit * settings.parts if settings.tail == "pad" else 0
+    may_lose = (world_size - 1) * unit * settings.parts if settings.tail == "drop" else 0
     if settings.drop_last:
         # Which samples are left over depends on the size of the global batch.
         may_lose += world_size * left_over - 1
