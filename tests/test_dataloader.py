@@ -522,7 +522,7 @@ def test_draws_that_vary_fall_back_to_a_replay(when: str) -> None:
 
 
 def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
-    """Within the epoch they are known; from the next one on they are refused rather than guessed."""
+    """Within the epoch they are known; from the next one on the last few are, and others are refused, not guessed."""
     out = rejected("later")
 
     def make() -> Loader:
@@ -536,8 +536,10 @@ def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
     assert sources.quiet_resume(make, loader.state_dict(in_flight=2)) == whole[13:]
     list(batches)
     next(iter(loader))
+    for in_flight in range(2, 6):
+        assert sources.quiet_resume(make, loader.state_dict(in_flight)) == whole[len(whole) + 1 - in_flight :]
     with pytest.raises(StateError, match="in_flight"):
-        loader.state_dict(in_flight=3)
+        loader.state_dict(in_flight=6)
 
 
 def test_draws_that_vary_are_admitted() -> None:
