@@ -32,17 +32,13 @@ _BACKENDS = (
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
     _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
     _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
+    _Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
     _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
 )
-
-# Packages whose loaders would pass for something else and go wrong without a word.
-_WITHOUT_ADAPTER = {
-    "streaming": "its state of an epoch's end resumes into nothing, and in a live process an earlier one is ignored",
-}
 
 _ENTRY_POINTS = "midepoch.adapters"
 
@@ -107,12 +103,6 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
         raise UnsupportedSourceError(
             f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
             "function"
-        )
-    package = type(source).__module__.partition(".")[0]
-    if package in _WITHOUT_ADAPTER and not any(adapter.recognises(source) for adapter in _registered()):
-        raise UnsupportedSourceError(
-            f"there is no adapter for {type(source).__name__} yet ({_WITHOUT_ADAPTER[package]}): keep its own "
-            "state, or wrap a DataLoader over the same data"
         )
     passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to the next
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):

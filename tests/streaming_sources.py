@@ -1,0 +1,124 @@
+"""Loaders over mosaicml-streaming's format, written once for each size, and opened from a folder of their own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+from filelock import FileLock
+from law_sources import log_read
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+
+import midepoch
+
+SIZE, BATCH, SEED = 14, 3, 7
+
+# Streaming keeps some ten files of shared memory open for each dataset, until the process ends.
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+
+
+@functools.cache
+def written(size: int) -> str:
+    """A folder with samples (name, number), some shards of them."""
+    folder = tempfile.mkdtemp(prefix="midepoch-mds-")
+    with MDSWriter(out=f"{folder}/data", columns={"name": "str", "number": "int"}, size_limit=200) as writer:
+        for number in range(size):
+            writer.write({"name": f"s{number:03}", "number": number})
+    return f"{folder}/data"
+
+
+def a_copy(size: int) -> str:
+    """Streaming takes two datasets in one folder for a mistake."""
+    folder = tempfile.mkdtemp(prefix="midepoch-mds-")
+    shutil.copytree(written(size), folder, dirs_exist_ok=True)
+    return folder
+
+
+class Logging(StreamingDataset):
+    """Writes down which samples are read."""
+
+    def __init__(self, read_log: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.read_log = read_log
+
+    def __getitem__(self, at: Any) -> Any:
+        log_read(self.read_log, int(at))
+        return super().__getitem__(at)
+
+
+class Failing(StreamingDataset):
+    """Fails at one sample as long as a file is there."""
+
+    def __init__(self, failing: tuple[int, str], **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.failing = failing
+
+    def __getitem__(self, at: Any) -> Any:
+        number, marker = self.failing
+        if int(at) == number and Path(marker).exists():
+            raise RuntimeError("out of order")
+        return super().__getitem__(at)
+
+
+def numbers(batches: list[Any]) -> list[list[int]]:
+    return [batch["number"].tolist() for batch in batches]
+
+
+def identify(batch: Any) -> list[int]:
+    found: list[int] = batch["number"].tolist()
+    return found
+
+
+def bare(
+    size: int = SIZE, batch_size: int = BATCH, num_workers: int = 0, seed: int = SEED, read_log: str | None = None,
+    drop_last: bool = False, failing: tuple[int, str] | None = None, **options: Any,
+) -> StreamingDataLoader:  # fmt: skip
+    options = {"local": a_copy(size), "batch_size": batch_size, "shuffle": True, "shuffle_seed": seed, **options}
+    # Streaming looks for a free name of shared memory and then takes it, which two processes may do at once.
+    with FileLock(f"{tempfile.gettempdir()}/midepoch-mds.lock"):
+        if failing is not None:
+            dataset: StreamingDataset = Failing(failing, **options)
+        else:
+            dataset = StreamingDataset(**options) if read_log is None else Logging(read_log, **options)
+    return StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=drop_last)
+
+
+def make_loader(
+    num_workers: int = 0, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """For the laws, in a world of one: Streaming takes its world from the environment."""
+    source = bare(size, num_workers=num_workers, seed=SEED if seed is None else seed, read_log=read_log)
+    return midepoch.wrap(source, seed=seed)
+
+
+def main() -> None:
+    """One rank: ``python streaming_sources.py OUT STATE STEPS SIZE BATCH [REPLICATION]``."""
+    import json
+    import sys
+
+    out, state, steps, _, batch_size, *replication = sys.argv[1:]
+    options = {"replication": int(replication[0])} if replication else {}
+    rank = os.environ["RANK"]
+    folder = f"{out}/local"  # shared by all ranks, as on one machine, which wait for each other
+    dataset = StreamingDataset(local=folder, batch_size=int(batch_size), shuffle=True, shuffle_seed=SEED, **options)
+    source = StreamingDataLoader(dataset, batch_size=int(batch_size))
+    loader = midepoch.wrap(source)
+    if state != "-":
+        loader.load_state_dict(json.loads(Path(state).read_text()))
+    left, batches = loader.batches_left, []
+    for batch in loader:
+        batches.append(batch["number"].tolist())
+        if len(batches) == int(steps):
+            break
+    done = {"batches": batches, "state": loader.state_dict(), "left": left}
+    Path(f"{out}/rank{rank}.json").write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""mosaicml-streaming: counted by us, its traps mended, elastic as it is itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+import cpu_torchvision  # noqa: F401
+
+pytest.importorskip("streaming", reason="mosaicml-streaming is not installed (pip install midepoch[streaming])")
+
+import streaming_sources as sources
+from sources import flat
+from torch.utils.data import DataLoader
+
+import midepoch
+from midepoch import MidepochError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, wrap
+from midepoch.loader import Loader
+from midepoch.testing import ResumableTests
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def make(**options: Any) -> Loader:
+    return wrap(sources.bare(**options))
+
+
+def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
+    return sources.numbers(list(itertools.islice(iter(loader), count)))
+
+
+def resumed(state: dict[str, Any], **options: Any) -> Loader:
+    loader = make(**options)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: bool) -> None:
+    with make(num_workers=num_workers, drop_last=drop_last) as loader:
+        length = len(loader)
+        epochs = [taken(loader) for _ in range(3)]
+    whole = flat(epochs)
+    assert [len(epoch) for epoch in epochs] == [length] * 3
+    if not drop_last:
+        assert sorted(flat(epochs[1])) == list(range(sources.SIZE))
+    assert epochs[0] != epochs[1]
+    with make(num_workers=num_workers, drop_last=drop_last) as loader:
+        states = [loader.state_dict()]
+        for _ in range(2):
+            for _batch in loader:
+                states.append(loader.state_dict())
+    for cut, state in enumerate(states):
+        with resumed(state, num_workers=2 - num_workers, drop_last=drop_last) as loader:
+            assert loader.state_dict() == state
+            rest = taken(loader) + taken(loader)
+            compared = min(len(rest), len(whole) - cut)
+            assert rest[:compared] == whole[cut : cut + compared]
+            assert compared > 0
+
+
+def test_the_bare_loader_s_order_is_kept() -> None:
+    bare, loader = sources.bare(), make()
+    for _ in range(2):
+        assert taken(loader) == sources.numbers(list(bare))
+
+
+def test_states_are_loaded_in_a_live_process() -> None:
+    """By itself Streaming ignores a state of the epoch that runs, or of an earlier one."""
+    loader = make()
+    first, second = taken(loader), taken(loader, 2)
+    at = loader.state_dict()
+    rest_of_second = taken(resumed(at))
+    third = taken(loader, 1)
+    loader.load_state_dict(at)
+    assert taken(loader) == rest_of_second
+    again = make()
+    head = taken(again, 2)
+    early = again.state_dict()
+    taken(again), taken(again)
+    again.load_state_dict(early)
+    assert head + taken(again) == first
+    assert taken(again, 2) == second
+    assert third not in (first[:1], second[:1])
+
+
+def test_the_end_of_an_epoch_starts_the_next_one() -> None:
+    """By itself it resumes into nothing."""
+    loader = make()
+    taken(loader)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+    assert taken(resumed(state)) == taken(loader)
+
+
+def test_a_state_between_load_and_iteration_is_the_loaded_one() -> None:
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    fresh = resumed(state)
+    iterator = iter(fresh)
+    assert fresh.state_dict() == state
+    next(iterator)
+    assert fresh.state_dict()["position"] == state["position"] + sources.BATCH
+
+
+def test_a_break_begins_the_next_epoch_and_an_older_state_goes_back() -> None:
+    reference = make()
+    epochs = [taken(reference) for _ in range(3)]
+    loader = make()
+    taken(loader, 2)
+    assert taken(loader, 1) == epochs[1][:1]
+    loader.seek(epoch=0, position=2 * sources.BATCH)
+    assert taken(loader) == epochs[0][2:]
+    loader.set_epoch(2)
+    assert taken(loader) == epochs[2]
+
+
+def test_a_batch_size_is_not_guessed() -> None:
+    """The first field of a sample is a text, whose length Streaming would take for the batch's."""
+    bare = sources.bare(batch_size=5)
+    iterator = iter(bare)
+    next(iterator)
+    loader = make(batch_size=5)
+    taken(loader, 1)
+    assert loader.position == 5
+
+
+def test_several_batches_in_flight() -> None:
+    (whole, loader) = (taken(make(num_workers=2)), make(num_workers=2))
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    assert taken(resumed(loader.state_dict(in_flight=2))) == whole[1:]
+
+
+@pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
+def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
+    options = {"batching_method": method, "size": 15}
+    whole = taken(make(**options))
+    loader = make(**options)
+    with pytest.raises(TypeError):
+        len(loader)
+    for cut in range(1, len(whole)):
+        taken_before = make(**options)
+        assert taken(taken_before, cut) == whole[:cut]
+        assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"size": 15}, "samples"),
+        ({"epoch_size": 12}, "samples"),
+        ({"batch_size": 4}, "global batch size"),
+        ({"shuffle_algo": "py1s"}, "shuffle"),
+        ({"shuffle": False}, "shuffle"),
+        ({"shuffle_block_size": 4}, "shuffle"),
+        ({"sampling_method": "fixed"}, "sampling"),
+        ({"partition_algo": "orig"}, "partition"),
+        ({"batching_method": "stratified"}, "batching"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], told: str) -> None:
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    other = make(**change)
+    before = other.state_dict()
+    with pytest.raises(StateMismatchError, match=told):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
+    with pytest.raises(StateMismatchError, match="the seed"):
+        wrap(sources.bare(), seed=sources.SEED + 1).load_state_dict(state)
+
+
+def test_another_seed_of_the_dataset_gives_way_to_the_state_s() -> None:
+    loader = make()
+    head = taken(loader, 2)
+    fresh = resumed(loader.state_dict(), seed=99)
+    assert head + taken(fresh) == taken(make())
+    assert taken(fresh) == [*taken(loader)]
+
+
+@pytest.mark.parametrize("detail", ["", "canonical=1", "canonical=0;nodes=1;batch=3", "canonical=-1;nodes=1;batch=3",
+                                    "canonical=1;nodes=1;batch=" + "9" * 13, "x" * 1000])  # fmt: skip
+def test_nonsense_that_was_resealed_is_refused(detail: str) -> None:
+    loader = make()
+    taken(loader, 1)
+    state = midepoch.reseal({**loader.state_dict(), "detail": detail})
+    with pytest.raises((StateCorruptError, StateError)):
+        make().load_state_dict(state)
+
+
+def test_what_cannot_be_wrapped_says_what_can() -> None:
+    dataset = sources.bare().dataset
+    with pytest.raises(UnsupportedSourceError, match="StreamingDataLoader"):
+        wrap(dataset)
+    with pytest.raises(UnsupportedSourceError, match="batch_size"):
+        wrap(DataLoader(dataset, batch_size=5))
+    with pytest.raises(UnsupportedSourceError, match="shard"):
+        wrap(sources.bare(), shard=True)
+    with pytest.raises(UnsupportedSourceError, match="tail"):
+        wrap(sources.bare(), tail="drop")
+    with pytest.raises(MidepochError, match="rank 0 of 1"):
+        next(iter(wrap(sources.bare(), world=midepoch.World(0, 2))))
+
+    class Own(DataLoader):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    with pytest.raises(UnsupportedSourceError, match="way of its own"):
+        wrap(Own(dataset, batch_size=sources.BATCH))
+
+
+def test_a_plain_loader_over_a_streaming_dataset_works_too() -> None:
+    loader = wrap(DataLoader(sources.bare().dataset, batch_size=sources.BATCH))
+    head = taken(loader, 2)
+    assert head + taken(resumed(loader.state_dict())) == taken(make())
+
+
+def test_what_a_dataset_draws_itself_is_not_promised() -> None:
+    assert make().capabilities.exact_augmentations
+    assert not make(read_log="/dev/null").capabilities.exact_augmentations
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_reaches_the_loop_and_the_loader_goes_on(num_workers: int, tmp_path: Path) -> None:
+    whole = taken(make())
+    marker = tmp_path / "broken"
+    marker.touch()
+    loader = make(failing=(whole[2][1], str(marker)), num_workers=num_workers)
+    got: list[list[int]] = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of order"):
+            for batch in loader:
+                got.append(batch["number"].tolist())
+        assert got == whole[:2]
+        assert loader.state_dict()["position"] == 2 * sources.BATCH
+        loader.load_state_dict(loader.state_dict())  # a new pass would begin the next epoch
+    marker.unlink()
+    assert got + taken(loader) == whole
+
+
+# --- several ranks, in real processes ---
+
+
+def ranks(
+    out: Path, world_size: int, size: int, batch_size: int, steps: int = -1, state: dict[str, Any] | None = None,
+    replication: int | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    out.mkdir()
+    shutil.copytree(sources.written(size), out / "local")
+    given = out / "state.json"
+    given.write_text(json.dumps(state))
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    where = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = [sys.executable, str(Path(__file__).parent / "streaming_sources.py"), str(out)]
+    numbers = ["-" if state is None else str(given), str(steps), str(size), str(batch_size)]
+    processes = [
+        subprocess.Popen(
+            [*script, *numbers, *([] if replication is None else [str(replication)])],
+            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Path) -> None:
+    """1 x 12, 2 x 6 and 3 x 4 are the same steps; the ranks share each."""
+    whole = ranks(tmp_path / "alone", 1, 48, 12)[0]["batches"]
+    for world_size, new in ((2, 3), (3, 1), (1, 2)):
+        head = ranks(tmp_path / f"{world_size}", world_size, 48, 12 // world_size, steps=2)
+        states = [rank["state"] for rank in head]
+        assert all(state == states[0] for state in states)
+        rest = ranks(tmp_path / f"{world_size}to{new}", new, 48, 12 // new, state=states[-1])
+        for part, start in ((head, 0), (rest, 2)):
+            steps = [sorted(flat(list(step))) for step in zip(*(rank["batches"] for rank in part), strict=True)]
+            assert steps == [sorted(step) for step in whole[start : start + len(steps)]]
+        assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest] == [2] * new
+
+
+def test_samples_that_do_not_divide_are_repeated_as_streaming_does(tmp_path: Path) -> None:
+    """Another global batch is refused by name."""
+    head = ranks(tmp_path / "two", 2, 21, 4, steps=1)
+    rest = ranks(tmp_path / "again", 2, 21, 4, state=head[0]["state"])
+    got = Counter(flat([batch for rank in (*head, *rest) for batch in rank["batches"]]))
+    assert set(got) == set(range(21)) and got.total() == 22
+    assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest]
+    with pytest.raises(AssertionError, match="the global batch size differs: the state was saved with 8"):
+        ranks(tmp_path / "other", 1, 21, 4, state=head[0]["state"])
+
+
+def test_replicated_samples_count_once(tmp_path: Path) -> None:
+    head = ranks(tmp_path / "head", 2, 24, 4, steps=2, replication=2)
+    assert head[0]["batches"] == head[1]["batches"]
+    assert head[0]["state"]["position"] == 8
+    rest = ranks(tmp_path / "rest", 2, 24, 4, state=head[0]["state"], replication=2)
+    got = flat(head[1]["batches"] + rest[1]["batches"])
+    assert sorted(got) == list(range(24))
+    with pytest.raises(AssertionError, match="replication differs"):
+        ranks(tmp_path / "other", 2, 24, 2, state=head[0]["state"])
+
+
+def test_the_example() -> None:
+    runner = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torchvision, runpy; "
+        "runpy.run_path(sys.argv[2], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", runner, str(Path(__file__).parent), str(EXAMPLES / "streaming_loader.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "exact" in done.stdout
+
+
+class TestStreaming(ResumableTests):
+    make_loader = staticmethod(sources.make_loader)
+    identify: ClassVar[Any] = staticmethod(sources.identify)
+    world_sizes = (1,)
+    shuffled = True
+    # Each dataset of a machine looks through the shared memory of all that were made before it, and keeps it open.
+    cuts = (2,)
+    epochs = 1
+    state_bytes = 512
+
+
