@@ -1,17 +1,28 @@
-"""Sources that keep a state of their own: it is carried, checked and shared out like every other."""
+"""Sources that keep a state of their own: it is carried, checked and shared out like every other.
+
+Those whose states are known to fall short get what they lack, or are left to a replay.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
+
+import torch
+from torch.utils.data import DataLoader
 
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.encoding import decode, encode
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.keys import derive_key, extend_key
 from midepoch.protocol import RAW, Capabilities, Capability
+from midepoch.randomness import Purpose, Streams
 from midepoch.sampler import length_of
 from midepoch.world import World
 
-__all__ = ["StatefulAdapter"]
+__all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
 
 
 class StatefulAdapter(Adapter):
@@ -27,6 +38,7 @@ class StatefulAdapter(Adapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
+        self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
@@ -36,6 +48,8 @@ class StatefulAdapter(Adapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """Has the three methods, and is iterable as data is: modules and optimizers are not."""
+        if _is_of("datasets", source):
+            return False  # left to a replay, if `DatasetsAdapter` does not take it
         methods = all(callable(getattr(source, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
         # What derives from StatefulIterable has the methods from us.
         return methods and not hasattr(type(source), RAW)
@@ -78,34 +92,206 @@ class StatefulAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its own load."""
-        return _StatefulSession(self.source, run.detail, None if run.share is None else run.share.steps)
+        return _StatefulSession(self, run)
+
+    # --- what differs from source to source ---
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """The source's own iterator, from `state` on; None: from the epoch's beginning."""
+        if state is not None:
+            self.source.load_state_dict(state)
+        return iter(self.source)
+
+    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
+        """What gives the iterator's next batch."""
+        return iterator.__next__
+
+    def current(self, iterator: Iterator[Any]) -> Any:
+        """The source's own state as it is now."""
+        return self.source.state_dict()
+
+
+class TorchdataAdapter(StatefulAdapter):
+    """torchdata's StatefulDataLoader.
+
+    By itself it begins the epoch after a resume with another order, since it draws its sampler's seed from torch's
+    global generator, and nothing restores what samples draw. So each epoch is begun, and in this process each batch is
+    read, under a stream of its own.
+    """
+
+    name: ClassVar[str] = "stateful-dataloader"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self.opening = None  # see `start`
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Its class, or one derived from it."""
+        return _is_of("torchdata", source) and isinstance(source, DataLoader)
+
+    def capabilities(self) -> Capabilities:
+        """Truthfully."""
+        keyed = self._streams is not None and self.source.num_workers == 0
+        exact = "numbers drawn while a batch is read are those of the batch: exact on the same split"
+        if not keyed:
+            exact = "its worker processes draw on from where they were started; wrap a DataLoader to have them restored"
+            if self._streams is None:
+                exact = "randomness='none': nothing restores the generators that samples draw from"
+        return dataclasses.replace(
+            super().capabilities(),
+            exact_augmentations=Capability(keyed, exact),
+            constant_time_resume=Capability(False, "it skips through its sampler's list, or through its dataset"),
+        )
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """Under the epoch's stream, its own generators included."""
+        if self._streams is None:
+            return super().start(run, state)
+        key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
+        for holder in (self.source, self.source.sampler, getattr(self.source.batch_sampler, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(key)
+        with self._streams.under(key):
+            return super().start(run, state)
+
+    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
+        """Each batch under its stream, where it is read in this process."""
+        streams, advance = self._streams, iterator.__next__
+        if streams is None or self.source.num_workers:
+            return advance
+        key = derive_key(Purpose.BATCH, run.seed, run.epoch)
+        place, step = run.position + run.world.rank, run.world.world_size
+
+        def read() -> Any:
+            nonlocal place
+            streams.begin()
+            try:
+                streams.start(extend_key(key, place))
+                batch = advance()
+            finally:
+                streams.end()
+            place += step
+            return batch
+
+        return read
+
+
+class DatasetsAdapter(StatefulAdapter):
+    """Hugging Face's IterableDataset.
+
+    By itself a state that was loaded is where every later pass begins too, and what its shuffle buffer held is lost:
+    with one it is read again from the start instead.
+    """
+
+    name: ClassVar[str] = "datasets"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._beginning = source.state_dict()
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Without a shuffle buffer, as far as can be told."""
+        if not _is_of("datasets", source) or not hasattr(source, "load_state_dict"):
+            return False
+        try:
+            return not _holds_some_back(source._ex_iterable)  # type: ignore[attr-defined]
+        except AttributeError:
+            return False  # another version: a replay is exact
+
+    def describe(self) -> dict[str, str]:
+        """The steps, and how much goes into them, where that can be told."""
+        described = f"{self.source.column_names} of {self.source.num_shards} shards {_steps(self.source._ex_iterable)}"
+        return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """In the epoch's own shuffle of the shards."""
+        self.source.set_epoch(run.epoch)
+        return super().start(run, self._beginning if state is None else state)
+
+
+class GrainAdapter(StatefulAdapter):
+    """Grain's DataLoader and IterDataset, whose iterators keep the state."""
+
+    name: ClassVar[str] = "grain"
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """What gives iterators with ``get_state`` and ``set_state``."""
+        return _is_of("grain", source) and hasattr(source, "__iter__") and not hasattr(source, "__getitem__")
+
+    def describe(self) -> dict[str, str]:
+        """The transformations, and how much goes into them, where that can be told."""
+        described = f"{_transformations(self.source)} {length_of(getattr(self.source, '_data_source', None))}"
+        return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
+
+    def capabilities(self) -> Capabilities:
+        """As Grain's own, but for what is drawn from global generators."""
+        reason = "as Grain's own: what its random transformations are given; nothing restores global generators"
+        return dataclasses.replace(super().capabilities(), exact_augmentations=Capability(True, reason))
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """Grain's iterator, after its own load."""
+        iterator: Any = iter(self.source)
+        if state is not None:
+            iterator.set_state(state)
+        return cast(Iterator[Any], iterator)
+
+    def current(self, iterator: Any) -> Any:
+        """The iterator's state."""
+        return iterator.get_state()
+
+
+def _transformations(dataset: Any) -> str:
+    """The classes of a Grain dataset and of those that it is made of, with their lengths."""
+    named = f"{type(dataset).__name__}:{length_of(dataset)}"
+    return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
+
+
+def _is_of(package: str, source: object) -> bool:
+    return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(source).__mro__)
+
+
+def _steps(examples: Any) -> str:
+    """The classes that a dataset's examples pass through, and the sizes of the tables or lists that they come from."""
+    steps = type(examples).__name__
+    for held in _held(examples):
+        steps += f" {_steps(held)}"
+    given = getattr(examples, "kwargs", None)
+    for shard in given.get("shards", ()) if isinstance(given, dict) else ():
+        steps += f" {shard if isinstance(shard, str) else length_of(shard)}"
+    return steps
+
+
+def _held(examples: Any) -> list[Any]:
+    held = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
+    return [each for each in held if each is not None]
+
+
+def _holds_some_back(examples: Any) -> bool:
+    """Whether a dataset's examples pass through a shuffle buffer."""
+    if "BufferShuffled" in type(examples).__name__:
+        return True
+    return any(map(_holds_some_back, _held(examples)))
 
 
 class _StatefulSession(Session):
-    def __init__(self, source: Any, detail: str, steps: int | None) -> None:
-        self._source, self._steps = source, steps
+    def __init__(self, adapter: StatefulAdapter, run: Run) -> None:
+        self._adapter, self._run = adapter, run
+        self._steps = None if run.share is None else run.share.steps
         self._iterator: Any = None
+        self._next: Callable[[], Any] | None = None
         self._handed_out = 0
         self._failed = self._finished = False
-        self._opened = detail
-        self._asked = (0, detail)  # batches handed out, and the source's state then
+        self._asked = (0, run.detail)  # batches handed out, and the source's state then
 
     def take(self) -> Any:
         """The source's next batch."""
-        if self._iterator is None:
-            if not self._opened:
-                self._iterator = iter(self._source)
-            else:
-                try:
-                    self._source.load_state_dict(decode(self._opened))
-                    self._iterator = iter(self._source)
-                except Exception as error:
-                    raise StateError(
-                        f"{type(self._source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                        "make the source as it was when the state was saved"
-                    ) from error
         try:
-            batch = next(self._iterator)
+            batch = self._first() if self._next is None else self._next()
         except StopIteration:
             raise
         except BaseException:
@@ -113,6 +299,30 @@ class _StatefulSession(Session):
             raise
         self._handed_out += 1
         return batch
+
+    def _first(self) -> Any:
+        adapter, run = self._adapter, self._run
+        if adapter.opening is None:
+            self._next = self._started()
+            return self._next()
+        # torch's loaders draw the worker processes' seed, which is none of the caller's business.
+        with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+            self._next = self._started()
+            return self._next()
+
+    def _started(self) -> Callable[[], Any]:
+        adapter, run = self._adapter, self._run
+        if not run.detail:
+            self._iterator = adapter.start(run, None)
+        else:
+            try:
+                self._iterator = adapter.start(run, decode(run.detail))
+            except Exception as error:
+                raise StateError(
+                    f"{type(adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
+                    "make the source as it was when the state was saved"
+                ) from error
+        return adapter.reading(run, self._iterator)
 
     def detail(self, back: int, finished: bool) -> str:
         """The source's own state, as it is now."""
@@ -127,7 +337,7 @@ class _StatefulSession(Session):
             self._finish()
         elif self._asked[0] == self._handed_out:
             return self._asked[1]
-        text = encode(self._source.state_dict())
+        text = encode(self._adapter.current(self._iterator))
         if not finished:
             self._asked = (self._handed_out, text)
         return text
@@ -142,6 +352,6 @@ class _StatefulSession(Session):
         except StopIteration:
             return
         raise SourceError(
-            f"{type(self._source).__name__} goes on after the {self._steps} batches that were left by its len(): mend "
-            "its __len__"
+            f"{type(self._adapter.source).__name__} goes on after the {self._steps} batches that were left by its "
+            "len(): mend its __len__"
         )

@@ -1,8 +1,8 @@
 """What wrapping a StreamingDataLoader costs: throughput, and the first batch after a resume.
 
-Run ``python benchmarks/streaming_overhead.py``. Alternated rounds of whole epochs in one run; reported are geometric means of
-the rounds' ratios, with the interval that holds the true one in 95 of 100 runs. Prints Markdown; docs/streaming.md
-holds its output with the date.
+Run ``python benchmarks/streaming_overhead.py``. Alternated rounds of whole epochs in one run; reported are geometric
+means of the rounds' ratios, with the interval that holds the true one in 95 of 100 runs. Prints Markdown;
+docs/streaming.md holds its output with the date.
 """
 
 from __future__ import annotations

@@ -131,10 +131,15 @@ class ReplayReader:
 
     def _open(self, request: ReplayRequest) -> None:
         self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+        worker = get_worker_info()
+        tell = getattr(self.dataset, "set_epoch", None)
+        if callable(tell) and worker is None:
+            # As trainers tell samplers: its order may be a function of it. Not in worker processes, which may share
+            # what they would all write to.
+            tell(request.epoch)
         self._iterator = iter(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
         self._read = 0
-        worker = get_worker_info()
         # A stream of this process alone has random streams of its own.
         own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)

@@ -7,8 +7,7 @@ Uses nothing but the standard library of Python 3.11 or later, for it runs befor
 2. a virtual environment in `.venv`,
 3. torch, in the tested version,
 4. midepoch itself, editable, with every extra,
-5. mosaicml-streaming without the clients of the clouds, which would weigh more than all else, and FFCV, the one backend
-   that is compiled here. Where it cannot be, it is left out, and a line says so.
+5. FFCV, the one backend that is compiled here. Where it cannot be, it is left out, and a line says so.
 
 Nothing is done twice: a stamp, written last, remembers what the set-up was made from. After an interruption
 the next run goes on where this one stopped. All output of pip and apt-get is kept in `.venv/setup.log`.
@@ -70,11 +69,13 @@ FOR_FFCV: dict[str, Callable[[], bool]] = {
     "libopencv-dev": lambda: _pkg_config_knows("opencv4"),
 }
 
-# What mosaicml-streaming imports. Its other requirements are clients of clouds, or have no build for torch on the CPU.
-FOR_STREAMING = (
-    "boto3", "Brotli", "catalogue", "python-snappy", "requests", "tqdm", "transformers", "xxhash", "zstd",
+# Extras that ask for clients of clouds, and for a torchvision that would bring another torch: they are installed
+# without what they ask for, beside what they import.
+BY_THEMSELVES = ("streaming", "litdata")
+WHAT_THEY_IMPORT = (
+    "boto3", "Brotli", "catalogue", "lightning-utilities", "obstore", "python-snappy", "requests", "tifffile", "tqdm",
+    "transformers", "xxhash", "zstd",
 )  # fmt: skip
-WITHOUT_REQUIREMENTS = ("mosaicml-streaming", "torchvision")
 
 # Only tests need these; without them, those are skipped with the reason.
 FOR_TESTS: dict[str, Callable[[], bool]] = {
@@ -316,7 +317,7 @@ def install_everything() -> str | None:
         say(f"This Python is newer than the newest tested, {newest}: pip chooses the versions.")
     requirements = extras()
     ffcv = requirements.pop("ffcv")
-    del requirements["streaming"]
+    alone = [requirement for name in BY_THEMSELVES for requirement in requirements.pop(name)]
 
     lacking = missing(FOR_VENV) + missing(FOR_FFCV) + missing(FOR_TESTS)
     because = None
@@ -334,8 +335,8 @@ def install_everything() -> str | None:
     with step(3, "torch"):
         pip_install("torch", "numpy", "setuptools")
     with step(4, f"midepoch with its extras: {' '.join(requirements)}"):
-        pip_install("--no-build-isolation", "-e", f".[{','.join(requirements)}]", *FOR_STREAMING)
-        pip_install("--no-deps", *WITHOUT_REQUIREMENTS)
+        pip_install("--no-build-isolation", "-e", f".[{','.join(requirements)}]", *WHAT_THEY_IMPORT)
+        pip_install("--no-deps", "torchvision", *alone)
     return install_ffcv(ffcv, because)
 
 

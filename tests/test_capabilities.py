@@ -68,7 +68,7 @@ TABLE: dict[str, tuple[str, Callable[[], Loader]]] = {
     "samplers that are drawn from unequally": (
         REPLAY, lambda: midepoch.wrap(sources.Rejecting(8, [0, 1, 3, 4, 6]))
     ),
-    "StatefulDataLoader": (OWN_STATE, lambda: midepoch.wrap(StatefulDataLoader(sources.Indices(8)))),
+    "StatefulDataLoader": ("yes yes no no no no", lambda: midepoch.wrap(StatefulDataLoader(sources.Indices(8)))),
     "source with its own state": (OWN_STATE, lambda: midepoch.wrap(sources.Counter())),
 }  # fmt: skip
 
