@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def litdata_loader(num_workers: int = 0, seed: int | None = SEED, size: int = SI
         return litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=num_workers)
 
 
-BARE = {
+BARE: dict[str, Callable[..., Any]] = {
     "torchdata StatefulDataLoader": torchdata,
     "Hugging Face IterableDataset": datasets_stream,
     "Hugging Face IterableDataset with a shuffle buffer": datasets_buffered,
@@ -146,7 +147,7 @@ def wrapped_litdata_loader(num_workers: int = 0, seed: int | None = SEED, size: 
     return midepoch.wrap(litdata_loader(num_workers, seed, size), seed=seed)
 
 
-WRAPPED = {
+WRAPPED: dict[str, Callable[..., Any]] = {
     "torchdata StatefulDataLoader": wrapped_torchdata,
     "Hugging Face IterableDataset": wrapped_datasets_stream,
     "Hugging Face IterableDataset with a shuffle buffer": wrapped_datasets_buffered,

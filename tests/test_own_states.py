@@ -43,7 +43,8 @@ def made(name: str) -> Callable[..., Loader]:
     if NEEDED[name] == "litdata":
         import cpu_torchvision  # noqa: F401
     pytest.importorskip(NEEDED[name], reason=f"{NEEDED[name]} is not installed (pip install midepoch[{NEEDED[name]}])")
-    return own.WRAPPED[name]
+    make: Callable[..., Loader] = own.WRAPPED[name]
+    return make
 
 
 def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
