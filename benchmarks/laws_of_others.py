@@ -87,8 +87,13 @@ def main() -> None:
     arguments.add_argument("--json", action="store_true", help="what was found, as JSON")
     options = arguments.parse_args()
     warnings.simplefilter("ignore")
-    bare = {**own.BARE, "Grain DataLoader": here.bare_grain_loader, "Grain IterDataset": here.bare_grain_dataset}
-    pairs = {name: (bare[name], own.WRAPPED[name]) for name in bare}
+    bare: dict[str, Callable[..., Any]] = {
+        **own.BARE,
+        "Grain DataLoader": here.bare_grain_loader,
+        "Grain IterDataset": here.bare_grain_dataset,
+    }
+    pairs: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+    pairs |= {name: (bare[name], own.WRAPPED[name]) for name in bare}
     pairs["mosaicml-streaming StreamingDataLoader"] = (here.bare_streaming, here.wrapped_streaming)
     found: dict[str, tuple[dict[str, str], dict[str, str]]] = {}
     for name, (unwrapped, wrapped) in pairs.items():
