@@ -72,8 +72,9 @@ FOR_FFCV: dict[str, Callable[[], bool]] = {
 # Extras that ask for clients of clouds, and for a torchvision that would bring another torch: they are installed
 # without what they ask for, beside what they import.
 BY_THEMSELVES = ("streaming", "litdata")
+ALONE_TOO = ("boto3", "botocore", "s3transfer", "jmespath")  # they ask for an older dateutil than others
 WHAT_THEY_IMPORT = (
-    "boto3", "Brotli", "catalogue", "lightning-utilities", "obstore", "python-snappy", "requests", "tifffile", "tqdm",
+    "Brotli", "catalogue", "lightning-utilities", "obstore", "python-snappy", "requests", "tifffile", "tqdm",
     "transformers", "xxhash", "zstd",
 )  # fmt: skip
 
@@ -336,7 +337,7 @@ def install_everything() -> str | None:
         pip_install("torch", "numpy", "setuptools")
     with step(4, f"midepoch with its extras: {' '.join(requirements)}"):
         pip_install("--no-build-isolation", "-e", f".[{','.join(requirements)}]", *WHAT_THEY_IMPORT)
-        pip_install("--no-deps", "torchvision", *alone)
+        pip_install("--no-deps", "torchvision", *ALONE_TOO, *alone)
     return install_ffcv(ffcv, because)
 
 
