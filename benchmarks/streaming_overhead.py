@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,12 +21,8 @@ from typing import Any
 
 import torch
 
-# torchvision's wheel, which streaming imports, names operators that a CPU build of torch does not have.
-_LIBRARY: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _name in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, _name):
-        _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
 import streaming
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 

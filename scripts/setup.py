@@ -337,7 +337,9 @@ def install_everything() -> str | None:
         pip_install("torch", "numpy", "setuptools")
     with step(4, f"midepoch with its extras: {' '.join(requirements)}"):
         pip_install("--no-build-isolation", "-e", f".[{','.join(requirements)}]", *WHAT_THEY_IMPORT)
-        pip_install("--no-deps", "torchvision", *ALONE_TOO, *alone)
+        pip_install("--no-deps", *ALONE_TOO, *alone)
+        # Out of the way of those who try to import it, since that fails beside torch for the CPU; tests know a remedy.
+        pip_install("--no-deps", "--upgrade", "--target", str(VENV / "apart"), "torchvision")
     return install_ffcv(ffcv, because)
 
 
