@@ -33,6 +33,7 @@ import midepoch
 from midepoch import World
 from midepoch.adapters import dali
 from midepoch.adapters.dali import wire
+from midepoch.adapters.dali.random import _first_that_fit
 from midepoch.errors import SourceError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable, digest
@@ -802,6 +803,19 @@ def test_keys_of_arrays_are_those_of_numbers() -> None:
     keys, words = [0, 7, 2**64 - 1], [0, 1, 2**63]
     mixed = extend_keys(np.array(keys, np.uint64), np.array(words, np.uint64))
     assert mixed.tolist() == [[extend_key(key, word) for word in words] for key in keys]
+
+
+def test_the_window_is_the_first_that_fits_whatever_the_image_s_proportion() -> None:
+    generator = np.random.default_rng(0)
+    area, ratio = generator.uniform(0.08, 1, (200, 10)), np.exp(generator.uniform(-0.7, 0.7, (200, 10)))
+    bounds, sides = _first_that_fit(area, ratio)
+    for proportion in np.exp(generator.uniform(-2, 2, 50)):
+        scale = np.array([np.sqrt(proportion), 1 / np.sqrt(proportion)])
+        chosen = sides[np.arange(200), (proportion > bounds).sum(axis=1)] * scale
+        for number in range(200):
+            windows = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=2)[number] * scale
+            fitting = [window for window in windows if window.max() <= 1]
+            assert np.allclose(chosen[number], fitting[0] if fitting else windows[-1], rtol=1e-12)
 
 
 def test_crop_windows_lie_in_the_image_and_have_their_area(root: str) -> None:

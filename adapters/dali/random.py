@@ -20,6 +20,7 @@ from midepoch.adapters.dali.feed import current_feed, words
 __all__ = ["coin_flip", "crop_window", "normal", "uniform"]
 
 _Keys = npt.NDArray[np.uint64]
+_Numbers = npt.NDArray[np.float64]
 
 
 def uniform(range: tuple[float, float] = (-1.0, 1.0), shape: int | Sequence[int] = ()) -> Any:  # as DALI
@@ -90,24 +91,40 @@ def crop_window(
         drawn = words(keys, 2 * _ATTEMPTS + 2)
         area = least + (most - least) * drawn[:, :_ATTEMPTS]
         ratio = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * drawn[:, _ATTEMPTS:-2])
-        # Height and width of windows in a square image of side 1.
-        sides = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=2)
-        return sides.astype(np.float32), drawn[:, -2:].astype(np.float32)
+        bounds, sides = _first_that_fit(area, ratio)
+        return sides.astype(np.float32), bounds.astype(np.float32), drawn[:, -2:].astype(np.float32)
 
-    sides, place = current_feed("dali.random.crop_window").draw("crop_window", 2, values)
+    # Each operator of DALI's on arrays as small as these takes 70 µs a batch, hence as few as possible.
+    sides, bounds, place = current_feed("dali.random.crop_window").draw("crop_window", 3, values)
     found = fn.peek_image_shape(encoded)
-    height, width = found[0], found[1]
-    windows = sides * dali_math.sqrt(fn.stack(width, height) / fn.stack(height, width))
-    # The first that fits has the highest score; the last one's is never 0.
-    scores = dali_math.max((fn.reductions.max(windows, axes=1) <= 1.0) * _RANKS, _LAST)
-    chosen = fn.reductions.max(windows * (fn.expand_dims(scores, axes=1) == fn.reductions.max(scores)), axes=0)
-    shape = dali_math.min(chosen, 1.0)
+    proportion = found[1] / found[0]
+    chosen = sides[fn.reductions.max((proportion > bounds) * _COUNTS)]  # how many bounds lie below
+    shape = dali_math.min(chosen * dali_math.pow(proportion, _TO_SIDES), 1.0)
     return place * (1.0 - shape), shape
 
 
 _ATTEMPTS = 10
-_RANKS = np.arange(_ATTEMPTS, 0, -1, dtype=np.float32)
-_LAST = np.array([0.0] * (_ATTEMPTS - 1) + [0.5], dtype=np.float32)
+_COUNTS = np.arange(1, 2 * _ATTEMPTS + 1, dtype=np.int32)
+_TO_SIDES = np.array([0.5, -0.5], dtype=np.float32)
+
+
+def _first_that_fit(area: _Numbers, ratio: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Of windows of these areas and ratios, the first that fits into an image, whatever its proportion.
+
+    A window fits into an image of width by height q if area * ratio <= q <= ratio / area. So the first that fits is the
+    same between two of these bounds that follow one another; where none does, it is the last window.
+
+    Returns:
+        Bounds of shape (n, 2 * attempts), in order; height and width of the window below the first bound, between it
+        and the second, ..., above the last, in an image of side 1: of shape (n, 2 * attempts + 1, 2).
+    """
+    lower, upper = area * ratio, ratio / area
+    bounds = np.sort(np.concatenate([lower, upper], axis=1), axis=1)
+    between = np.concatenate([bounds[:, :1] / 2, np.sqrt(bounds[:, :-1] * bounds[:, 1:]), bounds[:, -1:] * 2], axis=1)
+    fits = (lower[:, np.newaxis] <= between[:, :, np.newaxis]) & (between[:, :, np.newaxis] <= upper[:, np.newaxis])
+    first = np.where(fits.any(axis=2), fits.argmax(axis=2), area.shape[1] - 1)
+    of_each = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=2)
+    return bounds, np.take_along_axis(of_each, first[:, :, np.newaxis], axis=1)
 
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
