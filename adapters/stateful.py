@@ -39,6 +39,8 @@ class StatefulAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
+        self._used = False
+        self._first_state: Any = self.first_state()
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
@@ -94,10 +96,29 @@ class StatefulAdapter(Adapter):
         """The source's own iterator, after its own load."""
         return _StatefulSession(self, run)
 
+    def twin(self) -> Adapter:
+        """Two loaders over one source would move each other."""
+        raise UnsupportedSourceError(
+            f"{type(self.source).__name__} keeps a state of its own, which two loaders cannot share: make another "
+            "source and wrap it, instead of copying this loader"
+        )
+
     # --- what differs from source to source ---
+
+    def first_state(self) -> Any:
+        """The source's state before it is read; None where it needs none to begin again, or has none yet."""
+        if isinstance(self.source, DataLoader):
+            return None
+        try:
+            return decode(encode(self.source.state_dict()))
+        except Exception:  # noqa: BLE001  # some have no state before they are read
+            return None
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator, from `state` on; None: from the epoch's beginning."""
+        if state is None and self._used and run.epoch == 0:
+            state = self._first_state  # a state of the very beginning, loaded after the source was read
+        self._used = True
         if state is not None:
             self.source.load_state_dict(state)
         return iter(self.source)
@@ -232,6 +253,9 @@ class GrainAdapter(StatefulAdapter):
         """As Grain's own, but for what is drawn from global generators."""
         reason = "as Grain's own: what its random transformations are given; nothing restores global generators"
         return dataclasses.replace(super().capabilities(), exact_augmentations=Capability(True, reason))
+
+    def first_state(self) -> None:
+        """Each iterator begins at the beginning."""
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Grain's iterator, after its own load."""

@@ -244,6 +244,7 @@ class CombinedAdapter(Adapter):
             self.mode == "weighted" and (self.steps is not None or self.until == "cycle")
         )
         self.bases, self.ended = [0] * len(self.parts), 0
+        self.arrived: int | None = None  # the epoch that `bases` are of
         self.passes: list[Iterator[Any] | None] = [None] * len(self.parts)
         # The states of parts that begin their next epoch when they are next read.
         self.leaving: dict[int, State] = {}
@@ -286,14 +287,21 @@ class CombinedAdapter(Adapter):
         self._check_world(world)
         place = _Place.opened(detail, len(self.parts)) if detail else None
         if position == 0:
-            left = self._steps_left([_length(part) for part in self.parts], [False] * len(self.parts), seed, epoch, 0)
+            if place is not None and place.at[0] == epoch:
+                epochs = place.bases
+            elif place is None and self.arrived == epoch:
+                epochs = self.bases
+            else:  # parts within an epoch will leave it behind
+                epochs = [part.epoch + (part.position > 0) for part in self.parts]
+            lengths = [_length(part, base) for part, base in zip(self.parts, epochs, strict=True)]
+            left = self._steps_left(lengths, [False] * len(self.parts), seed, epoch, 0)
         elif place is None:
             ended = [bool(self.ended >> n & 1) or part.epoch > self.bases[n] for n, part in enumerate(self.parts)]
             left = self._steps_left([self.left(n) for n in range(len(self.parts))], ended, seed, epoch, position)
         else:
             ended = [place.has_ended(number) for number in range(len(self.parts))]
             lefts = [
-                _length(part) if place.leaving >> number & 1 else part._batches_left_at(state)
+                _length(part, state["epoch"] + 1) if place.leaving >> number & 1 else part._batches_left_at(state)
                 for number, (part, state) in enumerate(zip(self.parts, place.states, strict=True))
             ]
             left = self._steps_left(lefts, ended, seed, epoch, position)
@@ -319,7 +327,8 @@ class CombinedAdapter(Adapter):
         """Steps until the epoch ends, from the parts' batches (None: unknown) and whether they have ended once."""
         if self.mode == "weighted" and self.steps is not None:
             return max(0, self.steps - position)
-        rest = [0 if over else left for left, over in zip(lefts, ended, strict=True)]
+        # With a part of unknown length the end is always found by reading, even where it is known to have ended.
+        rest = [0 if over and left is not None else left for left, over in zip(lefts, ended, strict=True)]
         if self.mode == "weighted":
             # A part that is never drawn is waited for by nobody.
             rest = [left for left, weight in zip(rest, self.weights, strict=True) if weight]
@@ -371,7 +380,7 @@ class CombinedAdapter(Adapter):
     def left(self, number: int) -> int | None:
         """Batches that a part has left in its epoch; None where it cannot be known."""
         part = self.parts[number]
-        return _length(part) if number in self.leaving else _left(part)
+        return _length(part, part.epoch + (part.position > 0)) if number in self.leaving else _left(part)
 
     def upcoming(self, epoch: int) -> str:
         """The detail at the beginning of an epoch: parts that are in the middle of one of theirs begin their next."""
@@ -453,6 +462,7 @@ class CombinedAdapter(Adapter):
                 self.begin(number)
             elif self.passes[number] is None or not part.position:
                 self.passes[number] = iter(part)
+        self.arrived = run.epoch
         if place is None or run.position == 0:
             epochs = [self.live_state(number)["epoch"] for number in range(len(self.parts))]
             self.bases, self.ended = [epoch + (number in self.leaving) for number, epoch in enumerate(epochs)], 0
@@ -469,10 +479,10 @@ class CombinedAdapter(Adapter):
         except StateError:
             return False
 
-    def begin(self, number: int) -> None:
-        """Have a part begin an epoch, its next one if it is in the middle of one."""
+    def begin(self, number: int, lazily: bool = False) -> None:
+        """Have a part begin an epoch, its next one if it is in the middle of one; `lazily` when it is next read."""
         part = self.parts[number]
-        if part.position and not part._adapter.remembers:
+        if part.position and (lazily or not part._adapter.remembers):
             self.leaving[number] = self.live_state(number)
         elif part.position:
             part._end_epoch()
@@ -482,7 +492,7 @@ class CombinedAdapter(Adapter):
         """Have a part that is leaving an epoch do so."""
         part = self.parts[number]
         if part.position:
-            if part._session is None:
+            if part._session is None and not part._adapter.remembers:
                 # Only the source can lead to its next epoch, from where it stands.
                 with contextlib.suppress(StopIteration):
                     part.peek()
@@ -496,11 +506,11 @@ class CombinedAdapter(Adapter):
         self.passes = [None] * len(self.parts)
 
 
-def _length(part: Loader) -> int | None:
-    try:
-        return len(part)
-    except TypeError:
-        return None
+def _length(part: Loader, epoch: int) -> int | None:
+    """Batches of one full epoch of a part; None where it cannot be known."""
+    world = part._current_world()
+    share = part._adapter.share(part._current_seed(world), epoch, 0, world, "")
+    return None if share is None else share.steps
 
 
 def _left(part: Loader) -> int | None:
@@ -526,8 +536,9 @@ class _CombinedSession(Session):
 
     def _has_ended(self, number: int) -> bool:
         adapter, part = self._adapter, self._adapter.parts[number]
-        if number in adapter.pending:
-            return False
+        if number in adapter.pending:  # it stands one batch further than it counts
+            state = adapter.live_state(number)
+            return bool(adapter.ended >> number & 1) or state["epoch"] > adapter.bases[number]
         return bool(adapter.ended >> number & 1) or part.epoch > adapter.bases[number] or adapter.left(number) == 0
 
     def _marks(self) -> int:
@@ -599,21 +610,22 @@ class _CombinedSession(Session):
             adapter.live_state(number, sum(bits >> number & 1 for bits in given))
             for number in range(len(adapter.parts))
         ]
+        # As they were after that step: what was found out since is found out again.
         marks = self._log[-back - 1][1] if back < len(self._log) else self._first_marks
         ended, leaving = marks & (1 << len(states)) - 1, marks >> len(states)
-        if not back:
-            leaving = self._marks() >> len(states)
         return _Place((self._run.epoch, self._step - back), adapter.bases, ended, leaving, states).sealed()
 
     def _begin_again(self, number: int) -> None:
         """Have a part that has ended begin its next epoch."""
         adapter, part = self._adapter, self._adapter.parts[number]
-        if (self._began.get(number) == part.epoch and part.position == 0) or _length(part) == 0:
+        following = part.epoch + (part.position > 0)
+        if (self._began.get(number) == part.epoch and part.position == 0) or _length(part, following) == 0:
             raise SourceError(
                 f"part {adapter.names[number]} has no batches, so it cannot begin again: leave it out, or give it data"
             )
-        adapter.begin(number)
-        self._began[number] = part.epoch + (number in adapter.leaving)
+        # Not before it is read: until then it may be that the epoch ends, or that batches in flight are asked for.
+        adapter.begin(number, lazily=True)
+        self._began[number] = following
 
 
 class _Zipped(_CombinedSession):
@@ -756,7 +768,7 @@ class _Picked(_CombinedSession):
         if adapter.cycles:
             self._begin_again(number)
             self._advances[number] = self._advance_of(number)
-            self._left[number] = _length(adapter.parts[number])
+            self._left[number] = adapter.left(number)
 
 
 def _raise_stop() -> NoReturn:

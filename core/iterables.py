@@ -232,7 +232,7 @@ class IterableAdapter(Adapter):
         alone = run.world.world_size == 1 and self._workers == 0
         key = "driven alone" if alone else "driven"
         reader = self._readers.get(key)
-        if reader is None:
+        if reader is None or reader.varies:  # one whose epoch broke the count is of no use for another
             single = self._samples_in_batch is None
             collate = self._collate or _as_it_is
             reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone, self._proved)

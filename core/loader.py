@@ -153,7 +153,7 @@ class Loader:
         return self._adapter.tail_in_use
 
     def _share(self, world: World, epoch: int, position: int) -> Share | None:
-        detail = self._detail if self._session is None else ""
+        detail = self._detail if self._session is None else self._unmoved[1] if self._peeked else ""
         return self._adapter.share(self._current_seed(world), epoch, position, world, detail)
 
     def __len__(self) -> int:
@@ -423,11 +423,13 @@ class Loader:
         if not self._peeked:
             if self._last == 0:
                 self._close_session()  # the epoch that ended; the next batch is the next epoch's first
-            detail = self._session_detail(0)
             if self._session is None:
+                self._open()  # which may find that this epoch is over
+                detail = self._detail
                 if not detail and not self.position:
                     detail = self._adapter.beginning(self._epoch, self._current_world())
-                self._open()
+            else:
+                detail = self._session_detail(0)
             missing = 0 if self._session is None else self._session.missing
             try:
                 self._peeked.append(self._next())

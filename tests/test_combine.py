@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -457,6 +458,87 @@ def test_close_and_go_on() -> None:
         loader.close()
         loader.load_state_dict(state)
         assert head + sources.taken(loader) == whole
+
+
+def varying() -> Loader:
+    """Epochs of 3, 4, 2, 4, 4, 3 batches."""
+    return combine([wrap(["a0", "a1"]), wrap(["b0", "b1", "b2"])], "weighted", until="first", seed=46)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_a_part_whose_epochs_vary_in_length_is_counted_in_its_own_epoch(mode: Any) -> None:
+    def make() -> Loader:
+        return combine([varying(), wrap([0, 1, 2])], mode)
+
+    assert [len(epoch) for epoch in passes(varying(), 6)] == [3, 4, 2, 4, 4, 3]
+    loader, epochs, states = make(), [], []
+    for _ in range(6):
+        length = len(loader)
+        epochs.append(sources.taken(loader))
+        assert len(epochs[-1]) == length
+        states.append(loader.state_dict())
+    for number, state in enumerate(states[:-1], start=1):
+        fresh = _resumed(make(), state)
+        assert len(fresh) == fresh.batches_left == len(epochs[number])
+        assert sources.taken(fresh) == epochs[number]
+    broken = make()
+    sources.taken(broken, 1)
+    assert sources.taken(broken, 1) == epochs[1][:1]
+    assert len(broken) == len(epochs[1])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["two", "unknown lengths"])
+def test_a_state_is_gone_on_from_in_the_process_that_saved_it(kind: str, options: str) -> None:
+    make = functools.partial(KINDS[kind], **OPTIONS[options])
+    epochs = passes(make(), 4)
+    loader, states = make(), []
+    for _ in range(2):
+        for _batch in loader:
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())  # after the end was found
+    whole = [batch for epoch in epochs for batch in epoch]
+    cuts = [*range(1, len(epochs[0]) + 1), len(epochs[0])]
+    cuts += [len(epochs[0]) + cut for cut in (*range(1, len(epochs[1]) + 1), len(epochs[1]))]
+    for cut, state in zip(cuts, states, strict=True):
+        loader.load_state_dict(state)
+        rest = sources.taken(loader)
+        assert rest == whole[cut : cut + len(rest)] and rest, f"cut at {cut}"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_at_the_end_of_an_unknown_length_peeking_leaves_a_state_that_loads(options: str) -> None:
+    make = functools.partial(of_unknown, **OPTIONS[options])
+    epochs = passes(make(), 2)
+    loader = make()
+    sources.taken(loader)
+    before = loader.state_dict()
+    with contextlib.suppress(StopIteration):
+        loader.peek()
+    for state in (before, loader.state_dict()):
+        assert sources.taken(_resumed(make(), state)) == epochs[1]
+    assert sources.taken(loader) == epochs[1]
+
+
+def test_counts_stand_still_while_looking_ahead() -> None:
+    loader = combine([wrap([0, 1, 2])], "sequential")
+    next(iter(loader))
+    assert (loader.batches_left, loader.batches_done) == (2, 1)
+    loader.peek()
+    assert (loader.batches_left, loader.batches_done) == (2, 1)
+
+
+def test_batches_in_flight_after_a_cycle_of_unknown_length() -> None:
+    def make() -> Loader:
+        return combine([wrap(["a0", "a1"]), wrap(Numbers(5), seed=2)], "weighted", seed=1, until="cycle")
+
+    epochs = passes(make(), 3)
+    loader = make()
+    for epoch in epochs[:2]:
+        list(loader)
+        for in_flight in range(1, 5):
+            fresh = _resumed(make(), loader.state_dict(in_flight))
+            assert sources.taken(fresh) == epoch[len(epoch) - in_flight :]
 
 
 # --- failures ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
@@ -393,6 +394,41 @@ def test_torchdata_s_stateful_dataloader(iterable: bool, num_workers: int) -> No
     assert not capabilities.elastic_world
     with pytest.raises(UnsupportedSourceError, match="shard=True"):
         midepoch.wrap(StatefulDataLoader(sources.Indices(8)), shard=True)
+
+
+class Epochs:
+    """Counts its epochs in a state of its own."""
+
+    def __init__(self) -> None:
+        self.epoch, self.next, self.loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.next and not self.loaded:
+            self.epoch, self.next = self.epoch + 1, 0
+        self.loaded = False
+        while self.next < 3:
+            self.next += 1
+            yield self.epoch, self.next - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.next, self.loaded = state["epoch"], state["next"], state["next"] < 3
+
+
+def test_a_source_with_its_own_state_goes_back_to_its_very_beginning() -> None:
+    loader = midepoch.wrap(Epochs())
+    beginning = loader.state_dict()
+    first = list(loader)
+    loader.load_state_dict(beginning)
+    assert list(loader) == first
+    assert next(iter(loader)) == (1, 0)
+
+
+def test_a_source_with_its_own_state_is_not_shared_by_a_copy() -> None:
+    with pytest.raises(UnsupportedSourceError, match="make another source"):
+        copy.copy(midepoch.wrap(Epochs()))
 
 
 class Ordered(IterableDataset[int]):
