@@ -542,6 +542,36 @@ def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
         loader.state_dict(in_flight=6)
 
 
+class TakesTwo(IterableDataset[int]):
+    """Draws a second number in place of some, which shows only after some samples."""
+
+    def __init__(self, size: int) -> None:
+        self.sampler = RandomSampler(range(size))
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = iter(self.sampler)
+        for number in drawn:
+            if number % 5 == 4:
+                another = next(drawn, None)
+                if another is None:
+                    return
+                yield another
+            else:
+                yield number
+
+
+def test_a_state_from_before_the_draws_varied_loads_in_the_same_process() -> None:
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(TakesTwo(12), 3, collate_fn=list), seed=69)
+
+    whole = sources.taken(make())
+    loader = make()
+    beginning = loader.state_dict()
+    sources.taken(loader)
+    loader.load_state_dict(beginning)
+    assert sources.taken(loader) == whole
+
+
 def test_draws_that_vary_are_admitted() -> None:
     loader = midepoch.wrap(sources.Rejecting(20, rejected("from the start")), seed=5)
     assert not loader.capabilities.constant_time_resume
