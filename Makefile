@@ -30,7 +30,7 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/mypy $(TYPED)
 
 bench: setup ## every script in benchmarks/, one after the other
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean: ## remove all that the set-up, the builds and the demonstration made
 	rm -rf .venv build dist demo-output .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -25,6 +25,9 @@ from midepoch.world import World
 __all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
 
 
+_NOT_RESTORED = Capability(False, "what samples draw from global generators is not in the source's own state")
+
+
 class StatefulAdapter(Adapter):
     """Anything with ``__iter__``, ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
 
@@ -35,12 +38,13 @@ class StatefulAdapter(Adapter):
     rank_independent = False
     elastic = False
     remembers = False
+    rewinds: ClassVar[bool] = False  # an iterator of the source begins an epoch, wherever others have led the source
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self._used = False
-        self._first_state: Any = self.first_state()
+        self._first_state = None if self.rewinds else self._state_now()
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
@@ -76,7 +80,7 @@ class StatefulAdapter(Adapter):
         own = Capability(True, "as exact as the source's own state")
         return Capabilities(
             exact_order=own,
-            exact_augmentations=own,
+            exact_augmentations=_NOT_RESTORED if isinstance(self.source, DataLoader) else own,
             constant_time_resume=Capability(True, "as fast as the source restores its own state"),
             elastic_world=Capability(False, "the source's own state knows one world size"),
             elastic_workers=Capability(False, "the source's own state decides; midepoch cannot see its workers"),
@@ -103,21 +107,24 @@ class StatefulAdapter(Adapter):
             "source and wrap it, instead of copying this loader"
         )
 
-    # --- what differs from source to source ---
-
-    def first_state(self) -> Any:
-        """The source's state before it is read; None where it needs none to begin again, or has none yet."""
-        if isinstance(self.source, DataLoader):
-            return None
+    def _state_now(self) -> Any:
+        """A copy of the source's state; None where it has none before it is read."""
         try:
             return decode(encode(self.source.state_dict()))
-        except Exception:  # noqa: BLE001  # some have no state before they are read
+        except Exception:  # noqa: BLE001  # whatever such a source raises
             return None
+
+    # --- what differs from source to source ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator, from `state` on; None: from the epoch's beginning."""
-        if state is None and self._used and run.epoch == 0:
+        if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self._first_state  # a state of the very beginning, loaded after the source was read
+            if state is None:
+                raise StateError(
+                    f"{type(self.source).__name__} has no state of its very beginning, so it cannot go back there: "
+                    "load this state into a source that has not been read"
+                )
         self._used = True
         if state is not None:
             self.source.load_state_dict(state)
@@ -141,6 +148,7 @@ class TorchdataAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "stateful-dataloader"
+    rewinds = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -209,10 +217,6 @@ class DatasetsAdapter(StatefulAdapter):
 
     name: ClassVar[str] = "datasets"
 
-    def __init__(self, source: Any, options: Options) -> None:
-        super().__init__(source, options)
-        self._beginning = source.state_dict()
-
     @classmethod
     def recognises(cls, source: object) -> bool:
         """Without a shuffle buffer, as far as can be told."""
@@ -228,16 +232,21 @@ class DatasetsAdapter(StatefulAdapter):
         described = f"{self.source.column_names} of {self.source.num_shards} shards {_steps(self.source._ex_iterable)}"
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
+    def capabilities(self) -> Capabilities:
+        """As its own state has it, which knows nothing of what mapped functions draw."""
+        return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
+
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """In the epoch's own shuffle of the shards."""
         self.source.set_epoch(run.epoch)
-        return super().start(run, self._beginning if state is None else state)
+        return super().start(run, self._first_state if state is None else state)
 
 
 class GrainAdapter(StatefulAdapter):
     """Grain's DataLoader and IterDataset, whose iterators keep the state."""
 
     name: ClassVar[str] = "grain"
+    rewinds = True
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -250,12 +259,8 @@ class GrainAdapter(StatefulAdapter):
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
-        """As Grain's own, but for what is drawn from global generators."""
-        reason = "as Grain's own: what its random transformations are given; nothing restores global generators"
-        return dataclasses.replace(super().capabilities(), exact_augmentations=Capability(True, reason))
-
-    def first_state(self) -> None:
-        """Each iterator begins at the beginning."""
+        """As Grain's own state has it: what its random transformations are given comes again, and nothing else."""
+        return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Grain's iterator, after its own load."""

@@ -21,7 +21,7 @@ from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError
 from midepoch.keys import derive_key
 from midepoch.protocol import Capabilities, Capability
 from midepoch.randomness import Purpose, Streams
-from midepoch.world import Share, World
+from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
 
@@ -104,8 +104,8 @@ class StreamingAdapter(Adapter):
         """Ranks that are given the same samples."""
         return int(self.source.dataset.replication or 1)
 
-    def _replicated(self, world: World) -> World:
-        """The world of those that are given different samples."""
+    def sharing(self, world: World) -> World:
+        """Without those that are given the same samples as another."""
         theirs = self.source.dataset._unique_rank_world
         if (theirs.rank, theirs.num_ranks) != (world.rank, world.world_size):
             raise MidepochError(
@@ -113,10 +113,6 @@ class StreamingAdapter(Adapter):
                 f"of {world.world_size}: make it after RANK and WORLD_SIZE are set, as torchrun does"
             )
         return World(world.rank // self._shared_by, world.world_size // self._shared_by)
-
-    def units_per_step(self, world: World) -> int:
-        """Samples that differ."""
-        return self.batch_size * world.world_size // self._shared_by
 
     def _plan(self, world: World, detail: str = "") -> _Plan:
         if detail:
@@ -141,13 +137,6 @@ class StreamingAdapter(Adapter):
         if canonical < nodes:
             each += -each % max(1, nodes // canonical)
         return canonical * each
-
-    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
-        """Of what differs between ranks."""
-        size = self.size(seed, epoch, world, detail)
-        if size is None:
-            return None
-        return Share(size, min(position, size), self.batch_size, self._replicated(world), "pad", self.drop_last)
 
     def describe(self) -> dict[str, str]:
         """The data and all that shuffles it; what may change on other nodes is in the detail."""
@@ -215,7 +204,7 @@ class StreamingAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Batches from the position on."""
-        self._replicated(run.world)  # refuses another world
+        self.sharing(run.world)  # refuses another world
         plan = self._plan(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
         # A pass looks at both: it takes the place for stale if its epoch is not the next one.

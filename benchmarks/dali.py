@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import nvidia.dali
 import torch
+from measuring import between
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 from PIL import Image
@@ -157,13 +158,6 @@ def throughput(root: str, rounds: int, random: bool) -> None:
         ]
         print(f"| {name} | {rate:.0f} | {ratios[0]} | {ratios[1]} |")
     sys.stdout.flush()
-
-
-def between(ratios: list[float]) -> str:
-    """The geometric mean of the rounds' ratios, and the interval that holds the true one in 95 of 100 runs."""
-    logs = [math.log(ratio) for ratio in ratios]
-    middle, reach = statistics.mean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    return f"{math.exp(middle):.3f} ({math.exp(middle - reach):.3f} to {math.exp(middle + reach):.3f})"
 
 
 def first_batch(root: str, count: int, rounds: int) -> None:

@@ -34,6 +34,7 @@ from ffcv.fields.decoders import (
 from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import Cutout, RandomHorizontalFlip, RandomTranslate, ToTensor, ToTorchImage
 from ffcv.writer import DatasetWriter
+from measuring import between
 
 import midepoch
 
@@ -87,12 +88,6 @@ def milliseconds(loader: Any) -> float:
     for _ in loader:
         pass
     return (time.perf_counter() - start) * 1e3
-
-
-def between(ratios: list[float]) -> str:
-    logs = [math.log(ratio) for ratio in ratios]
-    middle, reach = statistics.mean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    return f"{math.exp(middle):.3f} ({math.exp(middle - reach):.3f} to {math.exp(middle + reach):.3f})"
 
 
 def overhead(files: dict[str, str], rounds: int) -> None:

@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
 import streaming
+from measuring import between
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 import midepoch
@@ -49,12 +50,6 @@ def milliseconds(loader: Any) -> float:
     for _ in loader:
         count += 1
     return (time.perf_counter() - start) / count * 1e3
-
-
-def between(ratios: list[float]) -> str:
-    logs = [math.log(ratio) for ratio in ratios]
-    middle, reach = statistics.mean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    return f"{math.exp(middle):.3f} ({math.exp(middle - reach):.3f} to {math.exp(middle + reach):.3f})"
 
 
 def throughput(folder: Path, rounds: int) -> None:

@@ -15,14 +15,18 @@ from typing import Any, ClassVar, Literal
 from .errors import StateCorruptError
 from .protocol import Capabilities
 from .state import part_of
-from .world import Share, Tail, World
+from .world import Share, Tail, World, check_tail
 
 __all__ = ["Adapter", "Options", "Run", "Session"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user told `midepoch.wrap`, checked. `settings` are those that only some adapters know."""
+    """What the user told `midepoch.wrap`. `settings` are those that only some adapters know, and check themselves.
+
+    Raises:
+        ValueError, TypeError: something is out of range.
+    """
 
     seed: int | None = None
     world: World | None = None
@@ -31,6 +35,23 @@ class Options:
     tail: Tail | None = None
     fingerprint: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        seed, fingerprint = self.seed, self.fingerprint
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+            raise ValueError(f"seed must be an int in [0, 2**64) or None, got {seed!r}")
+        if self.world is not None and not isinstance(self.world, World):
+            raise TypeError(f"world must be a midepoch.World or None, got {self.world!r}")
+        if self.shard is not None and not isinstance(self.shard, bool):
+            raise TypeError(f"shard must be True, False or None, got {self.shard!r}")
+        if self.randomness not in ("sample", "none"):
+            raise ValueError(f"randomness must be 'sample' or 'none', got {self.randomness!r}")
+        check_tail(self.tail)
+        if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
+            raise ValueError(
+                f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
+                "longer ones"
+            )
 
     @property
     def streams(self) -> bool:
@@ -157,6 +178,7 @@ class Adapter(ABC):
         size = self.size(seed, epoch, world, detail)
         if size is None:
             return None
+        world = self.sharing(world)
         return Share(size, min(position, size), self.batch_size, world, self.tail_in_use, self.drop_last)
 
     @property
@@ -166,7 +188,11 @@ class Adapter(ABC):
 
     def units_per_step(self, world: World) -> int:
         """By how much the position moves when each rank is handed a batch."""
-        return self.batch_size * world.world_size
+        return self.batch_size * self.sharing(world).world_size
+
+    def sharing(self, world: World) -> World:
+        """The processes that are given different data; all of them, but where a source gives some the same."""
+        return world
 
     def twin(self) -> Adapter:
         """Another adapter of the same source, which shares no worker processes with this one."""

@@ -108,10 +108,6 @@ def combine(
         raise ValueError(f"until must be one of {', '.join(map(repr, get_args(Until)))}, without steps; got {until!r}")
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"steps must be an int of at least 1 or None, got {steps!r}")
-    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
-        raise ValueError(f"seed must be an int in [0, 2**64) or None, got {seed!r}")
-    if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
-        raise ValueError(f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}")
     settings = {
         "mode": mode,
         "weights": _checked_weights(loaders, weights) if mode == "weighted" else None,
@@ -215,11 +211,10 @@ class _Place(NamedTuple):
             )
         try:
             epoch, position, bases, ended, leaving, values = json.loads(text)
-            states = [from_values(each) for each in values]
+            states, numbers = [from_values(each) for each in values], [*bases, ended, leaving]
         except (ValueError, TypeError, RecursionError) as error:
             raise StateCorruptError(f"the parts' states cannot be read ({error}): use an undamaged state") from error
-        numbers = (*bases, ended, leaving)
-        if not len(bases) == len(states) == parts or not all(type(number) is int for number in numbers):
+        if not len(bases) == len(states) == parts or not all(type(each) is int and each >= 0 for each in numbers):
             raise StateCorruptError(f"the state holds {len(states)} parts of {parts}: use an undamaged state")
         return cls((epoch, position), bases, ended, leaving, states)
 
@@ -259,19 +254,19 @@ class CombinedAdapter(Adapter):
     def twin(self) -> CombinedAdapter:
         """With parts of its own."""
         parts = [copy.copy(part) for part in self.parts]
-        return type(self)(self.packed(parts), self.options)
+        return type(self)(self.packing()(parts), self.options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "passes": [None] * len(self.parts), "pending": {}, "leaving": {}}
 
-    def packed(self, values: list[Any]) -> Any:
-        """The parts' values in the form in which the parts were given."""
-        kind = type(self.source)
-        if isinstance(self.source, Mapping):
-            return dict(zip(self.keys, values, strict=True))
-        if isinstance(self.source, tuple):
-            return kind(*values) if hasattr(kind, "_fields") else tuple(values)
-        return values
+    def packing(self) -> Callable[[list[Any]], Any]:
+        """What brings the parts' values into the form in which the parts were given."""
+        source, keys = self.source, self.keys
+        if isinstance(source, Mapping):
+            return lambda values: dict(zip(keys, values, strict=True))
+        if isinstance(source, tuple):
+            return getattr(type(source), "_make", tuple)
+        return lambda values: values
 
     # --- what it is ---
 
@@ -488,6 +483,12 @@ class CombinedAdapter(Adapter):
             part._end_epoch()
         self.passes[number] = iter(part)
 
+    def next_of(self, number: int) -> Callable[[], Any]:
+        """What gives the next batch of a part's pass."""
+        current = self.passes[number]
+        assert current is not None  # _arrive has made it
+        return current.__next__
+
     def leave(self, number: int) -> None:
         """Have a part that is leaving an epoch do so."""
         part = self.parts[number]
@@ -556,42 +557,29 @@ class _CombinedSession(Session):
         A loaded state may stand at the end of an epoch of unknown length, and its loader would go on with the next one.
         """
         adapter, part = self._adapter, self._adapter.parts[number]
+        look: Callable[[], Any] = part.peek
         if number in adapter.leaving:
-            return functools.partial(self._first_after_leaving, number)
-        current = adapter.passes[number]
-        assert current is not None  # _arrive has made it
-        if self._ended[number] or part._session is not None or part.position == 0 or _left(part) is not None:
-            return current.__next__
-
-        looked = False
+            look = functools.partial(adapter.leave, number)
+        elif self._ended[number] or part._session is not None or part.position == 0 or _left(part) is not None:
+            return adapter.next_of(number)
+        begun: Callable[[], Any] | None = None
 
         def advance() -> Any:
-            nonlocal looked
-            if not looked:
-                part.peek()
-                looked = True
-            return next(current)
+            nonlocal begun
+            if begun is not None:
+                return begun()
+            look()
+            first = adapter.next_of(number)
+            batch = first()
+            adapter.leaving.pop(number, None)
+            begun = first
+            return batch
 
         return advance
-
-    def _first_after_leaving(self, number: int) -> Any:
-        adapter = self._adapter
-        if number in adapter.leaving:
-            adapter.leave(number)
-        current = adapter.passes[number]
-        assert current is not None  # `leave` has made it
-        batch = next(current)
-        adapter.leaving.pop(number, None)
-        return batch
 
     @abstractmethod
     def take(self) -> Any:
         """The next step's batch."""
-
-    def _next_of(self, number: int) -> Iterator[Any]:
-        current = self._adapter.passes[number]
-        assert current is not None  # _arrive has made it
-        return current
 
     def detail(self, back: int, finished: bool) -> str:
         """The parts' states, as they were so many steps ago."""
@@ -633,7 +621,7 @@ class _Zipped(_CombinedSession):
 
     def __init__(self, adapter: CombinedAdapter, run: Run) -> None:
         super().__init__(adapter, run)
-        self._names = adapter.keys if isinstance(adapter.source, dict) and type(adapter.source) is dict else None
+        self._pack = adapter.packing()
         self._blank: list[Any] = [None] * len(adapter.parts)
         self._arrange()
 
@@ -662,9 +650,7 @@ class _Zipped(_CombinedSession):
                 values[number] = advance()
         except BaseException as error:  # noqa: BLE001  # raised again, unless a part has ended
             return self._interrupted(number, values, error)
-        self._step += 1
-        self._log.append((self._mask, self._marks()))
-        return adapter.packed(values) if self._names is None else dict(zip(self._names, values, strict=True))
+        return self._completed(values)
 
     def _interrupted(self, number: int, values: list[Any], error: BaseException) -> Any:
         """A part has failed or ended: keep what the others gave, and go on if it ended and that is no matter."""
@@ -696,9 +682,12 @@ class _Zipped(_CombinedSession):
                 values[number] = adapter.pending.pop(number) if number in adapter.pending else advance()
         except BaseException as error:  # noqa: BLE001  # raised again, unless a part has ended
             return self._interrupted(number, values, error)
+        return self._completed(values)
+
+    def _completed(self, values: list[Any]) -> Any:
         self._step += 1
         self._log.append((self._mask, self._marks()))
-        return adapter.packed(values)
+        return self._pack(values)
 
 
 class _Picked(_CombinedSession):
@@ -749,11 +738,8 @@ class _Picked(_CombinedSession):
         else:
             alive = [number for number in alive if adapter.weights[number]]
             waited_for = [number for number in range(len(ended)) if adapter.weights[number]]
-            over = {
-                "all": all(ended[number] for number in waited_for),
-                "cycle": all(ended[number] for number in waited_for),
-                "first": any(ended[number] for number in waited_for),
-            }[adapter.until]
+            enough = any if adapter.until == "first" else all
+            over = enough(ended[number] for number in waited_for)
             if adapter.steps is not None:
                 over = self._step >= adapter.steps
             self._choices = [] if over else self._draws.block(self._step, alive)

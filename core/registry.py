@@ -13,7 +13,7 @@ import torch
 from .adapter import Adapter, Options
 from .errors import UnsupportedSourceError
 from .loader import Loader
-from .world import Tail, World, check_tail
+from .world import Tail, World
 
 __all__ = ["wrap"]
 
@@ -83,20 +83,6 @@ def wrap(
     """
     if isinstance(source, Loader):
         return source
-    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
-        raise ValueError(f"seed must be an int in [0, 2**64) or None, got {seed!r}")
-    if world is not None and not isinstance(world, World):
-        raise TypeError(f"world must be a midepoch.World or None, got {world!r}")
-    if shard is not None and not isinstance(shard, bool):
-        raise TypeError(f"shard must be True, False or None, got {shard!r}")
-    if randomness not in ("sample", "none"):
-        raise ValueError(f"randomness must be 'sample' or 'none', got {randomness!r}")
-    check_tail(tail)
-    if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
-        raise ValueError(
-            f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
-            "longer ones"
-        )
     options = Options(seed, world, shard, randomness, tail, fingerprint, settings)
     return Loader(_adapter_for(source, options), options)
 

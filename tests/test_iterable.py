@@ -426,6 +426,24 @@ def test_a_source_with_its_own_state_goes_back_to_its_very_beginning() -> None:
     assert next(iter(loader)) == (1, 0)
 
 
+class LateEpochs(Epochs):
+    """Has a state once it is read."""
+
+    def state_dict(self) -> dict[str, int]:
+        if not self.next:
+            raise RuntimeError("not begun")
+        return super().state_dict()
+
+
+def test_a_source_without_a_first_state_says_that_it_cannot_go_back() -> None:
+    loader = midepoch.wrap(LateEpochs())
+    beginning = loader.state_dict()
+    assert len(list(loader)) == 3
+    loader.load_state_dict(beginning)
+    with pytest.raises(StateError, match="has not been read"):
+        next(iter(loader))
+
+
 def test_a_source_with_its_own_state_is_not_shared_by_a_copy() -> None:
     with pytest.raises(UnsupportedSourceError, match="make another source"):
         copy.copy(midepoch.wrap(Epochs()))
