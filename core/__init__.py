@@ -15,6 +15,7 @@ from .combine import combine
 from .errors import (
     MidepochError,
     MidepochWarning,
+    SnapshotError,
     SourceError,
     StateCorruptError,
     StateError,
@@ -26,6 +27,7 @@ from .protocol import Capabilities, StatefulIterable
 from .randomness import sample_generator
 from .registry import wrap
 from .sampler import ResumableSampler
+from .snapshot import Snapshot
 from .state import gather, reseal
 from .world import World
 
@@ -34,6 +36,8 @@ __all__ = [
     "MidepochError",
     "MidepochWarning",
     "ResumableSampler",
+    "Snapshot",
+    "SnapshotError",
     "SourceError",
     "StateCorruptError",
     "StateError",

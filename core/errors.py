@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "MidepochError",
     "MidepochWarning",
+    "SnapshotError",
     "SourceError",
     "StateCorruptError",
     "StateError",
@@ -39,6 +40,10 @@ class StateCorruptError(StateError):
 
 class SourceError(MidepochError):
     """The data itself is at fault: it changed, ended early, does not repeat itself, or could not be read."""
+
+
+class SnapshotError(MidepochError):
+    """A snapshot could not be written or read, on any process: the disk, a damaged file, somebody else's file."""
 
 
 class UnsupportedSourceError(MidepochError, TypeError):

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, NoReturn, Self
 from . import state as states
 from .adapter import Adapter, Options, Run, Session
 from .errors import MidepochError, MidepochWarning, SourceError, StateError, StateMismatchError
-from .protocol import Capabilities, State
+from .protocol import Capabilities, State, inherited_loader
 from .randomness import process_seed
 from .world import Share, Tail, World
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "loader_of"]
 
 _REMEMBERED_PASSES = 4  # for in_flight batches that were taken before an epoch rolled over
 _REMEMBERED_DETAILS = 4  # of each, where a place has one that arithmetic does not give
@@ -648,6 +648,14 @@ class Loader:
         self._running = None
         if self._active is not None:
             self._active.ended = True
+
+
+def loader_of(source: object) -> Loader | None:
+    """The loader that `source` is, or that `StatefulIterable` lends it; None where it has not been wrapped."""
+    if isinstance(source, Loader):
+        return source
+    lent: Loader | None = inherited_loader(source)
+    return lent
 
 
 class _Passed(NamedTuple):

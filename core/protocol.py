@@ -145,6 +145,11 @@ def _inherited(owner: Any) -> _Inherited:
     return made
 
 
+def inherited_loader(owner: object) -> Any:
+    """The loader that `StatefulIterable` lends to the objects of its subclasses; None for any other object."""
+    return _inherited(owner).loader() if StatefulIterable in type(owner).__mro__ else None
+
+
 @dataclass(frozen=True)
 class Capability:
     """Yes or no, and why. Its truth value is the yes or no."""

@@ -241,7 +241,7 @@ def parts_in(detail: str) -> dict[int, str]:
     raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
 
 
-def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | None = None) -> State:
+def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | None = None, in_flight: int = 0) -> State:
     """One state that suits every rank. The one collective call: every rank must make it, after the same batch.
 
     Where the state is the same on every rank anyway, nothing is exchanged and this is ``loader.state_dict()``.
@@ -249,12 +249,18 @@ def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | Non
     Args:
         loader: what `midepoch.wrap` returned.
         group: the ranks that share the data; None for all of them.
+        in_flight: as in ``state_dict``: batches taken but not yet trained on.
 
     Raises:
         MidepochError: the ranks do not stand at the same place, or torch.distributed has not been initialised.
     """
-    state = loader.state_dict()
-    if getattr(getattr(loader, "capabilities", None), "rank_independent", True) or state["world_size"] == 1:
+    state = loader.state_dict(in_flight) if in_flight else loader.state_dict()  # type: ignore[call-arg]
+    return gather_state(loader, state, group)
+
+
+def gather_state(loader: object, state: State, group: torch.distributed.ProcessGroup | None = None) -> State:
+    """`gather`, of a state that `loader` gave."""
+    if is_rank_independent(loader) or state["world_size"] == 1:
         return state
     if not torch.distributed.is_initialized():
         raise MidepochError(
@@ -263,6 +269,20 @@ def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | Non
         )
     states: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(states, state, group=group)
+    return join_states(states)
+
+
+def is_rank_independent(loader: object) -> bool:
+    """Whether any rank's state of a loader will do for all."""
+    return bool(getattr(getattr(loader, "capabilities", None), "rank_independent", True))
+
+
+def join_states(states: list[State]) -> State:
+    """One state that suits every rank, of the states of all ranks, each of which knows only its own part.
+
+    Raises:
+        MidepochError: the ranks do not stand at the same place.
+    """
     place = [(each["epoch"], each["position"], each["world_size"]) for each in states]
     if len(set(place)) > 1 or place[0][2] != len(states):
         raise MidepochError(
@@ -270,6 +290,6 @@ def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | Non
             "every rank after the same batch"
         )
     if all(not each["detail"] for each in states):
-        return state
+        return states[0]
     parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]
-    return reseal({**state, "detail": join_parts(parts)})
+    return reseal({**states[0], "detail": join_parts(parts)})

@@ -1,13 +1,12 @@
-"""A plain torchrun script that can be killed at any time: ``torchrun --nproc-per-node 2 examples/torchrun.py``.
+"""PyTorch's fault-tolerance tutorial, going on at the very batch: ``torchrun --nproc-per-node 2 examples/torchrun.py``.
 
-Start it again with another ``--nproc-per-node``: it goes on where the last checkpoint was.
+Kill it at any time, start it again on another number of processes, or let torchrun do so (``--max-restarts 100``). On
+machines that come and go: ``torchrun --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 ...`` on each of them.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+import argparse
 
 import torch
 import torch.distributed
@@ -16,37 +15,47 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
 
-EPOCHS = 2
+
+class Trainer:
+    def __init__(
+        self, model: torch.nn.Module, data: DataLoader[list[torch.Tensor]], save_every: int, path: str
+    ) -> None:
+        self.data = midepoch.wrap(data, seed=0)
+        self.model = DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.snapshot = midepoch.Snapshot(
+            path, every=save_every, model=self.model, optimizer=self.optimizer, data=self.data
+        )
+        if self.snapshot.load():
+            print(f"resuming at epoch {self.data.epoch}, position {self.data.position}")
+
+    def _run_batch(self, features: torch.Tensor, targets: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = torch.nn.functional.mse_loss(self.model(features), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def train(self, epochs: int) -> None:
+        while self.data.epoch < epochs:
+            for features, targets in self.data:
+                self._run_batch(features, targets)
+                self.snapshot.step()
 
 
-def main(checkpoint: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("snapshot", nargs="?", default="snapshot.pt")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--save-every", type=int, default=5, help="batches")
+    options = parser.parse_args()
     torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
-    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    loader = midepoch.wrap(DataLoader(dataset, batch_size=4, shuffle=True), seed=0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["data"])
-
-    while loader.epoch < EPOCHS:
-        for features, target in loader:
-            optimizer.zero_grad()
-            loss: torch.Tensor = torch.nn.functional.mse_loss(model(features), target)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if torch.distributed.get_rank() == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}
-                torch.save(state, beside := checkpoint.with_suffix(".tmp"))
-                os.replace(beside, checkpoint)  # noqa: PTH105  # the atomic rename is the point
-    if torch.distributed.get_rank() == 0:
-        print(f"finished at epoch {loader.epoch}, position {loader.position}")
-    torch.distributed.destroy_process_group()
+    data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    trainer = Trainer(torch.nn.Linear(4, 1), data, options.save_every, options.snapshot)
+    trainer.train(options.epochs)
+    print(f"finished at epoch {trainer.data.epoch}, position {trainer.data.position}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint.pt"))
+    main()

@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -79,23 +78,19 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 def test_torchrun_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint.pt"
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     os.environ.update({name: os.environ.get(name, value) for name, value in environment.items()})
 
-    def torchrun(processes: int) -> str:
+    def torchrun(processes: int, epochs: int) -> str:
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={processes}"]
-        script = [str(ROOT / "examples" / "torchrun.py"), str(checkpoint)]
+        script = [str(ROOT / "examples" / "torchrun.py"), str(tmp_path / "snapshot.pt"), f"--epochs={epochs}"]
         return run([sys.executable, "-m", "torch.distributed.run", *rendezvous, *script], tmp_path)
 
-    assert "finished at epoch 2, position 0" in torchrun(2)
-    state = torch.load(checkpoint, weights_only=True)
-    # 12 steps of 8 samples an epoch: put it back into the middle of the first one.
-    from midepoch import reseal
-
-    state["data"] = reseal({**state["data"], "epoch": 0, "position": 40})
-    torch.save(state, checkpoint)
-    assert "finished at epoch 2, position 0" in torchrun(1)
+    # 12 batches of two processes an epoch, a snapshot after each fifth.
+    assert "finished at epoch 1, position 0" in torchrun(2, 1)
+    output = torchrun(1, 2)
+    assert "resuming at epoch 0, position 80" in output
+    assert "finished at epoch 2, position 0" in output
 
 
 def test_every_example_is_run() -> None:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 
 import ffcv_sources as sources
 import numba
-from ffcv.fields.decoders import IntDecoder, SimpleRGBImageDecoder
+from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
 from ffcv.loader import OrderOption
 from ffcv.pipeline.operation import Operation
 from ffcv.transforms import RandomBrightness, RandomHorizontalFlip, ToDevice, ToTensor, ToTorchImage
@@ -314,6 +314,22 @@ def test_recompile_follows_an_operation_that_changes() -> None:
         assert same(read(loader), mirrored if recompile else upright)
         if recompile:
             assert compilations(lambda loader=loader: read(loader)) == 0  # type: ignore[misc]
+
+
+def test_images_that_grow_with_the_epochs() -> None:
+    def images(side: int) -> tuple[Any, dict[str, Any]]:
+        decoder = RandomResizedCropRGBImageDecoder((side, side))
+        return decoder, {"image": [decoder, ToTensor(), ToTorchImage()], "label": [IntDecoder(), ToTensor()]}
+
+    decoder, pipelines = images(12)
+    loader = midepoch.wrap(sources.make(pipelines))
+    assert read(loader)[0][0].shape[-2:] == (12, 12)
+    decoder.output_size = (16, 16)
+    grown = read(loader)
+    assert grown[0][0].shape[-2:] == (16, 16)
+    fresh = midepoch.wrap(sources.make(images(16)[1]))
+    fresh.seek(epoch=1)
+    assert same(read(fresh), grown)
 
 
 def test_functions_that_differ_are_not_exchanged() -> None:

@@ -20,7 +20,7 @@ from midepoch.order import EpochOrder, Order
 from midepoch.randomness import Purpose
 from midepoch.world import Share, World
 
-__all__ = ["Data", "Feed", "Plan", "feed_of", "words"]
+__all__ = ["Data", "Feed", "Plan", "add_a_thread", "feed_of", "words"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -192,6 +192,16 @@ def current_feed(caller: str) -> Feed:
     # stand at the end of an epoch. This one too gives nothing until it is wrapped.
     pipeline._is_restored_from_checkpoint = True
     return _FEEDS.setdefault(pipeline, Feed())
+
+
+def add_a_thread() -> None:
+    """One more for the pipeline that is being defined, in place of that in which DALI's readers read ahead.
+
+    What a feed names is read by the pipeline's own threads, between two operators that decode and resize.
+    """
+    pipeline = Pipeline.current()
+    if pipeline is not None and pipeline._num_threads:
+        pipeline._num_threads += 1
 
 
 def words(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:

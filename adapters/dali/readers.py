@@ -1,7 +1,8 @@
 """Drop-ins for ``fn.readers`` whose order is midepoch's: any world size, and a resume is a jump.
 
 Call them in a pipeline definition, one for each pipeline. Nothing here takes ``num_shards`` and ``shard_id``: midepoch
-shards, by the world as it is when iteration starts.
+shards, by the world as it is when iteration starts. The pipeline gets one thread more than its ``num_threads``, in place
+of the thread in which DALI's own readers read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from nvidia.dali import fn
 
-from midepoch.adapters.dali.feed import Data, Indices, current_feed
+from midepoch.adapters.dali.feed import Data, Indices, add_a_thread, current_feed
 from midepoch.archives import TarIndex, compression, index_tar
 from midepoch.errors import SourceError
 from midepoch.order import Sequential, Shuffled
@@ -183,6 +184,7 @@ def _connect(caller: str, data: Data, shuffle: bool, drop_last: bool, world: Wor
     feed.data = data
     feed.order = Shuffled(len(data)) if shuffle else Sequential(len(data))
     feed.world, feed.drop_last = world, drop_last
+    add_a_thread()
     return feed.connect(data.outputs, lambda step: data.read(step.indices))
 
 

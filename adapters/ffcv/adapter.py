@@ -16,8 +16,8 @@ from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.ffcv import beton
 from midepoch.adapters.ffcv.epoch import Reading, Request, Work, check_file, identity_of
-from midepoch.adapters.ffcv.pipeline import Plan, chains, kind_in_use, make_plan, operation_of
-from midepoch.adapters.ffcv.private import check_loader, parts
+from midepoch.adapters.ffcv.pipeline import Plan, chains, draws, kind_in_use, make_plan, operation_of
+from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.indexed import spans
 from midepoch.keys import derive_key, derive_keys, extend_key
@@ -100,6 +100,7 @@ class FFCVAdapter(Adapter):
         self.seed_is_shared = source.distributed and isinstance(source.traversal_order, parts().Random)
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
         self.elastic = "mix" not in self._kinds
+        self._draws = any(map(draws, self._operations()))
         self._first_plan: Plan | None = None
         self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
         self._streams = Streams(*self._drawing) if options.streams else None
@@ -161,7 +162,7 @@ class FFCVAdapter(Adapter):
         order = self._order.epoch(run.seed, run.epoch)
         copies = self.source in _copied
         work = Work(self.source, self._plan, self._file, run.epoch, copies, self._streams)
-        return Reading(work, _requests(run, order), share.steps)
+        return Reading(work, _requests(run, order, self._draws), share.steps)
 
     def _plan(self) -> Plan:
         """The steps; with recompile=True as the operations are now, else as they were in the first epoch."""
@@ -170,34 +171,43 @@ class FFCVAdapter(Adapter):
         return plan
 
 
-def _requests(run: Run, order: EpochOrder) -> Iterator[Request]:
+def _requests(run: Run, order: EpochOrder, drawing: bool) -> Iterator[Request]:
+    """The batches of a session; without keys where nothing is `drawing` random numbers."""
     share = run.share
     assert share is not None  # `open` has seen to it
     size, most = share.size, max(1, _TOGETHER // share.batch_size)
     sample_key = derive_key(Purpose.SAMPLE, run.seed, run.epoch)
     batch_key = derive_key(Purpose.BATCH, run.seed, run.epoch)
     rest = spans(share)
-    # The keys of several batches at once: numpy's calls cost more than its work.
+    # Several batches at once: numpy's calls cost more than its work.
     while block := list(itertools.islice(rest, most)):
-        positions = np.concatenate([np.arange(first, stop) for first, stop in block])
-        positions %= size
-        keys, begin = derive_keys(sample_key, positions), 0
+        begin, end = block[0][0], block[-1][1]
+        if share.world.world_size == 1 and end <= size:
+            positions, indices = np.arange(begin, end), order[begin:end]
+        else:
+            positions = np.concatenate([np.arange(first, stop) for first, stop in block]) % size
+            indices = np.concatenate(
+                [order[first:stop] if stop <= size else _one_by_one(order, first, stop) for first, stop in block]
+            )
+        indices = indices.astype(np.uint64)
+        keys = derive_keys(sample_key, positions) if drawing else indices
+        begin = 0
         for first, stop in block:
             end = begin + stop - first
-            indices = order[first:stop] if stop <= size else _one_by_one(order, positions[begin:end])
-            yield Request(indices.astype(np.uint64), keys[begin:end], extend_key(batch_key, first), first, stop)
+            yield Request(indices[begin:end], keys[begin:end], extend_key(batch_key, first), first, stop)
             begin = end
 
 
-def _one_by_one(order: EpochOrder, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What stands at positions that do not follow one another: the end of an epoch and repeats of its beginning."""
-    return np.concatenate([order[place : place + 1] for place in positions.tolist()])
+def _one_by_one(order: EpochOrder, first: int, stop: int) -> npt.NDArray[np.int64]:
+    """What stands at the end of an epoch, and at its beginning again."""
+    size = len(order)
+    return np.concatenate([order[place % size : place % size + 1] for place in range(first, stop)])
 
 
 def _alone(operation: Any) -> Any:
     """An operation without what FFCV has told it of the file: what is left may hold generators of its own."""
     alone = copy(operation)
-    for name in ("metadata", "memory_read", "field"):
+    for name in FROM_THE_FILE:
         vars(alone).pop(name, None)
     return alone
 

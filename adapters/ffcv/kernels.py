@@ -237,7 +237,7 @@ def decoder(
     decode_jpeg: Any,
     resize: Any,
     copy: Any,
-    jpeg: int,
+    jpeg: int | None,
     crop: Any,
     scale: Any,
     ratio: Any,
@@ -250,7 +250,9 @@ def decoder(
     image, else one of `DAMAGES`.
 
     Args:
-        read, decode_jpeg, resize, copy, jpeg: FFCV's own.
+        read, decode_jpeg, resize, copy: FFCV's own.
+        jpeg: FFCV's number for the mode of a compressed image. None where the file has no such image: code that is
+            there and never runs costs 50 ns an image, as much as the look at its size.
         crop: FFCV's function from (height, width, scale, ratio) to a part of the image; None for the image as it is.
         scale, ratio: of `crop`.
         draws: whether `crop` draws random numbers.
@@ -265,7 +267,7 @@ def _make_decoder(
     decode_jpeg: Any,
     resize: Any,
     copy: Any,
-    jpeg: int,
+    jpeg: int | None,
     crop: Any,
     scale: Any,
     ratio: Any,
@@ -274,16 +276,22 @@ def _make_decoder(
 ) -> Any:
     decode_jpeg, resize, copy, sized = _jit(decode_jpeg), _jit(resize), _jit(copy), _jit(_has_size)
 
+    # numba leaves out the branches behind a False that it knows when it compiles.
+    compressed, mode = jpeg is not None, jpeg or 0
+    numbered = parallel and compressed and crop is not None  # each thread has room of its own to decode into
+
     if crop is None:
 
         @_jit
         def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
-            target, height, width = memory[i], field["height"], field["width"]
-            if field["mode"] == jpeg:
-                if not sized(data, height, width):
-                    return 3
-                failed = decode_jpeg(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
-                return 1 if failed else 0
+            target = memory[i]
+            if compressed:  # noqa: SIM102  # pruned as a whole
+                if field["mode"] == mode:
+                    height, width = field["height"], field["width"]
+                    if not sized(data, height, width):
+                        return 3
+                    failed = decode_jpeg(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
+                    return 1 if failed else 0
             if data.size != target.size:
                 return 2
             copy(data, target)
@@ -295,19 +303,19 @@ def _make_decoder(
         def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
             height, width = np.int64(field["height"]), np.int64(field["width"])
             size = 3 * height * width
-            if field["mode"] == jpeg:
-                if not sized(data, height, width):
-                    return 3
-                space = memory[1][thread]
-                if decode_jpeg(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
-                    return 1
-                image = space[:size].reshape(height, width, 3)
-            else:
-                if data.size != size:
-                    return 2
-                image = data.reshape(height, width, 3)
+            image = data
+            if compressed:  # noqa: SIM102  # pruned as a whole
+                if field["mode"] == mode:
+                    if not sized(data, height, width):
+                        return 3
+                    space = memory[1][thread]
+                    if decode_jpeg(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
+                        return 1
+                    image = space[:size]
+            if image.size != size:
+                return 2
             top, left, rows, columns = crop(height, width, scale, ratio)
-            resize(image, top, top + rows, left, left + columns, memory[0][i])
+            resize(image.reshape(height, width, 3), top, top + rows, left, left + columns, memory[0][i])
             return 0
 
     def kernel(keys: Any, salt: Any, found: Any, indices: Any, memory: Any, metadata: Any, storage: Any) -> None:
@@ -315,7 +323,7 @@ def _make_decoder(
             if draws:
                 restart(_salted(keys[i], salt))
             field = metadata[indices[i]]
-            thread = get_thread_id() if parallel else 0  # type: ignore[no-untyped-call]
+            thread = get_thread_id() if numbered else 0  # type: ignore[no-untyped-call]
             found[i] = decode(field, read(field["data_ptr"], storage), memory, i, thread)
 
     return _jit(kernel, parallel)

@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from midepoch.adapters.ffcv import kernels
-from midepoch.adapters.ffcv.private import Kind, kind_of, parts
+from midepoch.adapters.ffcv.private import FROM_THE_FILE, Kind, kind_of, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 
 __all__ = ["Batch", "Damage", "Plan", "Step", "declare", "make_plan"]
@@ -107,15 +108,30 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All steps, parents first, and the nodes whose values make up a batch."""
+    """All steps, parents first, and the nodes whose values make up a batch.
+
+    Attributes:
+        appearance: what the operations looked like when they were asked which memory they need; None where they may
+            have changed without showing it.
+    """
 
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
+    appearance: tuple[Any, ...] | None = None
 
 
 def kind_in_use(operation: Any) -> Kind:
     """What `operation` draws, as declared or as known."""
     return _declared.get(type(operation)) or kind_of(type(operation))
+
+
+def draws(operation: Any) -> bool:
+    """Whether `operation` may draw random numbers."""
+    kind = kind_in_use(operation)
+    if kind == "image":
+        crops = hasattr(operation, "get_crop_generator")
+        return crops and not isinstance(operation, parts().CenterCropRGBImageDecoder)
+    return kind not in ("nothing", "bytes")
 
 
 def chains(loader: Any) -> dict[str, list[Any]]:
@@ -143,12 +159,17 @@ def make_plan(loader: Any, streams: bool, before: Plan | None = None) -> Plan:
         loader: FFCV's.
         streams: whether random numbers come from streams; otherwise all runs as FFCV has it, in its thread.
         before: an earlier plan, to keep to operations as they were then; None to make it of them as they are now. What
-            memory they need is asked in any case, as FFCV does at each epoch.
+            memory they need is asked again where they have changed, as for images that grow with the epochs. (FFCV asks
+            at each epoch. Its decoders then look through the whole file's table.)
     """
+    appearance = _appearance(loader)
+    if before is not None and appearance is not None and appearance == before.appearance:
+        return before
     allocations, functions = _ask_operations(loader)
     if before is not None:
         memory = zip(before.steps, _memory_of(allocations, [step.node for step in before.steps]), strict=True)
-        return before._replace(steps=tuple(step._replace(allocation=one, shared=two) for step, (one, two) in memory))
+        steps_now = tuple(step._replace(allocation=one, shared=two) for step, (one, two) in memory)
+        return before._replace(steps=steps_now, appearance=appearance)
     steps: dict[int, Step] = {}
     started: set[int] = set()
     for output, chain in chains(loader).items():
@@ -172,7 +193,31 @@ def make_plan(loader: Any, streams: bool, before: Plan | None = None) -> Plan:
                 kind == "image" and isinstance(allocations["operation"][node.id], tuple),
             )
             started.add(id(operation))
-    return Plan(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()))
+    return Plan(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()), appearance)
+
+
+_PLAIN = (int, float, str, bytes, type(None), np.dtype, torch.dtype, torch.device)
+
+
+def _appearance(loader: Any) -> tuple[Any, ...] | None:
+    """What the operations' need of memory can depend on; None where they hold what may change without showing it."""
+    shown: list[Any] = []
+    for chain in chains(loader).values():
+        for operation in map(operation_of, chain):
+            if not type(operation).__module__.startswith("ffcv."):
+                return None
+            for name, value in vars(operation).items():
+                if name in FROM_THE_FILE:
+                    continue
+                if isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value):
+                    shown.append((id(operation), name, tuple(value)))
+                elif isinstance(value, _PLAIN):
+                    shown.append((id(operation), name, value))
+                elif isinstance(value, np.ndarray):
+                    shown.append((id(operation), name, id(value), value.shape, value.dtype))
+                else:
+                    return None
+    return tuple(shown)
 
 
 def _memory_of(allocations: Any, nodes: list[int]) -> list[tuple[Any, Any]]:
@@ -281,20 +326,21 @@ class _Maker:
         operation, private = self._operation, parts()
         crop = getattr(operation, "get_crop_generator", None)
         scale, ratio = (_as_array(getattr(operation, name, None)) for name in ("scale", "ratio"))
-        draws = crop is not None and not isinstance(operation, private.CenterCropRGBImageDecoder)
+        metadata, jpeg = self._metadata, int(private.IMAGE_MODES["jpg"])
+        assert metadata is not None  # an image's step is a decoder
         kernel = kernels.decoder(
             operation.memory_read,
             private.imdecode,
             private.resize_crop,
             private.memcpy,
-            int(private.IMAGE_MODES["jpg"]),
+            jpeg if bool((metadata["mode"] == jpeg).any()) else None,
             crop,
             scale,
             ratio,
-            draws,
+            draws(operation),
             self._loader.num_workers > 1,
         )
-        salt, metadata = self._salt, self._metadata
+        salt = self._salt
 
         def decode(batch: Batch, value: Any, memory: Any, shared: Any) -> Any:
             found = np.empty(len(batch.keys), dtype=np.int64)

@@ -56,6 +56,9 @@ _OF_A_LOADER = (
     "traversal_order",
 )  # fmt: skip
 
+FROM_THE_FILE = ("metadata", "memory_read", "field")
+"""Attributes in which an operation has what FFCV told it of the file."""
+
 Kind = Literal["nothing", "sample", "image", "bytes", "mix", "module", "unknown"]
 """What an operation draws: nothing; for each sample; as a decoder of images; nothing, but it leaves old bytes behind;
 one sample mixed with another; whatever a torch module draws."""

@@ -1,0 +1,85 @@
+"""Hugging Face Trainer: `feed` gives it a wrapped loader, whose state lies in its own checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers.trainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from midepoch.errors import StateMismatchError
+from midepoch.loader import Loader, loader_of
+from midepoch.protocol import State
+from midepoch.state import gather
+
+__all__ = ["feed"]
+
+
+def feed(trainer: Trainer, loader: Loader) -> None:
+    """Let `trainer` train on `loader`, and save and resume with it: call it once, before ``trainer.train``.
+
+    Nothing else changes: ``trainer.train(resume_from_checkpoint=True)`` goes on at the very batch, accumulated gradients
+    and the count of steps included. The state is in each checkpoint's trainer_state.json.
+
+    The Trainer counts epochs by steps, so an epoch must have as many batches for each process when a run resumes: on
+    another number of processes change ``per_device_train_batch_size`` so that the product stays the same.
+
+    Args:
+        trainer: has not begun to train.
+        loader: what `midepoch.wrap` or `midepoch.combine` returned, with batches that the model takes: a mapping.
+
+    Raises:
+        TypeError: an argument is something else.
+    """
+    fed = loader_of(loader)
+    if not isinstance(trainer, Trainer) or fed is None:
+        raise TypeError(
+            f"feed takes a Trainer and a loader that was wrapped, got a {type(trainer).__name__} and a "
+            f"{type(loader).__name__}: feed(trainer, midepoch.wrap(loader))"
+        )
+    gathered: list[State] = []
+
+    class MidepochState(TrainerCallback, ExportableState):  # type: ignore[misc]
+        """What the Trainer saves by name, and makes anew from what it has saved."""
+
+        def state(self) -> dict[str, Any]:
+            state = gathered.pop() if gathered else fed.state_dict()
+            return {"args": {}, "attributes": {"loader": state, "batches": _length(fed)}}
+
+        @classmethod
+        def from_state(cls, state: dict[str, Any]) -> MidepochState:
+            found = state["attributes"]
+            if found["batches"] != _length(fed):
+                raise StateMismatchError(
+                    f"an epoch had {found['batches']} batches for each process when the checkpoint was saved and has "
+                    f"{_length(fed)} now, and the Trainer counts epochs by steps: choose the batch size so that batch size "
+                    "times number of processes is as it was"
+                )
+            fed.load_state_dict(found["loader"])
+            return cls()
+
+    def save(*arguments: Any, **keywords: Any) -> Any:
+        # The Trainer asks for states on one process alone; this is called on all.
+        gathered[:] = [gather(fed)]
+        return saves(*arguments, **keywords)
+
+    saves, trainer._save_checkpoint = trainer._save_checkpoint, save
+    trainer.get_train_dataloader = lambda: fed
+    trainer.add_callback(MidepochState())
+
+
+def _length(loader: Loader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _skip_none_of_ours(dataloader: Any, num_batches: int = 0) -> Any:
+    """The Trainer skips what the epoch has behind it; a loader that stands there already has nothing to skip."""
+    return dataloader if isinstance(dataloader, Loader) else _skips(dataloader, num_batches)
+
+
+_skips = transformers.trainer.skip_first_batches
+transformers.trainer.skip_first_batches = _skip_none_of_ours

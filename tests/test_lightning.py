@@ -1,0 +1,392 @@
+"""Lightning with the callback: a run goes on exactly from any checkpoint, whatever the loaders and the options."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+pytest.importorskip("lightning", reason="Lightning is not installed")
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+
+import midepoch
+from midepoch import MidepochWarning, StateError
+from midepoch.adapters.trainers.lightning import ExactResume
+
+
+class Killed(BaseException):
+    """What ends a run in its middle."""
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __init__(self, size: int, name: float) -> None:
+        self.size, self.name = size, name
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.name, index, float(torch.rand(()))])
+
+
+def mapped(size: int = 10, name: float = 0, **settings: Any) -> Any:
+    return midepoch.wrap(DataLoader(Noisy(size, name), batch_size=2, shuffle=True, **settings), seed=3)
+
+
+def unknown(batches: int = 5, name: float = 0) -> Any:
+    def generate() -> Iterator[torch.Tensor]:
+        for index in range(batches):
+            yield torch.tensor([[name, index, float(torch.rand(()))]])
+
+    return midepoch.wrap(generate, seed=3, shard=True)
+
+
+class Recorder(LightningModule):
+    """Writes down what it is given."""
+
+    def __init__(self, log: list[Any], fail_at: int = -1) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.log_of, self.fail_at = log, fail_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(self.log_of) == self.fail_at:
+            raise ValueError("a bad batch")
+        self.log_of.append(("train", self.trainer.current_epoch, batch_idx, plain(batch)))
+        return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if not self.trainer.sanity_checking:
+            self.log_of.append(("validation", dataloader_idx, batch_idx, plain(batch)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Peeking(Recorder):
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {name: plain(each) for name, each in batch.items()}
+    return [plain(each) for each in batch] if isinstance(batch, list | tuple) else batch
+
+
+class Saver(Callback):
+    """Saves at the n-th call of a hook, and ends the run there."""
+
+    def __init__(self, hook: str, at: int, path: Path) -> None:
+        self.at, self.path, self.calls = at, path, 0
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer: Any, *arguments: Any, **keywords: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.calls += 1
+        if self.calls == self.at:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+Make = Callable[[], Any]
+
+
+def fit(
+    log: list[Any],
+    train: Make,
+    validation: Make | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    checkpoint: Path | None = None,
+    module: Callable[[list[Any]], Any] = Recorder,
+    exact: bool = True,
+    **settings: Any,
+) -> Any:
+    settings = {"max_epochs": 3, "limit_val_batches": 1.0 if validation else 0, **settings}
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[*([ExactResume()] if exact else []), *callbacks], **settings,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", MidepochWarning)
+        warnings.filterwarnings("ignore", "the validation that was interrupted", MidepochWarning)
+        warnings.filterwarnings("ignore", "resuming an iterable", MidepochWarning)
+        warnings.filterwarnings("ignore", ".*read again from its start", MidepochWarning)
+        trainer.fit(
+            module(log), train(), None if validation is None else validation(), ckpt_path=checkpoint, weights_only=False
+        )
+    return trainer
+
+
+def check_every_cut(
+    tmp_path: Path, hook: str, train: Make, validation: Make | None = None, most: int = 50, **settings: Any
+) -> int:
+    """Cut at every call of `hook`; returns how many there were."""
+    whole: list[Any] = []
+    fit(whole, train, validation, **settings)
+    for at in range(1, most):
+        log: list[Any] = []
+        path = tmp_path / f"{at}.ckpt"
+        try:
+            fit(log, train, validation, callbacks=(Saver(hook, at, path),), **settings)
+        except Killed:
+            pass
+        else:
+            return at - 1
+        fit(log, train, validation, checkpoint=path, **settings)
+        assert log == whole, f"cut at call {at} of {hook}"
+    raise AssertionError(f"{hook} was called more often than expected")
+
+
+TRAIN: dict[str, Make] = {
+    "mapped": mapped,
+    "workers": functools.partial(mapped, num_workers=1),
+    "unknown": unknown,
+    "list of one": lambda: [mapped()],
+    "dict": lambda: {"a": mapped(6, 1), "b": mapped(10, 2)},
+    "nested": lambda: {"a": [mapped(6, 1), unknown(3, 2)], "b": (mapped(10, 3),)},
+    **{
+        f"{mode} {kind}": functools.partial(lambda mode, two: CombinedLoader(two(), mode), mode, two)
+        for mode in ("min_size", "max_size", "max_size_cycle")
+        for kind, two in {
+            "mapped": lambda: {"a": mapped(6, 1), "b": mapped(10, 2)},
+            "unknown": lambda: [unknown(3, 1), unknown(5, 2)],
+            "mixed": lambda: [unknown(5, 1), mapped(6, 2)],
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TRAIN)
+def test_every_batch(kind: str, tmp_path: Path) -> None:
+    assert check_every_cut(tmp_path, "on_train_batch_end", TRAIN[kind]) >= 9
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start"])
+@pytest.mark.parametrize("kind", ["mapped", "unknown", "max_size mixed", "max_size_cycle unknown"])
+def test_every_moment(hook: str, kind: str, tmp_path: Path) -> None:
+    assert check_every_cut(tmp_path, hook, TRAIN[kind]) >= 3
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "limit": {"limit_train_batches": 3},
+    "share": {"limit_train_batches": 0.6},
+    "accumulate": {"accumulate_grad_batches": 1},
+    "max_steps": {"max_steps": 12, "max_epochs": -1},
+    "estimated_stepping_batches": {"module": Peeking},
+}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["mapped", "unknown", "dict"])
+def test_every_option(option: str, kind: str, hook: str, tmp_path: Path) -> None:
+    if (option, kind) == ("share", "unknown"):
+        pytest.skip("Lightning wants a length for that")
+    check_every_cut(tmp_path, hook, TRAIN[kind], **OPTIONS[option])
+
+
+@pytest.mark.parametrize("kind", ["mapped", "unknown", "dict"])
+def test_max_steps_in_mid_epoch_and_then_more(kind: str, tmp_path: Path) -> None:
+    whole: list[Any] = []
+    fit(whole, TRAIN[kind], max_epochs=3)
+    for steps in range(1, 12):
+        log: list[Any] = []
+        path = tmp_path / "last.ckpt"
+        fit(log, TRAIN[kind], max_epochs=3, max_steps=steps).save_checkpoint(path)
+        fit(log, TRAIN[kind], checkpoint=path, max_epochs=3, max_steps=-1 if steps % 2 else 100)
+        assert log == whole, steps
+
+
+def test_an_exception_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+    class SaveOnException(Callback):
+        def on_exception(self, trainer: Any, *rest: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    for kind in ("mapped", "unknown", "dict"):
+        whole: list[Any] = []
+        fit(whole, TRAIN[kind])
+        for at in range(len(whole)):
+            log: list[Any] = []
+            with pytest.raises(ValueError, match="a bad batch"):
+                failing = functools.partial(Recorder, fail_at=at)
+                fit(log, TRAIN[kind], callbacks=(SaveOnException(),), module=failing)
+            assert len(log) == at
+            fit(log, TRAIN[kind], checkpoint=tmp_path / "failed.ckpt")
+            assert log == whole, (kind, at)
+
+
+# --- validation ---
+
+
+VALIDATION: dict[str, Make] = {
+    "one": lambda: mapped(6, 7),
+    "two": lambda: [mapped(6, 7), mapped(4, 8)],
+    "unknown": lambda: unknown(3, 7),
+    "two unknown": lambda: [unknown(3, 7), unknown(2, 8)],
+    "together": lambda: CombinedLoader([mapped(6, 7), mapped(4, 8)], "max_size"),
+}
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_batch_start", "on_validation_end"])
+@pytest.mark.parametrize("kind", VALIDATION)
+def test_a_validation_that_was_interrupted(kind: str, hook: str, tmp_path: Path) -> None:
+    count = check_every_cut(tmp_path, hook, mapped, VALIDATION[kind], max_epochs=2, val_check_interval=2)
+    assert count >= (4 if hook == "on_validation_end" else 9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"val_check_interval": 0.5},
+        {"val_check_interval": 3, "check_val_every_n_epoch": None},
+        {"limit_val_batches": 2},
+        {"num_sanity_val_steps": 0},
+        {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_validation_end"])
+def test_validation_options(settings: dict[str, Any], hook: str, tmp_path: Path) -> None:
+    check_every_cut(tmp_path, hook, mapped, VALIDATION["two"], **settings)
+
+
+def test_a_validation_of_unwrapped_loaders_begins_anew(tmp_path: Path) -> None:
+    bare = lambda: DataLoader(Noisy(6, 7), batch_size=2)
+    whole: list[Any] = []
+    fit(whole, mapped, bare)
+    log: list[Any] = []
+    with pytest.raises(Killed):
+        fit(log, mapped, bare, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "a.ckpt"),))
+    fit(log, mapped, bare, checkpoint=tmp_path / "a.ckpt")
+    trained = [[each for each in part if each[0] == "train"] for part in (log, whole)]
+    assert trained[0] == trained[1]
+
+
+# --- where loaders come from ---
+
+
+class WithLoaders(Recorder):
+    def train_dataloader(self) -> Any:
+        return {"a": mapped(6, 1), "b": unknown(5, 2)}
+
+    def val_dataloader(self) -> Any:
+        return [mapped(4, 7)]
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return mapped()
+
+
+@pytest.mark.parametrize("where", ["module", "data module", "made anew"])
+def test_loaders_made_by_the_module(where: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"module": WithLoaders, "limit_val_batches": 1.0}
+    train: Make = lambda: None
+    if where == "data module":
+        settings, train = {}, Data
+    elif where == "made anew":
+        settings["reload_dataloaders_every_n_epochs"] = 1
+    for hook in ("on_train_batch_end", "on_train_epoch_end"):
+        check_every_cut(tmp_path, hook, train, **settings)
+
+
+def test_model_checkpoint(tmp_path: Path) -> None:
+    whole: list[Any] = []
+    fit(whole, mapped)
+    log: list[Any] = []
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(log, mapped, callbacks=(saving,), enable_checkpointing=True)
+    assert log == whole
+    for step in range(2, 15, 2):
+        log = []
+        fit(log, mapped, checkpoint=tmp_path / f"step={step}.ckpt")
+        assert log == whole[step:]
+
+
+def test_the_same_trainer_fits_twice(tmp_path: Path) -> None:
+    log: list[Any] = []
+    loader = mapped()
+    trainer = fit(log, lambda: loader, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Recorder(log), loader)
+    whole: list[Any] = []
+    fit(whole, mapped, max_epochs=2)
+    assert [each[3] for each in log] == [each[3] for each in whole]
+
+
+# --- what is told ---
+
+
+def test_without_the_callback_it_is_as_lightning_has_it(tmp_path: Path) -> None:
+    whole: list[Any] = []
+    fit(whole, mapped, exact=False)
+    log: list[Any] = []
+    with pytest.raises(Killed):
+        fit(log, mapped, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "a.ckpt"),), exact=False)
+    fit(log, mapped, checkpoint=tmp_path / "a.ckpt", exact=False)
+    assert log == whole
+    # A checkpoint of a run without the callback is understood by one with it, and the other way round.
+    log = log[:7]
+    fit(log, mapped, checkpoint=tmp_path / "a.ckpt")
+    assert log == whole
+    log = []
+    with pytest.raises(Killed):
+        fit(log, mapped, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "b.ckpt"),))
+    fit(log, mapped, checkpoint=tmp_path / "b.ckpt", exact=False)
+    assert log == whole
+
+
+def test_an_unwrapped_loader_is_named() -> None:
+    with pytest.raises(MidepochWarning, match="train loaders of type DataLoader are not wrapped"):
+        fit([], lambda: DataLoader(Noisy(4, 0)))
+
+
+def test_gradients_that_a_checkpoint_leaves_out_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MidepochWarning, match="saved after 1 of 2 batches whose gradients are accumulated"):
+        fit([], mapped, callbacks=(Saver("on_train_batch_end", 3, tmp_path / "a.ckpt"),), accumulate_grad_batches=2)
+    with pytest.raises(Killed):
+        fit([], mapped, callbacks=(Saver("on_train_batch_end", 4, tmp_path / "a.ckpt"),), accumulate_grad_batches=2)
+    log: list[Any] = []
+    fit(log, mapped, checkpoint=tmp_path / "a.ckpt", accumulate_grad_batches=2)
+    whole: list[Any] = []
+    fit(whole, mapped, accumulate_grad_batches=2)
+    assert log == whole[4:]
+
+
+def test_other_loaders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fit([], mapped, VALIDATION["two"], callbacks=(Saver("on_train_batch_end", 3, tmp_path / "a.ckpt"),))
+    with pytest.raises(StateError, match="size"):
+        fit([], lambda: mapped(12), VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")
+    with pytest.raises(StateError, match="2 validation loaders, there are 1"):
+        fit([], mapped, VALIDATION["one"], checkpoint=tmp_path / "a.ckpt")
+    with pytest.raises(StateError, match="combination"):
+        fit([], TRAIN["dict"], VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")
+
+
+def test_the_progress_bar_stands_where_the_epoch_does(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Bar(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(batch_idx)
+
+    with pytest.raises(Killed):
+        fit([], mapped, callbacks=(Saver("on_train_batch_end", 3, tmp_path / "a.ckpt"),))
+    fit([], mapped, callbacks=(Bar(),), checkpoint=tmp_path / "a.ckpt", max_epochs=1)
+    assert seen == [3, 4]

@@ -1,0 +1,689 @@
+"""Snapshots: what is restored, what damage does, and whoever is killed at whatever instant."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torchrun_job
+
+import midepoch
+from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
+from midepoch import snapshot as module
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+class Run:
+    """A small training run whose every number depends on data, augmentations and the process's generators."""
+
+    def __init__(self, path: Path, seed: int = 5, size: int = 40, width: int = 3, **settings: Any) -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        self.model = torch.nn.Linear(width, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+        data = TensorDataset(torch.arange(float(size * width)).reshape(size, width))
+        self.loader = midepoch.wrap(DataLoader(data, batch_size=4, shuffle=True), seed=seed)
+        self.snapshot = Snapshot(
+            path, model=self.model, optimizer=self.optimizer, schedule=self.schedule, data=self.loader,
+            **{"signals": (), **settings},
+        )  # fmt: skip
+
+    def train(self, steps: int) -> list[Any]:
+        """What each step saw."""
+        seen: list[Any] = []
+        while True:
+            for (batch,) in self.loader:
+                noise = [random.random(), float(np.random.standard_normal()), float(torch.rand(()))]
+                loss = (self.model(batch / 100) - sum(noise)).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.schedule.step()
+                seen.append([batch.tolist(), noise, float(loss.detach())])
+                self.snapshot.step()
+                if len(seen) == steps:
+                    return seen
+
+
+@pytest.mark.parametrize("cut", [1, 9, 10, 11, 23])
+def test_a_run_goes_on_as_if_nothing_had_happened(cut: int, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "other.pt").train(30)
+    first = Run(tmp_path / "run" / "snapshot.pt")
+    assert not first.snapshot.load()
+    head = first.train(cut)
+    first.snapshot.save()
+    second = Run(tmp_path / "run" / "snapshot.pt")
+    assert second.snapshot.load()
+    assert second.snapshot.steps == cut
+    assert head + second.train(30 - cut) == whole
+
+
+def test_every_so_many_batches_also_counted_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    for start, steps, saved in ((0, 9, 8), (8, 3, 8), (8, 5, 12)):
+        run = Run(path, every=4)
+        run.snapshot.load()
+        assert run.snapshot.steps == start
+        run.train(steps)
+        assert torch.load(path, weights_only=True)["steps"] == saved
+
+
+def test_what_is_in_the_file_can_be_read_without_midepoch(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(3)
+    run.snapshot.save()
+    content = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    torch.nn.Linear(3, 1).load_state_dict(content["parts"]["model"])
+    assert content["parts"]["data"] == run.loader.state_dict()
+    assert names(tmp_path) == ["snapshot.pt"]
+
+
+def test_batches_in_flight_come_again(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    batches = iter(run.loader)
+    taken = [next(batches) for _ in range(5)]
+    run.snapshot.save(in_flight=2)
+    again = Run(tmp_path / "snapshot.pt")
+    again.snapshot.load()
+    assert [batch[0].tolist() for batch, _ in zip(again.loader, range(2), strict=False)] == [
+        batch[0].tolist() for batch in taken[3:]
+    ]
+
+
+def test_a_model_fits_inside_distributed_data_parallel_compiled_and_plain(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    Snapshot(tmp_path / "snapshot.pt", signals=(), model=torch.compile(model)).save()
+    plain = torch.nn.Linear(2, 1)
+    Snapshot(tmp_path / "snapshot.pt", signals=(), model=plain).load()
+    assert torch.equal(plain.weight, model.weight)
+
+
+def test_a_dataset_that_has_the_two_methods_itself(tmp_path: Path) -> None:
+    class Samples(midepoch.StatefulIterable):
+        def __init__(self) -> None:
+            self.sampler = torch.utils.data.SequentialSampler(range(9))
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.sampler)
+
+    samples = Samples()
+    batches = iter(samples)
+    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
+    Snapshot(tmp_path / "snapshot.pt", signals=(), data=samples).save(in_flight=1)
+    other = Samples()
+    Snapshot(tmp_path / "snapshot.pt", signals=(), data=other).load()
+    assert list(other) == [3, 4, 5, 6, 7, 8]
+
+
+# --- what does not fit ---
+
+
+def test_parts_that_cannot_be_saved_are_refused() -> None:
+    for bad, error in (({"model": 3}, TypeError), ({}, TypeError), ({"data": [1, 2]}, TypeError)):
+        with pytest.raises(error):
+            Snapshot("x.pt", signals=(), **bad)
+    part = torch.nn.Linear(1, 1)
+    for settings in ({"every": 0}, {"every": 1.5}, {"keep": 0}, {"every": True}):
+        with pytest.raises(ValueError, match="must be an int of at least 1"):
+            Snapshot("x.pt", signals=(), model=part, **settings)
+
+
+def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    run = Run(path)
+    run.train(7)
+    run.snapshot.save()
+    others: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"seed": 6}, StateMismatchError, "the seed is 5 in the state and 6 here"),
+        ({"size": 41}, StateMismatchError, "size"),
+        ({"width": 4}, SnapshotError, r"model differs at 'weight': the snapshot has shape \(1, 3\), this model shape"),
+    ]
+    for settings, error, message in others:
+        other = Run(path, **settings)
+        before = [each.clone() for each in other.model.state_dict().values()], random.getstate(), torch.get_rng_state()
+        with pytest.raises(error, match=message):
+            other.snapshot.load()
+        after = list(other.model.state_dict().values()), random.getstate(), torch.get_rng_state()
+        assert all(torch.equal(one, two) for one, two in zip(before[0], after[0], strict=True))
+        assert before[1] == after[1] and torch.equal(before[2], after[2])
+        assert other.loader.position == 0 and other.snapshot.steps == 0
+        assert not other.optimizer.state_dict()["state"]
+    with pytest.raises(
+        SnapshotError, match="the snapshot has data, model, optimizer, schedule; this Snapshot was made"
+    ):
+        Snapshot(path, signals=(), model=run.model, data=run.loader).load()
+    two_groups = torch.optim.Adam([{"params": [each]} for each in run.model.parameters()], lr=0.1)
+    with pytest.raises(SnapshotError, match=r"optimizer differs: the snapshot has groups of \[2\] parameters"):
+        Snapshot(path, signals=(), model=run.model, optimizer=two_groups, schedule=run.schedule, data=run.loader).load()
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    class Counter:
+        value: Any = np.float64(3)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    counter = Counter()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), counter=counter)
+    with pytest.raises(SnapshotError, match="could not be loaded with weights_only=True"):
+        snapshot.save()
+    assert names(tmp_path) == []
+    counter.value = 3.0
+    snapshot.save()
+    counter.value = lambda: 0  # cannot even be written
+    with pytest.raises(SnapshotError, match="the snapshot before it is as it was"):
+        snapshot.save()
+    fresh = Counter()
+    assert Snapshot(tmp_path / "snapshot.pt", signals=(), counter=fresh).load()
+    assert fresh.value == 3.0
+    assert names(tmp_path) == ["snapshot.pt"]
+
+
+# --- whose file it is ---
+
+
+def test_a_run_does_not_write_over_one_that_it_has_not_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(2)
+    run.snapshot.save()
+    fresh = Run(tmp_path / "snapshot.pt")
+    with pytest.raises(SnapshotError, match=r"call load\(\) before the first batch"):
+        fresh.snapshot.save()
+    other = Run(tmp_path / "snapshot.pt")
+    other.snapshot.load()
+    other.snapshot.save()
+    with pytest.raises(SnapshotError, match="some other process writes to the same path"):
+        run.snapshot.save()
+
+
+def test_any_other_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    part = torch.nn.Linear(1, 1)
+    torch.save(part.state_dict(), path)
+    with pytest.raises(SnapshotError, match="no snapshot of midepoch's"):
+        Snapshot(path, signals=(), model=part).load()
+    path.write_bytes(b"")
+    with pytest.raises(SnapshotError, match="no snapshot is sound"):
+        Snapshot(path, signals=(), model=part).load()
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    run.snapshot.save()
+    content = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    torch.save({**content, "midepoch_snapshot": 2}, tmp_path / "snapshot.pt")
+    with pytest.raises(SnapshotError, match="has format 2, this midepoch reads 1"):
+        run.snapshot.load()
+    for name in ("id", "steps", "generators", "parts", "seed", "world_size"):
+        for wrong in (None, -1, [1], {}):
+            torch.save({**content, name: wrong}, tmp_path / "snapshot.pt")
+            if name == "parts" and wrong == {}:
+                continue  # a snapshot of nothing
+            with pytest.raises(SnapshotError, match="is damaged"):
+                run.snapshot.load()
+
+
+# --- damage ---
+
+
+def two_snapshots(path: Path) -> tuple[Any, Any]:
+    """One after 3 steps, beside one after 6, and the runs that go on from there."""
+    run = Run(path)
+    run.train(3)
+    run.snapshot.save()
+    older = run.loader.state_dict()
+    run.train(3)
+    run.snapshot.save()
+    return older, run.loader.state_dict()
+
+
+def test_the_one_before_is_kept_and_taken_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    older, newer = two_snapshots(path)
+    assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    cuts = [b"", whole[:1], whole[: len(whole) // 2], whole[:-1000], whole[:-1]]
+    flips = []
+    for _ in range(400 if CHAOS else 60):
+        place = generator.randrange(len(whole))
+        flips.append(whole[:place] + bytes([whole[place] ^ 1 << generator.randrange(8)]) + whole[place + 1 :])
+    fell_back = 0
+    for damaged in (*cuts, *flips):
+        path.write_bytes(damaged)
+        run = Run(path)
+        with warnings_as_list() as warned:
+            assert run.snapshot.load()
+        # A bit that nothing depends on, in the padding between tensors, may be flipped without harm.
+        assert run.loader.state_dict() == (older if warned else newer)
+        assert run.snapshot.steps == (3 if warned else 6)
+        fell_back += bool(warned)
+    assert fell_back > (len(cuts) + len(flips)) // 2
+
+    # What is written then leaves the sound one alone, and takes the damaged one's place.
+    path.write_bytes(cuts[2])
+    run = Run(path)
+    with pytest.warns(MidepochWarning, match=r"damaged.*the snapshot before is loaded, .*snapshot.pt.1"):
+        run.snapshot.load()
+    run.train(1)
+    run.snapshot.save()
+    assert torch.load(path, weights_only=True)["steps"] == 4
+    assert torch.load(tmp_path / "snapshot.pt.1", weights_only=True)["steps"] == 3
+
+    for each in (path, tmp_path / "snapshot.pt.1"):
+        each.write_bytes(cuts[3])
+    with pytest.raises(SnapshotError, match="no snapshot is sound"):
+        Run(path).snapshot.load()
+
+
+@contextlib.contextmanager
+def warnings_as_list() -> Iterator[list[Any]]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    caught[:] = [each for each in caught if issubclass(each.category, MidepochWarning)]
+
+
+def test_checksums_are_written_where_torch_was_told_not_to(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        run = Run(tmp_path / "snapshot.pt")
+        run.snapshot.save()
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert Run(tmp_path / "snapshot.pt").snapshot.load()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_so_many_are_kept(keep: int, tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt", keep=keep, every=1)
+    run.train(6)
+    kept = ["snapshot.pt", *(f"snapshot.pt.{back}" for back in range(1, keep))]
+    assert names(tmp_path) == kept
+    assert [torch.load(tmp_path / name, weights_only=True)["steps"] for name in kept] == list(range(6, 6 - keep, -1))
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    older, _ = two_snapshots(tmp_path / "snapshot.pt")
+    assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
+    # Killed between the two renames.
+    (tmp_path / "snapshot.pt").unlink()
+    run = Run(tmp_path / "snapshot.pt")
+    assert run.snapshot.load()
+    assert run.loader.state_dict() == older
+    run.snapshot.save()
+    assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
+
+
+def in_a_child(work: Any) -> int:
+    """Run `work` in a forked process, and return its exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    two_snapshots(path)
+    before = path.read_bytes()
+
+    def write() -> None:
+        run = Run(path, every=1)
+        run.snapshot.load()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the kernel refuses to write more, as on a full disk
+        with pytest.raises(SnapshotError, match="was not saved, the snapshot before it is as it was"):
+            run.train(1)
+
+    assert in_a_child(write) == 0
+    assert path.read_bytes() == before
+    assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small disk needs root")
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk could be mounted: {mounted.stderr.decode()}")
+    try:
+        run = Run(disk / "snapshot.pt", every=1)
+        run.train(3)
+        (disk / "filler").write_bytes(bytes(4096 * ((os.statvfs(disk).f_bavail) - 1)))
+        with pytest.raises(SnapshotError, match="was not saved"):
+            run.train(1)
+        assert names(disk) == ["filler", "snapshot.pt", "snapshot.pt.1"]
+        (disk / "filler").unlink()
+        again = Run(disk / "snapshot.pt", every=1)
+        assert again.snapshot.load()
+        assert again.snapshot.steps == 3
+        again.train(2)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = Run(tmp_path / "file" / "snapshot.pt")
+    with pytest.raises(SnapshotError, match=r"was not saved.*(NotADirectoryError|FileExistsError)"):
+        run.snapshot.save()
+
+
+def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    generator = random.Random(3)
+    steps = 0
+    for kill in range(500 if CHAOS else 40):
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)
+                model = torch.nn.Linear(64, 64 * 8)  # 128 KiB
+                snapshot = Snapshot(path, every=1, keep=3, signals=(), model=model)
+                snapshot.load()
+                while True:
+                    with torch.no_grad():
+                        model.weight.fill_(snapshot.steps + 1)
+                        model.bias.fill_(snapshot.steps + 1)
+                    snapshot.step()
+            finally:
+                os._exit(1)
+        # The first saves, or later ones.
+        time.sleep(generator.choice((0.002, 0.02, 0.06)) * generator.random() + 0.004)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"kill {kill}"
+        if not path.exists() and not steps:
+            continue
+        model = torch.nn.Linear(64, 64 * 8)
+        snapshot = Snapshot(path, signals=(), model=model)
+        with warnings_as_list() as warned:
+            snapshot.load()
+        assert not warned, f"kill {kill}: the newest file must be whole, not only an older one"
+        assert snapshot.steps >= steps, f"kill {kill}"
+        steps = snapshot.steps
+        assert bool((model.weight == steps).all()) and bool((model.bias == steps).all()), f"kill {kill}"
+        # Drafts of the killed are removed by the next who saves.
+        assert len(names(tmp_path)) <= 5, names(tmp_path)
+    assert steps > 20
+
+
+def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    with module._locked_draft(path) as draft:
+        assert draft.exists()
+        left = tmp_path / "snapshot.pt.0123456789ab.draft"
+        left.write_bytes(b"of a process that was killed")
+        Run(path).snapshot.save()
+        assert draft.exists() and not left.exists()
+    assert names(tmp_path) == ["snapshot.pt"]
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_exits_after_the_batch(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    whole = Run(tmp_path / "other.pt").train(12)
+    run = Run(tmp_path / "snapshot.pt", every=1000, signals=(signal.SIGTERM, signal.SIGUSR1), exit_status=75)
+    run.snapshot.load()
+    head = run.train(5)
+    os.kill(os.getpid(), number)
+    with pytest.raises(SystemExit) as left:
+        run.train(5)
+    assert left.value.code == 75
+    assert signal.getsignal(number) == before, "handlers are given back"
+    resumed = Run(tmp_path / "snapshot.pt")
+    resumed.snapshot.load()
+    assert resumed.snapshot.steps == 6
+    assert head == whole[:5]
+    assert resumed.train(6) == whole[6:]
+
+
+def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SystemExit):
+        run.train(3)
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == 1
+
+
+def test_handlers_are_given_back_but_not_those_of_others(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,)).snapshot:
+        assert signal.getsignal(signal.SIGUSR1) != before
+    assert signal.getsignal(signal.SIGUSR1) == before
+    run = Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    run.snapshot.close()
+    run.snapshot.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_forked_children_can_still_be_ended(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt", signals=(signal.SIGTERM,))
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+        os._exit(3)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    run.snapshot.close()
+
+
+def test_signals_are_for_the_main_thread(tmp_path: Path) -> None:
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            Snapshot(tmp_path / "snapshot.pt", model=torch.nn.Linear(1, 1))
+        except MidepochError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "make the Snapshot there, or pass signals=()" in str(caught[0])
+
+
+# --- several processes ---
+
+
+def test_without_a_process_group_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MidepochError, match="init_process_group before"):
+        Snapshot(tmp_path / "snapshot.pt", signals=(), model=torch.nn.Linear(1, 1)).save()
+
+
+class Job:
+    """torchrun on this machine, in a session of its own."""
+
+    def __init__(self, folder: Path, processes: int, *options: str, launcher: tuple[str, ...] = ()) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        environment = {name: value for name, value in os.environ.items() if name not in names}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        launcher = launcher or ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+        script = [str(Path(torchrun_job.__file__)), str(folder), *options]
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher, f"--nproc-per-node={processes}", *script]
+        self.folder = folder
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self) -> str:
+        try:
+            output, _ = self.process.communicate(timeout=240)
+        finally:
+            self.kill()
+        return output
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What all processes wrote down, each file's lines in their order, files by age."""
+    found = []
+    for path in sorted(folder.glob("log-*"), key=lambda path: int(path.name.split("-")[1])):
+        found += [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+def wait_for(condition: Any, job: Job, seconds: float = 90) -> Any:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = condition()
+        if found:
+            return found
+        assert job.process.poll() is None, job.wait()
+        time.sleep(0.02)
+    raise AssertionError(f"nothing happened; {job.kill()} {job.wait()}")
+
+
+def pids(folder: Path, world_size: int) -> dict[int, int]:
+    """The processes of the last start on so many ranks, once all have trained on some batches."""
+    started = [event for event in events(folder) if "pid" in event]
+    last = {event["rank"]: event for event in started if event["world_size"] == world_size}
+    return {rank: event["pid"] for rank, event in last.items()} if len(last) == world_size else {}
+
+
+def global_batches(folder: Path) -> dict[int, list[Any]]:
+    """What all ranks together had at each step, which must be the same each time that a step was made."""
+    batches: dict[tuple[int, int], dict[int, Any]] = {}
+    for number, path in enumerate(sorted(folder.glob("log-*"))):
+        del number
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if "step" in event:
+                ranks = batches.setdefault((event["step"], event["world_size"]), {})
+                again = ranks.setdefault(event["rank"], event["batch"])
+                assert again == event["batch"], f"step {event['step']} differs when it is made again"
+    found: dict[int, list[Any]] = {}
+    for (step, world_size), ranks in sorted(batches.items()):
+        if len(ranks) == world_size:
+            samples = [sample for rank in range(world_size) for sample in ranks[rank]]
+            assert found.setdefault(step, samples) == samples, f"step {step} differs on another number of processes"
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """The batches of one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    command = [sys.executable, str(Path(torchrun_job.__file__)), str(folder), "--pause=0"]
+    subprocess.run(command, check=True, timeout=120)
+    found = global_batches(folder)
+    assert len(found) == 40
+    return found
+
+
+def test_killed_workers_are_started_again_by_torchrun(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
+    launcher = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=5", "--monitor-interval=0.2")
+    job = Job(tmp_path, 2, launcher=launcher)
+    for kill in range(2):
+        wait_for(lambda kill=kill: sum("pid" in each for each in events(tmp_path)) >= 2 * kill + 2, job)
+        wait_for((tmp_path / "snapshot.pt").exists, job)
+        time.sleep(0.15)
+        os.kill(pids(tmp_path, 2)[kill], signal.SIGKILL)
+    output = job.wait()
+    assert job.process.returncode == 0, output
+    assert global_batches(tmp_path) == uninterrupted
+    starts = [event for event in events(tmp_path) if "pid" in event]
+    assert [event["resumed"] for event in starts].count(True) >= 2
+    ends = [event for event in events(tmp_path) if "finished" in event]
+    assert len({event["weights"] for event in ends}) == 1
+    # The process's own generators go on too: whatever was drawn at a step is drawn when it is made again.
+    own: dict[tuple[int, int], Any] = {}
+    for event in events(tmp_path):
+        if "step" in event:
+            assert own.setdefault((event["step"], event["rank"]), event["own"]) == event["own"]
+
+
+def test_a_signal_to_one_process_ends_all_after_the_same_batch(
+    uninterrupted: dict[int, list[Any]], tmp_path: Path
+) -> None:
+    job = Job(tmp_path, 2, "--every=1000")
+    wait_for(lambda: sum("step" in each for each in events(tmp_path)) > 6, job)
+    os.kill(pids(tmp_path, 2)[1], signal.SIGUSR1)
+    output = job.wait()
+    assert job.process.returncode == 0, output
+    left = {event["rank"]: event["left"] for event in events(tmp_path) if "left" in event}
+    assert left.keys() == {0, 1} and left[0] == left[1], left
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == left[0]
+    assert not any("finished" in event for event in events(tmp_path)), "it was early enough"
+    # Three processes go on; the third has generators of its own.
+    job = Job(tmp_path, 3)
+    output = job.wait()
+    assert job.process.returncode == 0, output
+    assert global_batches(tmp_path) == uninterrupted
+    draws = [event["own"] for event in events(tmp_path) if event.get("step") == left[0] + 1]
+    assert len(draws) == 3 and len({tuple(draw) for draw in draws}) == 3
+
+
+def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, "--own", "--every=1000")
+    wait_for(lambda: sum("step" in each for each in events(tmp_path)) > 6, job)
+    os.kill(pids(tmp_path, 2)[0], signal.SIGTERM)
+    assert job.wait() is not None and job.process.returncode == 0
+    left = next(event["left"] for event in events(tmp_path) if "left" in event)
+    before = [each for each in events(tmp_path) if "step" in each and each["step"] <= left]
+    job = Job(tmp_path, 2, "--own", "--every=1000", "--epochs=1")
+    output = job.wait()
+    assert job.process.returncode == 0, output
+    samples = [sample[0] for event in events(tmp_path) if "step" in event for sample in event["batch"]]
+    assert len(before) == 2 * left
+    assert sorted(samples) == list(range(torchrun_job.SIZE)), "each sample once"

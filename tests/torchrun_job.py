@@ -1,0 +1,109 @@
+"""A job for torchrun with a Snapshot: each process writes down every batch before it is trained on.
+
+``torchrun ... torchrun_job.py FOLDER [--global-batch 12] [--epochs 2] [--every 4] [--pause 0.02] [--state-of-own]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+
+SIZE = 240
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+def source(batch_size: int, own: bool) -> Any:
+    """A DataLoader, or a loader with a state of its own, of which each rank knows only its part."""
+    if not own:
+        return DataLoader(Noisy(), batch_size=batch_size, shuffle=True)
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    sampler: Any = DistributedSampler(Noisy(), seed=3) if torch.distributed.is_initialized() else None  # type: ignore[arg-type]
+    return StatefulDataLoader(Noisy(), batch_size=batch_size, sampler=sampler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--global-batch", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--pause", type=float, default=0.02)
+    parser.add_argument("--own", action="store_true")
+    options = parser.parse_args()
+
+    distributed = "WORLD_SIZE" in os.environ
+    if distributed:
+        torch.distributed.init_process_group("gloo")
+    world = midepoch.World.current()
+    torch.set_num_threads(1)
+    torch.manual_seed(world.rank)
+    random.seed(world.rank)
+    np.random.seed(world.rank)
+    loader = midepoch.wrap(source(options.global_batch // world.world_size, options.own), seed=5)
+    model: torch.nn.Module = torch.nn.Linear(3, 1)
+    torch.nn.init.ones_(model.weight)  # type: ignore[arg-type]
+    # With buckets as they are after the first batch, ranks add up gradients in the same order after a restart.
+    trained = DistributedDataParallel(model, find_unused_parameters=True) if distributed else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    snapshot = midepoch.Snapshot(
+        options.folder / "snapshot.pt", every=options.every, model=trained, optimizer=optimizer, data=loader
+    )
+    log = Log(options.folder / f"log-{time.time_ns()}-{os.getpid()}")
+    log.write(
+        pid=os.getpid(), rank=world.rank, world_size=world.world_size, resumed=snapshot.load(), steps=snapshot.steps
+    )
+    try:
+        while loader.epoch < options.epochs:
+            for batch in loader:
+                time.sleep(options.pause)
+                own = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+                log.write(
+                    step=snapshot.steps + 1, rank=world.rank, world_size=world.world_size, batch=batch.tolist(), own=own
+                )
+                loss = (trained(batch[:, 1:]) - batch[:, :1] / SIZE).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                snapshot.step()
+    except SystemExit:
+        log.write(left=snapshot.steps, rank=world.rank)
+        raise
+    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    log.write(finished=snapshot.steps, rank=world.rank, weights=hashlib.sha256(weights).hexdigest())
+
+
+class Log:
+    """A JSON line for each event, in the kernel at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+
+    def write(self, **event: Any) -> None:
+        os.write(self._file, (json.dumps(event) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
