@@ -240,7 +240,7 @@ class CombinedAdapter(Adapter):
         )
         self.bases, self.ended = [0] * len(self.parts), 0
         self.arrived: int | None = None  # the epoch that `bases` are of
-        self.passes: list[Iterator[Any] | None] = [None] * len(self.parts)
+        self.passes: list[Any] = [None] * len(self.parts)
         # The states of parts that begin their next epoch when they are next read.
         self.leaving: dict[int, State] = {}
         # Batches of a step that another part failed, which were received and not handed out.
@@ -467,7 +467,7 @@ class CombinedAdapter(Adapter):
     def _stands(self, number: int, state: State) -> bool:
         """Whether a part stands there, and would go on from there."""
         part, current = self.parts[number], self.passes[number]
-        if part.position and (current is None or part._active is not current):
+        if part.position and (current is None or part._active is not current.mark):
             return False
         try:
             return self.live_state(number) == state

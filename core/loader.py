@@ -77,8 +77,8 @@ class Loader:
         self._global_batch = 1
         self._peeked: list[Any] = []
         self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
-        self._active: _Pass | None = None  # the pass that owns the cursor
-        self._running: _Pass | None = None  # the same, while the session is open and nothing else is to be done
+        self._active: _Mark | None = None  # the pass that owns the cursor
+        self._running: _Mark | None = None  # the same, while the session is open and nothing else is to be done
         self._trail: deque[_Passed] = deque(maxlen=_REMEMBERED_PASSES)
 
     # --- what it is ---
@@ -532,7 +532,7 @@ class Loader:
             self._session, self._next, self._last = None, self._no_session, None
             session.close()
 
-    def _start(self, current: _Pass) -> Any:
+    def _start(self, current: _Mark) -> Any:
         """The next batch where something has to be done first."""
         if current.exhausted or (current.ended and (current.superseded or current.closed)):
             raise StopIteration
@@ -568,7 +568,7 @@ class Loader:
             self._roll()
         return batch
 
-    def _begin(self, current: _Pass) -> None:
+    def _begin(self, current: _Mark) -> None:
         """A pass that has not been running asks for its first batch."""
         previous, self._active = self._active, current
         if previous is not None:
@@ -587,7 +587,7 @@ class Loader:
         if self._begun:
             self._resumed = False
 
-    def _goes_on(self, current: _Pass, error: BaseException) -> bool:
+    def _goes_on(self, current: _Mark, error: BaseException) -> bool:
         """The session ended or failed. True if the same pass goes on with the next epoch, False if the error stands."""
         session = self._session
         if session is None:
@@ -675,29 +675,40 @@ class _Passed(NamedTuple):
     details: list[tuple[int, str]] | None
 
 
-class _Pass:
-    """One pass over a loader. Several may exist; the one whose `next` was called last owns the cursor."""
+class _Mark:
+    """What a loader knows of a pass over it. Not the pass itself, so that what is left by a ``break`` is no garbage cycle:
 
-    __slots__ = ("_loader", "closed", "ended", "exhausted", "superseded")
+    those are collected in an order in which worker processes are not told to end before they are waited for.
+    """
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    __slots__ = ("closed", "ended", "exhausted", "superseded")
+
+    def __init__(self) -> None:
         self.ended = False  # the last batch has been handed out
         self.exhausted = False  # StopIteration has been raised
         self.superseded = False
         self.closed = False
+
+
+class _Pass:
+    """One pass over a loader. Several may exist; the one whose `next` was called last owns the cursor."""
+
+    __slots__ = ("_loader", "mark")
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader, self.mark = loader, _Mark()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         loader = self._loader
-        if loader._running is not self:
-            return loader._start(self)
+        if loader._running is not self.mark:
+            return loader._start(self.mark)
         try:
             batch = loader._next()
         except BaseException as error:
-            loader._goes_on(self, error)
+            loader._goes_on(self.mark, error)
             raise
         loader._step += 1
         if loader._step == loader._last:

@@ -7,6 +7,7 @@ come back in the order of the requests.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -88,15 +89,24 @@ class Server:
 
 
 class _Shutdown:
-    """Ends the worker processes of a DataLoader's iterator now, not when the garbage is collected."""
+    """Ends the worker processes of a DataLoader's iterator when it is called, or when it is dropped.
+
+    Not when the garbage is collected: that may close the queues first through which the workers are told to end, and
+    then torch waits for each of them for five seconds.
+    """
 
     def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
+        self._finalizer = weakref.finalize(self, _shut_down, iterator)
+        self._finalizer.atexit = False  # torch sees to that
 
     def __call__(self) -> None:
-        shutdown = getattr(self._iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        self._finalizer()
+
+
+def _shut_down(iterator: Any) -> None:
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
 
 
 class _Requests(Sampler[Any]):

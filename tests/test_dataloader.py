@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import multiprocessing
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -787,3 +790,26 @@ def test_nothing_is_sent_through_the_queues_for_the_state() -> None:
     source = DataLoader(sources.Indices(8), batch_size=2, num_workers=1, collate_fn=list)
     with midepoch.wrap(source, seed=5) as loader:
         assert list(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_loader_that_is_dropped_in_mid_epoch_ends_its_workers_at_once(cyclic: bool) -> None:
+    loader = midepoch.wrap(DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2), seed=0)
+    batches = iter(loader)
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) >= 2
+    if cyclic:  # as in a trainer, which refers to its callbacks and they to it
+        trainer: list[object] = [loader, batches]
+        trainer.append(trainer)
+        del trainer
+    gc.disable()
+    try:
+        start = time.monotonic()
+        del loader, batches
+        if cyclic:
+            gc.collect()
+        assert time.monotonic() - start < 4, "torch gives up waiting after five seconds"
+    finally:
+        gc.enable()
+    assert not any(worker.is_alive() for worker in workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ from lightning.pytorch.utilities import CombinedLoader
 import midepoch
 from midepoch import MidepochWarning, StateError
 from midepoch.adapters.trainers.lightning import ExactResume
+
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
 class Killed(BaseException):
@@ -115,9 +119,14 @@ def fit(
     exact: bool = True,
     **settings: Any,
 ) -> Any:
-    settings = {"max_epochs": 3, "limit_val_batches": 1.0 if validation else 0, **settings}
+    settings = {
+        "max_epochs": 3 if CHAOS else 2,
+        "limit_val_batches": 1.0 if validation else 0,
+        "enable_checkpointing": False,
+        **settings,
+    }
     trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[*([ExactResume()] if exact else []), *callbacks], **settings,
     )  # fmt: skip
     with warnings.catch_warnings():
@@ -173,7 +182,7 @@ TRAIN: dict[str, Make] = {
 
 @pytest.mark.parametrize("kind", TRAIN)
 def test_every_batch(kind: str, tmp_path: Path) -> None:
-    assert check_every_cut(tmp_path, "on_train_batch_end", TRAIN[kind]) >= 9
+    assert check_every_cut(tmp_path, "on_train_batch_end", TRAIN[kind]) >= 6
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start"])
@@ -186,7 +195,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "limit": {"limit_train_batches": 3},
     "share": {"limit_train_batches": 0.6},
     "accumulate": {"accumulate_grad_batches": 1},
-    "max_steps": {"max_steps": 12, "max_epochs": -1},
+    "max_steps": {"max_steps": 8, "max_epochs": -1},
     "estimated_stepping_batches": {"module": Peeking},
 }
 
@@ -203,12 +212,12 @@ def test_every_option(option: str, kind: str, hook: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["mapped", "unknown", "dict"])
 def test_max_steps_in_mid_epoch_and_then_more(kind: str, tmp_path: Path) -> None:
     whole: list[Any] = []
-    fit(whole, TRAIN[kind], max_epochs=3)
-    for steps in range(1, 12):
+    fit(whole, TRAIN[kind], max_epochs=2)
+    for steps in (1, 4, 5, 6, 8):
         log: list[Any] = []
         path = tmp_path / "last.ckpt"
-        fit(log, TRAIN[kind], max_epochs=3, max_steps=steps).save_checkpoint(path)
-        fit(log, TRAIN[kind], checkpoint=path, max_epochs=3, max_steps=-1 if steps % 2 else 100)
+        fit(log, TRAIN[kind], max_epochs=2, max_steps=steps).save_checkpoint(path)
+        fit(log, TRAIN[kind], checkpoint=path, max_epochs=2, max_steps=100 if steps > 4 else -1)
         assert log == whole, steps
 
 
@@ -312,7 +321,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     fit(log, mapped, callbacks=(saving,), enable_checkpointing=True)
     assert log == whole
-    for step in range(2, 15, 2):
+    for step in range(2, len(whole), 2):
         log = []
         fit(log, mapped, checkpoint=tmp_path / f"step={step}.ckpt")
         assert log == whole[step:]
@@ -375,7 +384,7 @@ def test_other_loaders_are_refused(tmp_path: Path) -> None:
         fit([], lambda: mapped(12), VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")
     with pytest.raises(StateError, match="2 validation loaders, there are 1"):
         fit([], mapped, VALIDATION["one"], checkpoint=tmp_path / "a.ckpt")
-    with pytest.raises(StateError, match="combination"):
+    with pytest.raises(StateError, match="adapter differs"):
         fit([], TRAIN["dict"], VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")
 
 

@@ -52,7 +52,9 @@ class ExactResume(Callback):
         self._before_sanity_check: list[State] = []
         self._validated: tuple[int, int] | None = None  # loader and batch that a validation will ask for next
         self._saved: dict[str, Any] | None = None  # of the checkpoint that this run goes on from
+        self._validation_states: list[State] = []  # of that checkpoint, until there are loaders to load them
         self._validation_to_finish: tuple[int, int] | None = None
+        self._interrupted: list[State] = []
 
     # --- between Lightning and the loaders ---
 
@@ -73,6 +75,8 @@ class ExactResume(Callback):
             _warn_of_bare("train", bare)
         if bare or combined._mode == "sequential":  # which Lightning refuses for training
             return loaders
+        for part in parts:
+            _begin(part, trainer.current_epoch)
         shape: Callable[[Any], Any] | None = None
         if loaders is combined.flattened[0]:
             loader = parts[0]
@@ -81,8 +85,6 @@ class ExactResume(Callback):
             shape = lambda batch: tree_unflatten(batch, combined._spec)  # noqa: E731
         assert loader is not None  # or it would be a bare one
         self._train = _Handed(loader, shape, lambda: trainer.fit_loop._data_fetcher)
-        if loader.position == 0:
-            loader.set_epoch(trainer.current_epoch)  # loaders may be made anew in mid-run
         self._load_train()
         return self._train
 
@@ -90,6 +92,8 @@ class ExactResume(Callback):
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         parts = [loader_of(each) for each in combined.flattened]
+        for part in parts:
+            _begin(part, trainer.current_epoch)
         self._validation = []
         if combined._mode != "sequential":
             if any(part is None for part in parts):
@@ -103,7 +107,8 @@ class ExactResume(Callback):
             self._validation = [each for each in own if each is not None]
             flat = [bare if each is None else each for each, bare in zip(own, combined.flattened, strict=True)]
             result = CombinedLoader(tree_unflatten(flat, combined._spec), "sequential")
-        self._load_validation()
+        states, self._validation_states = self._validation_states, []
+        self._load_validation(states)
         self._before_sanity_check = [each.state_dict() for each in self._validation]
         return result
 
@@ -116,11 +121,15 @@ class ExactResume(Callback):
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._warn_of_accumulation(trainer)
         ended = _has_ended(trainer)
-        train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
-        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [train]
+        train: State | None = None
+        if not _will_ask_anew(trainer, trainer.fit_loop._last_train_dl_reload_epoch):
+            train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
         next_place = self._validated if trainer.validating and not trainer.sanity_checking else None
         validation = []
-        for index, each in enumerate(self._validation):
+        made = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        validated = [] if _will_ask_anew(trainer, made) else self._validation
+        for index, each in enumerate(validated):
             if next_place is None or len(self._validation) < len(self._validation_loaders(trainer)):
                 validation.append(each.state(0, ended=True))
             else:
@@ -173,7 +182,7 @@ class ExactResume(Callback):
                 f"the checkpoint was saved by another version of midepoch's callback ({saved.get('version')}, this is "
                 f"{_VERSION}): resume with the midepoch that saved it"
             )
-        self._saved = dict(saved)
+        self._saved, self._validation_states = dict(saved), list(saved["validation"])
         place = saved["next_in_validation"]
         self._validation_to_finish = None if place is None else (place[0], place[1])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
@@ -214,8 +223,7 @@ class ExactResume(Callback):
         if self._saved is not None and self._train is not None and self._saved.get("train") is not None:
             self._train.load(self._saved["train"], 0 if self._saved["ended"] else self._saved["batches"])
 
-    def _load_validation(self) -> None:
-        states = [] if self._saved is None else self._saved["validation"]
+    def _load_validation(self, states: list[State]) -> None:
         if not states:
             return
         if len(states) != len(self._validation):
@@ -223,7 +231,7 @@ class ExactResume(Callback):
                 f"the checkpoint has the states of {len(states)} validation loaders, there are {len(self._validation)} "
                 "that are wrapped: make them as they were"
             )
-        place = self._validation_to_finish
+        place, self._interrupted = self._validation_to_finish, states
         for index, (each, state) in enumerate(zip(self._validation, states, strict=True)):
             each.load(state, place[1] if place is not None and place[0] == index else 0)
 
@@ -266,6 +274,8 @@ class ExactResume(Callback):
         """Lightning's count of this epoch's batches, on a world with another global batch."""
         train = self._train
         assert train is not None  # the caller has seen to it
+        if saved["train"] is None:
+            return
         batches = trainer.fit_loop.epoch_loop.batch_progress
         if train.is_split_like(saved["train"]):
             return
@@ -297,9 +307,8 @@ class ExactResume(Callback):
             # Read ahead, from the first loader: read it again when its turn comes.
             val_loop._data_fetcher.batches.clear()
             val_loop._data_fetcher.done = False
-            self._validation_to_finish = place
-            self._load_validation()
-            self._validation_to_finish = None
+            for index, (each, state) in enumerate(zip(self._validation, self._interrupted, strict=True)):
+                each.load(state, place[1] if place[0] == index else 0)
         iterator = val_loop._combined_loader._iterator
         if hasattr(iterator, "_iterator_idx"):
             iterator._iterator_idx = place[0]
@@ -426,6 +435,12 @@ class _Handed:
             self._loader.load_state_dict(self._loader._state_at(self._loader.state_dict(), self._loader.epoch + 1))
 
 
+def _begin(loader: Loader | None, epoch: int) -> None:
+    """Begin with Lightning's epoch, where a loader was made anew in the middle of a run."""
+    if loader is not None and loader.position == 0:
+        loader.set_epoch(epoch)
+
+
 def _intercept(source: Any, take: Callable[[Any], Any]) -> None:
     """Let `take` have what Lightning's source of loaders gives, each time it is asked."""
     source.dataloader = lambda: take(type(source).dataloader(source))
@@ -441,6 +456,12 @@ def _has_ended(trainer: Any) -> bool:
         trainer.fit_loop.epoch_loop.batch_progress.current.ready
         == trainer.fit_loop.epoch_loop.batch_progress.current.processed
     )
+
+
+def _will_ask_anew(trainer: Any, made: float) -> bool:
+    """Whether an epoch is over, and the next one asks for loaders anew. `made`: the epoch in which it did so last."""
+    epochs, every = trainer.fit_loop.epoch_progress.current, trainer.reload_dataloaders_every_n_epochs
+    return bool(every) and epochs.processed == epochs.ready and epochs.processed - made >= every
 
 
 def _stand_in_validation(loops: dict[str, Any], done: int | None = None) -> None:
