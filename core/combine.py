@@ -15,7 +15,7 @@ import math
 import zlib
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
@@ -487,7 +487,8 @@ class CombinedAdapter(Adapter):
         """What gives the next batch of a part's pass."""
         current = self.passes[number]
         assert current is not None  # _arrive has made it
-        return current.__next__
+        following: Callable[[], Any] = current.__next__
+        return following
 
     def leave(self, number: int) -> None:
         """Have a part that is leaving an epoch do so."""

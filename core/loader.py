@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ from .world import Share, Tail, World
 
 __all__ = ["Loader", "loader_of"]
 
+# Modules whose call of load_state_dict means that a count of batches was restored beside it.
+_COUNT_BATCHES = (
+    "lightning.pytorch.utilities.combined_loader",
+    "pytorch_lightning.utilities.combined_loader",
+)
 _REMEMBERED_PASSES = 4  # for in_flight batches that were taken before an epoch rolled over
 _REMEMBERED_DETAILS = 4  # of each, where a place has one that arithmetic does not give
 
@@ -259,12 +265,26 @@ class Loader:
                 and what to do. The loader is as it was.
         """
         checked, detail = self._check_state(state)
+        self._warn_a_trainer_that_counts(checked)
         self._move(checked["epoch"], checked["position"])
         self._seed, self._seed_is_private = checked["seed"], False
         self._detail = detail
         self._loaded = checked
         self._world = None
         self._resumed = True
+
+    def _warn_a_trainer_that_counts(self, state: State) -> None:
+        world_size, caller = self._current_world().world_size, sys._getframe(2).f_globals.get("__name__", "")
+        if caller not in _COUNT_BATCHES or not state["position"]:
+            return
+        if (world_size, self._adapter.batch_size) != (state["world_size"], state["batch_size"]):
+            warnings.warn(
+                f"the checkpoint is of {state['world_size']} processes with batches of {state['batch_size']}, these are "
+                f"{world_size} with {self._adapter.batch_size}. Lightning counts batches, and ends this epoch too early "
+                "or too late: add midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
+                MidepochWarning,
+                stacklevel=3,
+            )
 
     def _check_state(self, state: State) -> tuple[State, str]:
         """A copy of a state that this loader could go on from, and this rank's detail in it."""
@@ -676,9 +696,10 @@ class _Passed(NamedTuple):
 
 
 class _Mark:
-    """What a loader knows of a pass over it. Not the pass itself, so that what is left by a ``break`` is no garbage cycle:
+    """What a loader knows of a pass over it.
 
-    those are collected in an order in which worker processes are not told to end before they are waited for.
+    Not the pass itself, so that what a ``break`` leaves is no cycle: in garbage that is collected, worker processes may
+    be waited for before they are told to end.
     """
 
     __slots__ = ("closed", "ended", "exhausted", "superseded")

@@ -7,12 +7,14 @@ is written beside the snapshot, synced, and renamed over it, so that whoever is 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
 import os
 import random
 import signal
+import sys
 import time
 import uuid
 import warnings
@@ -56,7 +58,7 @@ class Snapshot:
     Every process makes one, and calls `load`, `step` and `save` at the same places: they talk to each other.
 
     On SIGTERM or SIGUSR1, be it to one process only, all of them save after the same batch and leave by SystemExit.
-    While they train, that costs a small exchange every fifth of a second, in the background; in one process nothing.
+    While they train, that costs a small exchange every fifth of a second; in one process nothing.
 
     The file is what ``torch.save`` writes: ``torch.load(path, weights_only=True)["parts"]["model"]`` is the model's
     state. One before it lies beside it, ``snapshot.pt.1``, and is taken where the newest is damaged.
@@ -116,17 +118,16 @@ class Snapshot:
         self._newest_is_sound = True
         self._asked = False  # load or save has been called
         self._signalled = 0  # number of the signal that was received
-        self._pending: tuple[torch.distributed.Work, torch.Tensor] | None = None
         self._last_agreement = (0, 0.0)  # step and time
         self._next_agreement = _RARELY
         self._due = 0  # the step at which `step` has more to do than to count
-        self._process, self._handlers = os.getpid(), {}
+        self._process = os.getpid()
+        self._handlers: dict[int, Any] = {}  # of others, by signal
         self._install(signals)
 
     # --- signals ---
 
     def _install(self, signals: Iterable[signal.Signals]) -> None:
-        self._handlers: dict[int, Any] = {}
         try:
             for number in signals:
                 self._handlers[number] = signal.signal(number, self._receive)
@@ -187,6 +188,8 @@ class Snapshot:
             if ranks.rank == 0:
                 _logger.warning("a signal was received: saved %s after step %d, leaving", self.path, self.steps)
             self.close()
+            if ranks.size > 1:
+                atexit.register(_end_here, self._exit_status)
             raise SystemExit(self._exit_status)
         next_save = _RARELY if self._every is None else self.steps - self.steps % self._every + self._every
         self._due = min(next_save, self._next_agreement)
@@ -194,28 +197,20 @@ class Snapshot:
             self._due = 0
 
     def _agree(self, ranks: _Ranks) -> bool:
-        """Whether some rank has received a signal: said in the background at one step, known at the next."""
-        stop = False
-        if self._pending is not None:
-            work, said = self._pending
-            work.wait()
-            self._pending = None
-            stop = bool(said[0] > 0)
-            # All ranks read the same numbers, so they choose the same step.
-            seconds_a_step = float(said[1])
-            apart = int(_SECONDS_BETWEEN_AGREEMENTS / seconds_a_step) if seconds_a_step > 0 else 1
-            self._next_agreement = self.steps + min(max(apart, 1), _MOST_STEPS_BETWEEN_AGREEMENTS)
-        if self._next_agreement == _RARELY or self.steps >= self._next_agreement:
-            step, before = self._last_agreement
-            now = time.monotonic()
-            seconds = (now - before) / (self.steps - step) if before and self.steps > step else 0.0
-            self._last_agreement = self.steps, now
-            said = torch.tensor([float(self._signalled), seconds], dtype=torch.float64)
-            work = torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, ranks.group, async_op=True)
-            assert work is not None  # this process is one of the group
-            self._pending = work, said
-            self._next_agreement = self.steps + 1
-        return stop
+        """Whether some rank has received a signal. All ask each other at the same steps, some five times a second."""
+        if self._next_agreement != _RARELY and self.steps < self._next_agreement:
+            return False
+        step, before = self._last_agreement
+        now = time.monotonic()
+        seconds = (now - before) / (self.steps - step) if before and self.steps > step else 0.0
+        said = torch.tensor([float(self._signalled), seconds], dtype=torch.float64)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, ranks.group)
+        self._last_agreement = self.steps, time.monotonic()
+        # All ranks have the same numbers now, so they choose the same step.
+        signalled, seconds = said.tolist()
+        apart = int(_SECONDS_BETWEEN_AGREEMENTS / seconds) if seconds > 0 else 1
+        self._next_agreement = self.steps + min(max(apart, 1), _MOST_STEPS_BETWEEN_AGREEMENTS)
+        return bool(signalled)
 
     # --- saving ---
 
@@ -338,8 +333,8 @@ class Snapshot:
         if ranks.rank == 0:
             try:
                 chosen = _find(self.path)
-            except SnapshotError as error:
-                problem = str(error)
+            except SnapshotError as found:
+                problem = str(found)
         problem, chosen = ranks.broadcast((problem, chosen))
         if problem:
             raise SnapshotError(problem)
@@ -560,6 +555,21 @@ def _sharded(state: Any, path: str) -> str:
     return next(filter(None, (_sharded(each, f"{path}[{key!r}]") for key, each in items)), "")
 
 
+def _end_here(status: int) -> None:
+    """Run the other functions of atexit, and end without taking the interpreter apart.
+
+    The model in DistributedDataParallel is still there, and the process group. In one of ten runs gloo's threads do not
+    survive that C++ takes these down ("terminate called without an active exception"), and torchrun would report that
+    the job has failed.
+    """
+    atexit.unregister(_end_here)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
 # --- random generators of the training process ----------------------------------------------------------------------
 
 
@@ -569,7 +579,7 @@ def _generators() -> str:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return encode(state)
 
@@ -666,7 +676,7 @@ def _check_content(path: Path, content: dict[str, Any]) -> None:
     kinds = {"id": str, "steps": int, "world_size": int, "seed": int, "generators": list, "parts": dict}
     for name, kind in kinds.items():
         value = content.get(name)
-        if type(value) is not kind or (kind is int and not 0 <= value < 1 << 64):
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 64):
             raise SnapshotError(f"{path} is damaged ({name} is missing or of another type)")
     if not content["generators"] or not all(isinstance(each, str) for each in content["generators"]):
         raise SnapshotError(f"{path} is damaged (generators)")

@@ -1,7 +1,6 @@
 """PyTorch's fault-tolerance tutorial, going on at the very batch: ``torchrun --nproc-per-node 2 examples/torchrun.py``.
 
-Kill it at any time, start it again on another number of processes, or let torchrun do so (``--max-restarts 100``). On
-machines that come and go: ``torchrun --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 ...`` on each of them.
+Kill it at any time, start it again on another number of processes, or let torchrun do so (docs/trainers.md).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import midepoch
 
 class Trainer:
     def __init__(
-        self, model: torch.nn.Module, data: DataLoader[list[torch.Tensor]], save_every: int, path: str
+        self, model: torch.nn.Module, data: DataLoader[tuple[torch.Tensor, ...]], save_every: int, path: str
     ) -> None:
         self.data = midepoch.wrap(data, seed=0)
         self.model = DistributedDataParallel(model)
@@ -42,13 +41,7 @@ class Trainer:
                 self.snapshot.step()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("snapshot", nargs="?", default="snapshot.pt")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--save-every", type=int, default=5, help="batches")
-    options = parser.parse_args()
-    torch.distributed.init_process_group("gloo")
+def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
@@ -58,4 +51,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("snapshot", nargs="?", default="snapshot.pt")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--save-every", type=int, default=5, help="batches")
+    torch.distributed.init_process_group("gloo")
+    train(parser.parse_args())  # whose model is gone when the group goes, which gloo wants
+    torch.distributed.destroy_process_group()

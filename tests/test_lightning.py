@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +25,6 @@ from lightning.pytorch.utilities import CombinedLoader
 import midepoch
 from midepoch import MidepochWarning, StateError
 from midepoch.adapters.trainers.lightning import ExactResume
-
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
@@ -399,3 +401,65 @@ def test_the_progress_bar_stands_where_the_epoch_does(tmp_path: Path) -> None:
         fit([], mapped, callbacks=(Saver("on_train_batch_end", 3, tmp_path / "a.ckpt"),))
     fit([], mapped, callbacks=(Bar(),), checkpoint=tmp_path / "a.ckpt", max_epochs=1)
     assert seen == [3, 4]
+
+
+# --- on several processes, and another number of them ---
+
+
+def job(folder: Path, phase: str, ranks: int, *options: str) -> str:
+    """A job under Lightning's own launcher; returns what it printed."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).parent / "lightning_elastic_job.py")
+    done = subprocess.run(
+        [sys.executable, script, str(folder), phase, str(ranks), *options],
+        env=environment, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def steps_of(folder: Path, phase: str) -> list[Any]:
+    """For each step: Lightning's epoch and batch number, and the samples of all ranks together."""
+    ranks = [
+        [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob(f"{phase}-[0-9]"))
+    ]
+    return [
+        [step[0][0], step[0][1], [sample for rank in step for sample in rank[2]]] for step in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["mapped", "stream"])
+def test_another_number_of_processes(kind: str, tmp_path: Path) -> None:
+    job(tmp_path, "whole", 1, "--kind", kind)
+    whole = steps_of(tmp_path, "whole")
+    assert len(whole) == 12
+    job(tmp_path, "two", 2, "--kind", kind, "--stop", "4")
+    job(tmp_path, "three", 3, "--kind", kind, "--stop", "8", "--checkpoint", str(tmp_path / "two.ckpt"))
+    job(tmp_path, "one", 1, "--kind", kind, "--checkpoint", str(tmp_path / "three.ckpt"))
+    parts = [steps_of(tmp_path, phase) for phase in ("two", "three", "one")]
+    assert [len(part) for part in parts] == [4, 4, 4]
+    found = [step for part in parts for step in part]
+    assert [step[:2] for step in found] == [step[:2] for step in whole], "Lightning counts on"
+    if kind == "mapped":
+        assert found == whole
+    else:  # the stream is shared in another way by another number of ranks
+        for epoch in (0, 1):
+            samples = sorted(sample for step in found if step[0] == epoch for sample in step[2])
+            assert samples == sorted(sample for step in whole if step[0] == epoch for sample in step[2])
+
+
+def test_another_global_batch(tmp_path: Path) -> None:
+    job(tmp_path, "two", 2, "--kind", "smaller", "--stop", "4")  # 48 of 72 samples: four of six batches
+    printed = job(tmp_path, "one", 1, "--kind", "smaller", "--checkpoint", str(tmp_path / "two.ckpt"))
+    assert "counts batches" not in printed
+    first, second = steps_of(tmp_path, "two"), steps_of(tmp_path, "one")
+    assert [step[:2] for step in second] == [[0, batch] for batch in range(8, 12)] + [[1, batch] for batch in range(12)]
+    samples = [sample[0] for step in first + second if step[0] == 0 for sample in step[2]]
+    assert sorted(samples) == [float(number) for number in range(72)]
+    # Without the callback Lightning's count is of the old batches, which is told.
+    job(tmp_path, "bare", 2, "--kind", "smaller", "--stop", "4", "--bare")
+    printed = job(tmp_path, "after", 1, "--kind", "smaller", "--checkpoint", str(tmp_path / "bare.ckpt"), "--bare")
+    assert "Lightning counts batches" in printed and "ExactResume" in printed

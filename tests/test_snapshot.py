@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -247,7 +248,8 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="has format 2, this midepoch reads 1"):
         run.snapshot.load()
     for name in ("id", "steps", "generators", "parts", "seed", "world_size"):
-        for wrong in (None, -1, [1], {}):
+        others: tuple[Any, ...] = (None, -1, [1], {})
+        for wrong in others:
             torch.save({**content, name: wrong}, tmp_path / "snapshot.pt")
             if name == "parts" and wrong == {}:
                 continue  # a snapshot of nothing
@@ -595,7 +597,8 @@ def wait_for(condition: Any, job: Job, seconds: float = 90) -> Any:
             return found
         assert job.process.poll() is None, job.wait()
         time.sleep(0.02)
-    raise AssertionError(f"nothing happened; {job.kill()} {job.wait()}")
+    job.kill()
+    raise AssertionError(f"nothing happened: {job.wait()}")
 
 
 def pids(folder: Path, world_size: int) -> dict[int, int]:
@@ -692,3 +695,55 @@ def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:
     samples = [sample[0] for event in events(tmp_path) if "step" in event for sample in event["batch"]]
     assert len(before) == 2 * left
     assert sorted(samples) == list(range(torchrun_job.SIZE)), "each sample once"
+
+
+def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
+    """Agents of three machines, here in one: two begin, a third joins, and then two of them are lost."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = (
+        "--nnodes=1:3", "--rdzv-id=elastic", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=120",
+        "--max-restarts=20", "--monitor-interval=0.2",
+    )  # fmt: skip
+    options = ("--every=2", "--pause=0.15", "--epochs=2")
+    agents = [Job(tmp_path, 1, *options, launcher=launcher)]
+    try:
+        wait_for(lambda: pids(tmp_path, 1), agents[0])  # it holds the rendezvous
+        for world_size in (2, 3):
+            agents.append(Job(tmp_path, 1, *options, launcher=launcher))
+            wait_for(lambda size=world_size: trained(tmp_path, size), agents[0])
+        # Two machines are gone in an instant: their agents and their processes.
+        lost = [child for agent in agents[1:] for child in children(agent.process.pid)]
+        for agent in agents[1:]:
+            agent.kill()
+        for child in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        before = len([event for event in events(tmp_path) if "pid" in event])
+        output = agents[0].wait()
+        assert agents[0].process.returncode == 0, output
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert global_batches(tmp_path) == uninterrupted
+    starts = [event for event in events(tmp_path) if "pid" in event]
+    assert {event["world_size"] for event in starts[:before]} == {1, 2, 3}
+    assert {event["world_size"] for event in starts[before:]} == {1}
+    assert starts[-1]["resumed"] and starts[-1]["steps"] > 0
+
+
+def trained(folder: Path, world_size: int) -> bool:
+    """Whether all of so many ranks have trained on a batch together, and a snapshot has been saved since."""
+    steps = [event for event in events(folder) if event.get("world_size") == world_size and "step" in event]
+    return len({event["rank"] for event in steps}) == world_size and len({event["step"] for event in steps}) > 3
+
+
+def children(process: int) -> list[int]:
+    """All processes below one."""
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *children(child)]
+    return found

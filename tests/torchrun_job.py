@@ -40,7 +40,7 @@ def source(batch_size: int, own: bool) -> Any:
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    sampler: Any = DistributedSampler(Noisy(), seed=3) if torch.distributed.is_initialized() else None  # type: ignore[arg-type]
+    sampler: Any = DistributedSampler(Noisy(), seed=3) if torch.distributed.is_initialized() else None
     return StatefulDataLoader(Noisy(), batch_size=batch_size, sampler=sampler)
 
 
@@ -57,6 +57,13 @@ def main() -> None:
     distributed = "WORLD_SIZE" in os.environ
     if distributed:
         torch.distributed.init_process_group("gloo")
+    # In a function of its own, so that the model is gone before the group.
+    train(options, distributed)
+    if distributed:
+        torch.distributed.destroy_process_group()
+
+
+def train(options: argparse.Namespace, distributed: bool) -> None:
     world = midepoch.World.current()
     torch.set_num_threads(1)
     torch.manual_seed(world.rank)

@@ -1,8 +1,8 @@
 """Drop-ins for ``fn.readers`` whose order is midepoch's: any world size, and a resume is a jump.
 
 Call them in a pipeline definition, one for each pipeline. Nothing here takes ``num_shards`` and ``shard_id``: midepoch
-shards, by the world as it is when iteration starts. The pipeline gets one thread more than its ``num_threads``, in place
-of the thread in which DALI's own readers read.
+shards, by the world as it is when iteration starts. The pipeline gets one thread more than its ``num_threads``, in
+place of the thread in which DALI's own readers read.
 """
 
 from __future__ import annotations

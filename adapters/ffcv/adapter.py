@@ -189,12 +189,12 @@ def _requests(run: Run, order: EpochOrder, drawing: bool) -> Iterator[Request]:
             indices = np.concatenate(
                 [order[first:stop] if stop <= size else _one_by_one(order, first, stop) for first, stop in block]
             )
-        indices = indices.astype(np.uint64)
-        keys = derive_keys(sample_key, positions) if drawing else indices
+        samples = indices.astype(np.uint64)
+        keys = derive_keys(sample_key, positions) if drawing else samples
         begin = 0
         for first, stop in block:
             end = begin + stop - first
-            yield Request(indices[begin:end], keys[begin:end], extend_key(batch_key, first), first, stop)
+            yield Request(samples[begin:end], keys[begin:end], extend_key(batch_key, first), first, stop)
             begin = end
 
 

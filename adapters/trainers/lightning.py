@@ -75,15 +75,15 @@ class ExactResume(Callback):
             _warn_of_bare("train", bare)
         if bare or combined._mode == "sequential":  # which Lightning refuses for training
             return loaders
+        wrapped = [each for each in parts if each is not None]
         for part in parts:
             _begin(part, trainer.current_epoch)
         shape: Callable[[Any], Any] | None = None
         if loaders is combined.flattened[0]:
-            loader = parts[0]
+            loader = wrapped[0]
         else:
-            loader = combine(parts, combined._mode)
+            loader = combine(wrapped, combined._mode)
             shape = lambda batch: tree_unflatten(batch, combined._spec)  # noqa: E731
-        assert loader is not None  # or it would be a bare one
         self._train = _Handed(loader, shape, lambda: trainer.fit_loop._data_fetcher)
         self._load_train()
         return self._train
@@ -99,8 +99,9 @@ class ExactResume(Callback):
             if any(part is None for part in parts):
                 return loaders
             shape = lambda batch: tree_unflatten(batch, combined._spec)  # noqa: E731
-            handed = _Handed(combine(parts, combined._mode), shape, lambda: val_loop._data_fetcher)
-            self._validation, result = [handed], handed
+            wrapped = [each for each in parts if each is not None]
+            result: Any = _Handed(combine(wrapped, combined._mode), shape, lambda: val_loop._data_fetcher)
+            self._validation = [result]
         else:
             fetcher = lambda: val_loop._data_fetcher  # noqa: E731
             own = [None if part is None else _Handed(part, None, fetcher) for part in parts]

@@ -8,7 +8,7 @@ import transformers.trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from midepoch.errors import StateMismatchError
+from midepoch.errors import StateError, StateMismatchError
 from midepoch.loader import Loader, loader_of
 from midepoch.protocol import State
 from midepoch.state import gather
@@ -19,8 +19,8 @@ __all__ = ["feed"]
 def feed(trainer: Trainer, loader: Loader) -> None:
     """Let `trainer` train on `loader`, and save and resume with it: call it once, before ``trainer.train``.
 
-    Nothing else changes: ``trainer.train(resume_from_checkpoint=True)`` goes on at the very batch, accumulated gradients
-    and the count of steps included. The state is in each checkpoint's trainer_state.json.
+    Nothing else changes: ``trainer.train(resume_from_checkpoint=True)`` goes on at the very batch, and the count of
+    steps with it. The state is in each checkpoint's trainer_state.json.
 
     The Trainer counts epochs by steps, so an epoch must have as many batches for each process when a run resumes: on
     another number of processes change ``per_device_train_batch_size`` so that the product stays the same.
@@ -41,23 +41,15 @@ def feed(trainer: Trainer, loader: Loader) -> None:
     gathered: list[State] = []
 
     class MidepochState(TrainerCallback, ExportableState):  # type: ignore[misc]
-        """What the Trainer saves by name, and makes anew from what it has saved."""
+        """What the Trainer saves by the name of its class, with its own state."""
 
         def state(self) -> dict[str, Any]:
             state = gathered.pop() if gathered else fed.state_dict()
             return {"args": {}, "attributes": {"loader": state, "batches": _length(fed)}}
 
-        @classmethod
-        def from_state(cls, state: dict[str, Any]) -> MidepochState:
-            found = state["attributes"]
-            if found["batches"] != _length(fed):
-                raise StateMismatchError(
-                    f"an epoch had {found['batches']} batches for each process when the checkpoint was saved and has "
-                    f"{_length(fed)} now, and the Trainer counts epochs by steps: choose the batch size so that batch size "
-                    "times number of processes is as it was"
-                )
-            fed.load_state_dict(found["loader"])
-            return cls()
+        def on_train_begin(self, arguments: Any, state: Any, control: Any, **keywords: Any) -> None:
+            if state.global_step:
+                _load(fed, state.stateful_callbacks.get(type(self).__name__))
 
     def save(*arguments: Any, **keywords: Any) -> Any:
         # The Trainer asks for states on one process alone; this is called on all.
@@ -67,6 +59,22 @@ def feed(trainer: Trainer, loader: Loader) -> None:
     saves, trainer._save_checkpoint = trainer._save_checkpoint, save
     trainer.get_train_dataloader = lambda: fed
     trainer.add_callback(MidepochState())
+
+
+def _load(loader: Loader, saved: Any) -> None:
+    if not isinstance(saved, dict):
+        raise StateError(
+            "the checkpoint holds no state of a loader, since it was saved without midepoch's feed(): start from one "
+            "that was, or train without feed()"
+        )
+    found = saved["attributes"]
+    if found["batches"] != _length(loader):
+        raise StateMismatchError(
+            f"an epoch had {found['batches']} batches for each process when the checkpoint was saved and has "
+            f"{_length(loader)} now, and the Trainer counts epochs by steps: choose the batch size so that batch size "
+            "times number of processes is as it was"
+        )
+    loader.load_state_dict(found["loader"])
 
 
 def _length(loader: Loader) -> int | None:
