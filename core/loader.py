@@ -279,9 +279,9 @@ class Loader:
             return
         if (world_size, self._adapter.batch_size) != (state["world_size"], state["batch_size"]):
             warnings.warn(
-                f"the checkpoint is of {state['world_size']} processes with batches of {state['batch_size']}, these are "
-                f"{world_size} with {self._adapter.batch_size}. Lightning counts batches, and ends this epoch too early "
-                "or too late: add midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
+                f"the checkpoint is of {state['world_size']} processes with batches of {state['batch_size']}, these "
+                f"are {world_size} with {self._adapter.batch_size}. Lightning counts batches, and ends this epoch too "
+                "early or too late: add midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
                 MidepochWarning,
                 stacklevel=3,
             )

@@ -121,6 +121,9 @@ class Snapshot:
         self._last_agreement = (0, 0.0)  # step and time
         self._next_agreement = _RARELY
         self._due = 0  # the step at which `step` has more to do than to count
+        # Kept, since gloo's threads let go of it a little later than they say. Were theirs the last reference, they
+        # would need the interpreter to free it, and if that is the moment at which it ends, the process is aborted.
+        self._said = torch.zeros(2, dtype=torch.float64)
         self._process = os.getpid()
         self._handlers: dict[int, Any] = {}  # of others, by signal
         self._install(signals)
@@ -203,14 +206,21 @@ class Snapshot:
         step, before = self._last_agreement
         now = time.monotonic()
         seconds = (now - before) / (self.steps - step) if before and self.steps > step else 0.0
-        said = torch.tensor([float(self._signalled), seconds], dtype=torch.float64)
-        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, ranks.group)
+        signalled, seconds = self._largest(ranks, float(self._signalled), seconds)
         self._last_agreement = self.steps, time.monotonic()
-        # All ranks have the same numbers now, so they choose the same step.
-        signalled, seconds = said.tolist()
+        # All ranks have the same numbers, so they choose the same step.
         apart = int(_SECONDS_BETWEEN_AGREEMENTS / seconds) if seconds > 0 else 1
         self._next_agreement = self.steps + min(max(apart, 1), _MOST_STEPS_BETWEEN_AGREEMENTS)
         return bool(signalled)
+
+    def _largest(self, ranks: _Ranks, *numbers: float) -> list[float]:
+        """The largest that any rank says, of each of two numbers."""
+        said = self._said
+        said[:] = torch.tensor(numbers, dtype=said.dtype)
+        if ranks.size > 1:
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, ranks.group)
+        largest: list[float] = said.tolist()
+        return largest
 
     # --- saving ---
 
@@ -242,8 +252,8 @@ class Snapshot:
             except Exception as error:  # noqa: BLE001  # the same
                 problem = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {error}"
                 cause = error
-        problem = ranks.broadcast(problem)
-        if problem:
+        if self._largest(ranks, float(bool(problem)), 0.0)[0]:
+            problem = ranks.broadcast(problem)
             raise SnapshotError(f"{self.path} was not saved, the snapshot before it is as it was: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
@@ -282,11 +292,10 @@ class Snapshot:
             "parts": states,
         }
         self._check_owner()
-        with _locked_draft(self.path) as draft:
-            with draft.open("r+b") as file, _checksums():
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
+        with _locked_draft(self.path) as (draft, descriptor):
+            with _checksums():
+                torch.save(content, draft)
+            os.fsync(descriptor)
             try:
                 torch.load(draft, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:
@@ -719,8 +728,8 @@ def _rotate(path: Path, keep: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked_draft(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, which is gone in the end unless it was renamed, and those that others left are too."""
+def _locked_draft(path: Path) -> Iterator[tuple[Path, int]]:
+    """A new file beside `path`, and its descriptor. In the end it is gone, unless renamed, and so are others' drafts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_drafts(path)
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT}")
@@ -728,7 +737,7 @@ def _locked_draft(path: Path) -> Iterator[Path]:
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield draft
+        yield draft, descriptor
     finally:
         draft.unlink(missing_ok=True)
         os.close(descriptor)

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
 from midepoch import StateMismatchError
+
+dcp: Any = torch.distributed.checkpoint  # which does not say what it exports
 
 
 class Noisy(Dataset[dict[str, torch.Tensor]]):
@@ -148,8 +151,6 @@ def test_accelerate(cut: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
 @pytest.mark.parametrize("background", [False, True])
 def test_distributed_checkpoint(background: bool, cut: int, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     loader = make()
     before = head(loader, cut)
     if background:
@@ -169,8 +170,6 @@ def test_distributed_checkpoint(background: bool, cut: int, tmp_path: Path) -> N
 
 
 def test_distributed_checkpoint_on_another_number_of_processes(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     two = [midepoch.wrap(DataLoader(Noisy(24), batch_size=2), seed=3, world=midepoch.World(r, 2)) for r in range(2)]
     samples = [int(x) for loader in two for batch in head(loader, 2) for x, _ in batch]
     dcp.save({"loader": two[0]}, checkpoint_id=str(tmp_path))

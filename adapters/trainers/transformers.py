@@ -32,22 +32,23 @@ def feed(trainer: Trainer, loader: Loader) -> None:
     Raises:
         TypeError: an argument is something else.
     """
-    fed = loader_of(loader)
-    if not isinstance(trainer, Trainer) or fed is None:
+    found = loader_of(loader)
+    if not isinstance(trainer, Trainer) or found is None:
         raise TypeError(
             f"feed takes a Trainer and a loader that was wrapped, got a {type(trainer).__name__} and a "
             f"{type(loader).__name__}: feed(trainer, midepoch.wrap(loader))"
         )
+    fed: Loader = found
     gathered: list[State] = []
 
-    class MidepochState(TrainerCallback, ExportableState):  # type: ignore[misc]
+    class MidepochState(TrainerCallback, ExportableState):
         """What the Trainer saves by the name of its class, with its own state."""
 
         def state(self) -> dict[str, Any]:
             state = gathered.pop() if gathered else fed.state_dict()
             return {"args": {}, "attributes": {"loader": state, "batches": _length(fed)}}
 
-        def on_train_begin(self, arguments: Any, state: Any, control: Any, **keywords: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
             if state.global_step:
                 _load(fed, state.stateful_callbacks.get(type(self).__name__))
 
@@ -56,8 +57,8 @@ def feed(trainer: Trainer, loader: Loader) -> None:
         gathered[:] = [gather(fed)]
         return saves(*arguments, **keywords)
 
-    saves, trainer._save_checkpoint = trainer._save_checkpoint, save
-    trainer.get_train_dataloader = lambda: fed
+    saves = trainer._save_checkpoint
+    vars(trainer).update(_save_checkpoint=save, get_train_dataloader=lambda: fed)
     trainer.add_callback(MidepochState())
 
 
@@ -89,5 +90,5 @@ def _skip_none_of_ours(dataloader: Any, num_batches: int = 0) -> Any:
     return dataloader if isinstance(dataloader, Loader) else _skips(dataloader, num_batches)
 
 
-_skips = transformers.trainer.skip_first_batches
-transformers.trainer.skip_first_batches = _skip_none_of_ours
+_skips = vars(transformers.trainer)["skip_first_batches"]
+vars(transformers.trainer)["skip_first_batches"] = _skip_none_of_ours
