@@ -1,8 +1,8 @@
 """What a Snapshot costs: a save beside plain torch.save, and the training loop between saves.
 
 Run ``python benchmarks/snapshot.py``. Alternated rounds in one run; reported are medians of the rounds' ratios for
-saves, whose times have a long tail, and geometric means for steps, each with the interval that holds the true one in 95 of 100
-runs. Prints Markdown; docs/trainers.md holds it.
+saves, whose times have a long tail, and geometric means for steps, each with the interval that holds the true one in 95
+of 100 runs. Prints Markdown; docs/trainers.md holds it.
 """
 
 from __future__ import annotations
