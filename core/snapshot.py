@@ -570,7 +570,7 @@ def _sharded(state: Any, path: str) -> str:
 def _end_here(status: int) -> None:
     """Run the other functions of atexit, and end without taking the interpreter apart.
 
-    The model in DistributedDataParallel is still there, and the process group. Gloo's threads do not always survive that
+    The model in DistributedDataParallel is still there, and the process group. Gloo's threads may not survive that
     C++ takes these down ("terminate called without an active exception"), and torchrun would report that
     the job has failed.
     """
