@@ -64,6 +64,7 @@ class ExactResume(Callback):
             return
         fit_loop = trainer.fit_loop
         self._train, self._validation, self._validated = None, [], None
+        self._saved, self._validation_states, self._validation_to_finish = None, [], None
         _intercept(fit_loop._data_source, lambda loaders: self._take_train(loaders, trainer))
         _intercept(fit_loop.epoch_loop.val_loop._data_source, lambda loaders: self._take_validation(loaders, trainer))
 
@@ -130,9 +131,13 @@ class ExactResume(Callback):
         validation = []
         made = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         validated = [] if _will_ask_anew(trainer, made) else self._validation
+        # One that is not wrapped cannot be taken up in its middle, so all of them begin this validation anew.
+        anew = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
         for index, each in enumerate(validated):
-            if next_place is None or len(self._validation) < len(self._validation_loaders(trainer)):
+            if next_place is None:
                 validation.append(each.state(0, ended=True))
+            elif anew:
+                validation.append(each.state(each.handed, ended=False))
             else:
                 loader, batch = next_place
                 in_flight = each.handed - batch if index == loader else each.handed if index > loader else 0
@@ -143,10 +148,10 @@ class ExactResume(Callback):
             "ended": ended,
             "batches": progress.current.processed,
             "validation": validation,
-            "next_in_validation": next_place,
+            "next_in_validation": None if anew else next_place,
         }
         if next_place is not None:
-            _stand_in_validation(checkpoint["loops"]["fit_loop"])
+            _stand_in_validation(checkpoint["loops"]["fit_loop"], 0 if anew else None)
 
     def _validation_loaders(self, trainer: Any) -> list[Any]:
         combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
