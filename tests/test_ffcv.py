@@ -322,12 +322,12 @@ def test_images_that_grow_with_the_epochs() -> None:
         return decoder, {"image": [decoder, ToTensor(), ToTorchImage()], "label": [IntDecoder(), ToTensor()]}
 
     decoder, pipelines = images(12)
-    loader = midepoch.wrap(sources.make(pipelines))
+    loader = midepoch.wrap(sources.make(pipelines), seed=3)
     assert read(loader)[0][0].shape[-2:] == (12, 12)
     decoder.output_size = (16, 16)
     grown = read(loader)
     assert grown[0][0].shape[-2:] == (16, 16)
-    fresh = midepoch.wrap(sources.make(images(16)[1]))
+    fresh = midepoch.wrap(sources.make(images(16)[1]), seed=3)
     fresh.seek(epoch=1)
     assert same(read(fresh), grown)
 
