@@ -61,6 +61,8 @@ def main() -> None:
     train(options, distributed)
     if distributed:
         torch.distributed.destroy_process_group()
+        # Gloo's threads may still hold tensors of the last step, and abort a process that ends while they let go.
+        os._exit(0)
 
 
 def train(options: argparse.Namespace, distributed: bool) -> None:
