@@ -18,7 +18,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from . import state as states
@@ -30,7 +29,8 @@ from .world import Share, Tail, World
 
 __all__ = ["Loader", "loader_of"]
 
-# Modules whose call of load_state_dict means that a count of batches was restored beside it.
+# Modules whose call of load_state_dict means that a count of batches was restored beside it. Here, since no adapter is
+# loaded where the callback that mends the count is missing.
 _COUNT_BATCHES = (
     "lightning.pytorch.utilities.combined_loader",
     "pytorch_lightning.utilities.combined_loader",
@@ -473,9 +473,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:

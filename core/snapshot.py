@@ -1,8 +1,8 @@
 """Training snapshots: model, optimizer, loader and random generators in one file, which is whole or not there.
 
 For scripts under torchrun, whose processes may be killed, stopped by a signal and started again in another number at
-any time. Rank 0 writes, all ranks read. `Snapshot` holds the objects; `_files` below are the rules of the disk: a draft
-is written beside the snapshot, synced, and renamed over it, so that whoever is killed in between leaves the old one.
+any time. Rank 0 writes, all ranks read. A draft is written beside the snapshot, synced, and renamed over it, so that
+whoever is killed in between leaves the old one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -162,9 +162,7 @@ class Snapshot:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- in the training loop ---
@@ -361,18 +359,31 @@ class Snapshot:
             )
         error: Exception | None = None
         content: dict[str, Any] = {}
+        generators: dict[str, Any] | None = None
         try:
             content = self._read(chosen)
-        except Exception as caught:  # noqa: BLE001  # the others must hear of it
+            if ranks.rank < len(content["generators"]):
+                generators = _decoded(content["generators"][ranks.rank])
+        except MidepochError as caught:
             error = caught
+        except Exception as caught:  # noqa: BLE001  # the others must hear of it
+            error = SnapshotError(
+                f"{chosen.path} does not fit ({type(caught).__name__}: {caught}): make the parts as they were, or put "
+                "back a copy that nobody edited"
+            )
         problems = ranks.share(None if error is None else str(error))
         if error is not None:
             raise error
         for rank, told in enumerate(problems):
             if told is not None:
                 raise SnapshotError(f"rank {rank} could not load {chosen.path}: {told}")
-        self._apply(content, ranks)
-        self.steps = content["steps"]
+        self._apply(content)
+        if generators is not None:
+            _set_generators(generators)
+        else:
+            # Of its own, and another than a process that left with this rank and comes back would have had.
+            _seed_generators(derive_key(_SNAPSHOT, content["seed"], ranks.rank, content["steps"]))
+        self.steps, self._next_agreement = content["steps"], _RARELY
         self._on_disk, self._newest_is_sound = _identity(self.path), not chosen.damaged
         self._asked = True
         self._due = 0
@@ -399,7 +410,7 @@ class Snapshot:
             _check_fits(name, part, content["parts"][name])
         return content
 
-    def _apply(self, content: dict[str, Any], ranks: _Ranks) -> None:
+    def _apply(self, content: dict[str, Any]) -> None:
         for name, part in sorted(self._parts.items(), key=lambda item: _rank_of_kind(item[1])):
             try:
                 part.load_state_dict(content["parts"][name])
@@ -410,12 +421,6 @@ class Snapshot:
                     f"{name} did not take its state ({type(error).__name__}: {error}): make it as it was, and start "
                     "this process anew"
                 ) from error
-        generators = content["generators"]
-        if ranks.rank < len(generators):
-            _set_generators(generators[ranks.rank])
-        else:
-            # Of its own, and another than a process that left with this rank and comes back would have had.
-            _seed_generators(derive_key(_SNAPSHOT, content["seed"], ranks.rank, content["steps"]))
 
     # --- the processes ---
 
@@ -596,8 +601,16 @@ def _generators() -> str:
     return encode(state)
 
 
-def _set_generators(text: str) -> None:
-    state = decode(text)
+def _decoded(text: str) -> dict[str, Any]:
+    """What `_generators` was, tried on generators that nobody uses."""
+    state: dict[str, Any] = decode(text)
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+    torch.Generator().set_state(state["torch"])
+    return state
+
+
+def _set_generators(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

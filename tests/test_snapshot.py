@@ -30,6 +30,7 @@ import torchrun_job
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
 from midepoch import snapshot as module
+from midepoch.encoding import decode, encode
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
@@ -255,6 +256,23 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
                 continue  # a snapshot of nothing
             with pytest.raises(SnapshotError, match="is damaged"):
                 run.snapshot.load()
+
+
+def test_edited_generators_are_refused_with_everything_as_it_was(tmp_path: Path) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(3)
+    run.snapshot.save()
+    content = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    good = decode(content["generators"][0])
+    wrong = [{}, {**good, "python": (3, (1, 2), None)}, {**good, "numpy": {}}, {**good, "torch": torch.zeros(3)}]
+    for text in ("", "junk", *map(encode, wrong)):
+        torch.save({**content, "generators": [text]}, tmp_path / "snapshot.pt")
+        fresh = Run(tmp_path / "snapshot.pt")
+        before = fresh.model.weight.clone(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+        with pytest.raises(MidepochError):
+            fresh.snapshot.load()
+        assert torch.equal(before[0], fresh.model.weight) and fresh.loader.position == 0
+        assert before[1:] == (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist())
 
 
 # --- damage ---

@@ -181,9 +181,9 @@ def _requests(run: Run, order: EpochOrder, drawing: bool) -> Iterator[Request]:
     rest = spans(share)
     # Several batches at once: numpy's calls cost more than its work.
     while block := list(itertools.islice(rest, most)):
-        begin, end = block[0][0], block[-1][1]
-        if share.world.world_size == 1 and end <= size:
-            positions, indices = np.arange(begin, end), order[begin:end]
+        whole = slice(block[0][0], block[-1][1])
+        if share.world.world_size == 1 and whole.stop <= size:
+            positions, indices = np.arange(whole.start, whole.stop), order[whole]
         else:
             positions = np.concatenate([np.arange(first, stop) for first, stop in block]) % size
             indices = np.concatenate(
