@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -268,7 +269,11 @@ def test_edited_generators_are_refused_with_everything_as_it_was(tmp_path: Path)
     for text in ("", "junk", *map(encode, wrong)):
         torch.save({**content, "generators": [text]}, tmp_path / "snapshot.pt")
         fresh = Run(tmp_path / "snapshot.pt")
-        before = fresh.model.weight.clone(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+        before = (
+            fresh.model.weight.clone(),
+            random.getstate(),
+            np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        )
         with pytest.raises(MidepochError):
             fresh.snapshot.load()
         assert torch.equal(before[0], fresh.model.weight) and fresh.loader.position == 0
@@ -439,7 +444,9 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
     path = tmp_path / "snapshot.pt"
     generator = random.Random(3)
     steps = 0
-    for kill in range(500 if CHAOS else 40):
+    for kill in itertools.count():
+        if kill >= (500 if CHAOS else 40) and steps > 20:
+            break  # a slow disk needs more kills until as much has been saved
         child = os.fork()
         if child == 0:
             try:
@@ -470,7 +477,6 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
         assert bool((model.weight == steps).all()) and bool((model.bias == steps).all()), f"kill {kill}"
         # Drafts of the killed are removed by the next who saves.
         assert len(names(tmp_path)) <= 5, names(tmp_path)
-    assert steps > 20
 
 
 def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
