@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos lint bench clean
+.PHONY: help setup demo test chaos trainers lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,12 @@ test: lint ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler
 
 chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations
 	MIDEPOCH_CHAOS=1 $(BIN)/python -m pytest $(ARGS)
+
+trainers: setup ## real runs of the trainers that have an environment of their own: Composer, Ray Train, torchtitan
+	@set -e; for list in scripts/trainers/*.txt; do folder=.venv/trainers/$$(basename $$list .txt); \
+	cmp -s $$list $$folder/installed.txt || { echo "installing $$folder"; rm -rf $$folder; \
+	$(BIN)/python -m pip install --quiet --no-deps --target $$folder -r $$list; cp $$list $$folder/installed.txt; }; done
+	$(BIN)/python -m pytest tests/test_trainers.py $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .

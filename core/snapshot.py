@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import uuid
 import warnings
 import zipfile
@@ -250,6 +251,7 @@ class Snapshot:
                 self._write(states, offers, ranks.size)
             except Exception as error:  # noqa: BLE001  # the same
                 problem = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {error}"
+                _let_go(error)
                 cause = error
         if self._largest(ranks, float(bool(problem)), 0.0)[0]:
             problem = ranks.broadcast(problem)
@@ -629,6 +631,14 @@ def _seed_generators(key: int) -> None:
 _Identity = tuple[int, int, int]
 
 
+def _let_go(error: BaseException) -> None:
+    """Of the draft, which frames of torch.save hold open: a disk that was full has room again when it is removed."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__context__
+
+
 class _Found(NamedTuple):
     """A sound snapshot, and what is wrong with newer ones."""
 
@@ -738,7 +748,7 @@ def _freed_later(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        threading.Thread(target=os.close, args=(descriptor,), daemon=True).start()
+        threading.Thread(target=os.close, args=(descriptor,), name="midepoch-free", daemon=True).start()
 
 
 def _rotate(path: Path, keep: int) -> None:

@@ -10,7 +10,6 @@ import gc
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 

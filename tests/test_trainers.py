@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
@@ -169,15 +171,38 @@ def test_distributed_checkpoint(background: bool, cut: int, tmp_path: Path) -> N
     assert before + rest(resumed) == whole()
 
 
+def checkpoint_process(rank: int, world_size: int, folder: Path, samples: Any) -> None:
+    """Two batches and a save in a world of two; a load and the rest of the epoch in one of three."""
+    store = f"file://{folder}/store{world_size}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    world = midepoch.World(rank, world_size)
+    loader = midepoch.wrap(DataLoader(Noisy(24), batch_size=6 // world_size, shuffle=True), seed=3, world=world)
+    if world_size == 2:
+        samples.put(head(loader, 2))
+        dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+    else:
+        dcp.load({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+        samples.put(rest(loader, 1))
+    samples.close()
+    samples.join_thread()
+    torch.distributed.destroy_process_group()
+    os._exit(0)
+
+
 def test_distributed_checkpoint_on_another_number_of_processes(tmp_path: Path) -> None:
-    two = [midepoch.wrap(DataLoader(Noisy(24), batch_size=2), seed=3, world=midepoch.World(r, 2)) for r in range(2)]
-    samples = [int(x) for loader in two for batch in head(loader, 2) for x, _ in batch]
-    dcp.save({"loader": two[0]}, checkpoint_id=str(tmp_path))
-    for rank in range(3):
-        loader = midepoch.wrap(DataLoader(Noisy(24), batch_size=2), seed=3, world=midepoch.World(rank, 3))
-        dcp.load({"loader": loader}, checkpoint_id=str(tmp_path))
-        samples += [int(x) for batch in rest(loader, 1) for x, _ in batch]
-    assert set(samples) == set(range(24)) and len(samples) - 24 <= 2
+    context = torch.multiprocessing.get_context("fork")
+    samples: Any = context.Queue()
+    found = []
+    for world_size in (2, 3):
+        arguments = [(rank, world_size, tmp_path, samples) for rank in range(world_size)]
+        processes = [context.Process(target=checkpoint_process, args=each) for each in arguments]
+        for each in processes:
+            each.start()
+        found += [sample for _ in processes for batch in samples.get(timeout=120) for sample in batch]
+        for each in processes:
+            each.join(60)
+            assert each.exitcode == 0
+    assert sorted(found) == sorted(sample for batch in whole(1, size=24) for sample in batch)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 11, 14])
@@ -210,11 +235,80 @@ def test_ignite(cut: int, tmp_path: Path) -> None:
     assert seen == whole()
 
 
-# --- contracts of trainers that are not installed here ----------------------------------------------------------------
+# --- trainers that are installed apart, by `make trainers` ------------------------------------------------------------
 
 
-def test_torchtitan_and_whatever_else_asks_for_stateful() -> None:
-    """torchtitan's BaseDataLoader is torch's Stateful and an iterable: its trainer saves it with DCP under one key."""
+def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *arguments: str) -> None:
+    """Run a job, under torchrun on so many processes, beside a trainer that lies in a folder of its own."""
+    apart = Path(sys.prefix) / "trainers" / trainer
+    if not apart.exists():
+        pytest.skip(f"{trainer} is not installed: `make trainers` installs it, in a folder of its own, and runs this")
+    environment = {**os.environ, "PYTHONPATH": str(apart), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    command = [sys.executable]
+    if processes is not None:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(Path(__file__).parent / job), str(folder), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
+    """Also with fewer batches an epoch than there are; random numbers of the model and Composer's counts included."""
+    run_apart("composer", "composer_job.py", tmp_path, 1, "--every-cut")
+    cuts = json.loads((tmp_path / "cuts").read_text())
+    assert [name for name, exact in cuts.items() if not exact] == []
+    assert len(cuts) == 21 + 9
+
+
+def test_composer_on_another_number_of_processes(tmp_path: Path) -> None:
+    for processes, arguments in ((2, "--stop 5ba"), (3, "--resume 5 --stop 13ba"), (1, "--resume 11")):
+        run_apart("composer", "composer_job.py", tmp_path, processes, *arguments.split())
+    expected = whole(size=66, batch_size=6)
+    for begin, processes, count in ((0, 2, [0, 5]), (5, 3, [1, 13]), (11, 1, [2, 22])):
+        parts = [json.loads((tmp_path / f"log-{begin:02}-{rank}").read_text()) for rank in range(processes)]
+        batches = [list(itertools.chain(*each)) for each in zip(*[seen for seen, _ in parts], strict=True)]
+        assert batches == expected[begin : count[1]]
+        assert all(each == count for _, each in parts), "Composer's own count of epochs and batches"
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """1 -> 2 -> 3 processes, cut in three epochs; then four, of which two read the same since tensors are divided."""
+    for processes, steps in ((1, 5), (2, 15), (3, 27)):
+        run_apart("torchtitan", "torchtitan_job.py", tmp_path, processes, f"--steps={steps}")
+    (tmp_path / "divided").mkdir()
+    run_apart("torchtitan", "torchtitan_job.py", tmp_path / "divided", 4, "--steps=5", "--tensor-parallel=2")
+    batches: dict[int, list[Any]] = {}
+    expected = json.loads((tmp_path / "expected").read_text())
+    for path in sorted(tmp_path.glob("log-*")):
+        for step, batch in json.loads(path.read_text()):
+            batches.setdefault(step, []).extend(batch)
+    assert [batches[step] for step in sorted(batches)] == expected[:27]
+    logs = [json.loads((tmp_path / "divided" / f"log-05-4-{rank}").read_text()) for rank in range(4)]
+    assert logs[0] == logs[1] and logs[2] == logs[3]
+    assert [one + two for (_, one), (_, two) in zip(logs[0], logs[2], strict=True)] == expected[:5]
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """A worker kills itself in the middle of an epoch, Ray starts all again, and three go on where two have stopped."""
+    run_apart("ray", "ray_job.py", tmp_path, None)
+    assert (tmp_path / "killed").exists()
+    batches: dict[tuple[int, int, int], Any] = {}
+    for path in tmp_path.glob("log-*"):
+        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
+            assert batches.setdefault((step, world_size, rank), batch) == batch, "another batch after the kill"
+    assert {world_size for _, world_size, _ in batches} == {2, 3}
+    found: list[Any] = [[] for _ in range(24)]
+    for key in sorted(batches):
+        found[key[0] - 1] += batches[key]
+    assert found == whole(size=72, batch_size=6)
+
+
+# --- contracts --------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_asks_for_torchs_stateful() -> None:
     from torch.distributed.checkpoint.stateful import Stateful
 
     loader = make()
@@ -224,8 +318,7 @@ def test_torchtitan_and_whatever_else_asks_for_stateful() -> None:
     assert fresh.keys() == later.state_dict().keys(), "DCP loads by the keys of a fresh object"
 
 
-def test_ray_train_and_composer_save_what_json_and_torch_save() -> None:
-    """Both leave it to a checkpoint of the user's own, or to a callback's state_dict, which goes through torch.save."""
+def test_a_state_is_what_json_saves() -> None:
     loader = make()
     before = head(loader, 5)
     resumed = make()

@@ -1,0 +1,107 @@
+"""A run of Composer's Trainer with midepoch's callback, alone or under torchrun: ``composer_job.py FOLDER --cut 5``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import cpu_torchvision  # noqa: F401  Composer imports torchvision
+import torch
+from composer import Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+from midepoch.adapters.trainers.composer import ExactResume
+
+SIZE, GLOBAL_BATCH = 66, 6
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), float(torch.rand(()))])
+
+
+class Model(ComposerModel):
+    """Writes down what it is given, and draws from the process's generator."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.seen = seen
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append(batch.tolist())
+        predicted: torch.Tensor = self.dropout(self.layer(batch / SIZE))
+        return predicted
+
+    def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return outputs.square().mean()
+
+
+def run(folder: Path, resume: int | None = None, stop: str = "2ep", **settings: Any) -> tuple[list[Any], Any, Any]:
+    """Batches, weights, and Composer's epochs and batches, of a run from the beginning or from a checkpoint."""
+    seen: list[Any] = []
+    data = DataLoader(Noisy(), batch_size=GLOBAL_BATCH // dist.get_world_size(), shuffle=True)
+    model = Model(seen)
+    trainer = Trainer(
+        model=model,
+        train_dataloader=midepoch.wrap(data, seed=3),
+        device_train_microbatch_size=GLOBAL_BATCH,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration=stop,
+        save_folder=str(folder),
+        save_filename="batch{batch}.pt",
+        save_interval="1ba",
+        save_overwrite=True,
+        load_path=None if resume is None else str(folder / f"batch{resume}.pt"),
+        callbacks=[ExactResume()],
+        progress_bar=False,
+        seed=7,
+        device="cpu",
+        **settings,
+    )
+    trainer.fit()
+    count = int(trainer.state.timestamp.epoch), int(trainer.state.timestamp.batch)
+    trainer.close()
+    return seen, [each.detach().clone() for each in model.parameters()], count
+
+
+def every_cut(folder: Path) -> dict[str, bool]:
+    """Whether batches, weights and counts are those of an undisturbed run, for a cut at each batch."""
+    exact = {}
+    subsets: dict[str, Any] = {"whole epochs": {}, "five batches of each": {"train_subset_num_batches": 5}}
+    for name, settings in subsets.items():
+        batches, weights, count = run(folder / name, **settings)
+        for cut in range(1, len(batches)):
+            again = run(folder / name, cut, **settings)
+            same = all(map(torch.equal, again[1], weights))
+            exact[f"{name}, cut at {cut}"] = same and (again[0], again[2]) == (batches[cut:], count)
+    return exact
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every-cut", action="store_true")
+    parser.add_argument("--resume", type=int)
+    parser.add_argument("--stop", default="2ep")
+    options = parser.parse_args()
+    if options.every_cut:
+        (options.folder / "cuts").write_text(json.dumps(every_cut(options.folder)))
+        return
+    dist.initialize_dist("cpu")
+    seen, _, count = run(options.folder, options.resume, options.stop)
+    name = f"log-{options.resume or 0:02}-{dist.get_global_rank()}"
+    (options.folder / name).write_text(json.dumps([seen, count]))
+
+
+if __name__ == "__main__":
+    main()

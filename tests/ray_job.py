@@ -1,0 +1,92 @@
+"""Ray Train, ``ray_job.py FOLDER``: of two workers one kills itself, both go on, and then three finish the run.
+
+Each worker writes down every batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+
+SIZE, GLOBAL_BATCH, EPOCHS = 72, 6, 2
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), float(torch.rand(()))])
+
+
+def train(settings: dict[str, Any]) -> None:
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    folder = Path(settings["folder"])
+    data = DataLoader(Noisy(), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
+    loader = midepoch.wrap(data, seed=3)
+    torch.manual_seed(0)
+    model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = 0
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as saved:
+            state = torch.load(Path(saved) / "state.pt", weights_only=True)
+        steps = state["steps"]
+        model.load_state_dict(state["model"])
+        loader.load_state_dict(state["loader"])
+    with (folder / f"log-{world_size}-{rank}-{os.getpid()}").open("w", buffering=1) as log:
+        while loader.epoch < EPOCHS and steps < settings["stop_at"]:
+            for batch in loader:
+                steps += 1
+                print(json.dumps([steps, rank, world_size, batch.tolist()]), file=log)
+                if steps == settings["kill_at"] and rank == world_size - 1 and not (folder / "killed").exists():
+                    (folder / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                model(batch / SIZE).square().mean().backward()
+                optimizer.step()
+                with tempfile.TemporaryDirectory() as draft:
+                    checkpoint = None
+                    state = {"steps": steps, "model": model.state_dict(), "loader": midepoch.gather(loader)}
+                    if rank == 0:
+                        torch.save(state, Path(draft) / "state.pt")
+                        checkpoint = ray.train.Checkpoint.from_directory(draft)
+                    ray.train.report({"steps": steps}, checkpoint=checkpoint)
+                if steps == settings["stop_at"]:
+                    break
+
+
+def fit(folder: Path, workers: int, kill_at: int, stop_at: int) -> None:
+    """One run of Ray's, under a name that it knows again."""
+    trainer = ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config={"folder": str(folder), "kill_at": kill_at, "stop_at": stop_at},
+        torch_config=ray.train.torch.TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        run_config=ray.train.RunConfig(
+            name="run",
+            storage_path=str(folder / "storage"),
+            failure_config=ray.train.FailureConfig(max_failures=1),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    fit(Path(sys.argv[1]), workers=2, kill_at=5, stop_at=8)
+    fit(Path(sys.argv[1]), workers=3, kill_at=0, stop_at=SIZE)
