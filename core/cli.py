@@ -22,7 +22,7 @@ except ModuleNotFoundError:  # `main` says how to get it
 else:
     _has_typer = True
 
-__all__ = ["demo", "main"]
+__all__ = ["check", "demo", "inspect", "main"]
 
 _DIFFERENT, _UNABLE, _INTERRUPTED = 1, 2, 130  # exit statuses
 
@@ -30,10 +30,9 @@ _DIFFERENT, _UNABLE, _INTERRUPTED = 1, 2, 130  # exit statuses
 def main() -> None:
     """Run the command that the arguments name."""
     if not _has_typer:
-        _fail("the command line needs typer: pip install 'midepoch[demo]'")
+        _fail("the command line needs typer: pip install 'midepoch[cli]'")
     app = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -43,7 +42,7 @@ def main() -> None:
         """Makes any data iterable resume in the middle of an epoch."""
         # Without it typer makes a program of a single command.
 
-    for command in (demo,):
+    for command in (demo, check, inspect):
         app.command()(command)
     app(prog_name="midepoch")
 
@@ -111,6 +110,105 @@ def demo(
         raise typer.Exit(_DIFFERENT)
 
 
+def check(
+    target: Annotated[str, typer.Argument(help="package.module:make_loader, or file.py:make_loader.")],
+    world_sizes: Annotated[str, typer.Option(help="Numbers of ranks to examine.")] = "1,2,3",
+    num_workers: Annotated[str, typer.Option(help="Numbers of workers to change between.")] = "0,2",
+    epochs: Annotated[int, typer.Option(help="In how many epochs to cut.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Cut each epoch at three places only.")] = False,
+    shuffled: Annotated[
+        bool | None,
+        typer.Option("--shuffled/--sequential", help="Whether epochs must differ in their order, or agree."),
+    ] = None,
+    tail: Annotated[str, typer.Option(help="How ranks share the last samples: pad, drop or uneven.")] = "pad",
+    drop_last: Annotated[bool, typer.Option("--drop-last", help="The last batch is left out if incomplete.")] = False,
+    laws: Annotated[str | None, typer.Option(help="Names of laws with commas between them; else all.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
+    report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
+) -> None:
+    """Examine your own loader: is it resumed exactly, wherever it is cut, on any number of processes?
+
+    make_loader builds a fresh loader at each call, of a small data set. It may take rank and world_size, and then is
+    examined on several ranks; also num_workers, batch_size, seed, size, and more that docs/testing.md lists.
+
+    Exit status: 0 all laws that apply hold; 1 one is broken; 2 it could not be examined.
+    """
+    _require("cli", "rich")
+    from .checking import TargetError, examine, find_target
+    from .testing.record import Settings
+
+    try:
+        settings = Settings(
+            make_loader=find_target(target),
+            world_sizes=_integers(world_sizes),
+            num_workers=_integers(num_workers),
+            epochs=epochs,
+            quick=quick,
+            shuffled=shuffled,
+            tail=tail,  # type: ignore[arg-type]  # which checks it
+            drop_last=drop_last,
+            timeout=timeout,
+        )
+        found = examine(settings, target, None if laws is None else _names(laws), report)
+    except (TargetError, TypeError, ValueError, OSError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted", _INTERRUPTED)
+    if not found.holds:
+        raise typer.Exit(_DIFFERENT)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A snapshot, a checkpoint (a file or a folder), or a state as JSON.")],
+    out: Annotated[Path | None, typer.Argument(help="With --seek: where the edited copy goes.")] = None,
+    seek: Annotated[
+        str | None, typer.Option(help="Move a loader: epoch=2,position=100000 (units of the epoch), or one of them.")
+    ] = None,
+    state: Annotated[str | None, typer.Option(help="Which state to move, where there are several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show where the loaders in a checkpoint stand, or write a copy in which one stands elsewhere.
+
+    Nothing in the file is run: what weights_only=True refuses is refused.
+
+    Exit status: 0; 1 a state or the file is damaged; 2 it could not be read, or not be moved.
+    """
+    _require("cli", "rich")
+    from . import checking, inspection
+    from .errors import MidepochError
+
+    if (seek is None) != (out is None):
+        raise typer.BadParameter("--seek and the path of the copy belong together", param_hint="--seek")
+    try:
+        if seek is not None and out is not None:
+            inspection.seek(path, out, name=state, **_places(seek))
+        contents = inspection.look(path if out is None else out)
+    except (MidepochError, ValueError) as error:
+        _fail(str(error))
+    if as_json:
+        print(checking.as_json(contents))
+    else:
+        checking.show_contents(contents)
+    if contents.problems or any(place.problem for place in contents.places):
+        raise typer.Exit(_DIFFERENT)
+
+
+def _places(text: str) -> dict[str, int]:
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    try:
+        if not found.keys() <= {"epoch", "position"}:
+            raise ValueError
+        return {name: int(value) for name, value in found.items()}
+    except ValueError:
+        raise typer.BadParameter(
+            f"epoch=2,position=100000, or one of them; got {text!r}", param_hint="--seek"
+        ) from None
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -122,7 +220,7 @@ def _require(extra: str, *modules: str) -> None:
     """Fail with the cure unless all modules of an extra are there."""
     missing = [name for name in modules if not _is_installed(name)]
     if missing:
-        _fail(f"midepoch demo needs {', '.join(missing)}: pip install 'midepoch[{extra}]'")
+        _fail(f"this command needs {', '.join(missing)}: pip install 'midepoch[{extra}]'")
 
 
 def _is_installed(module: str) -> bool:

@@ -39,7 +39,7 @@ from .loader import loader_of
 from .state import is_rank_independent, join_states
 from .world import World
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "checksums"]
 
 _FORMAT = 1
 _SECONDS_BETWEEN_AGREEMENTS = 0.2
@@ -294,7 +294,7 @@ class Snapshot:
         }
         self._check_owner()
         with _locked_draft(self.path) as (draft, descriptor):
-            with _checksums():
+            with checksums():
                 torch.save(content, draft)
             os.fsync(descriptor)
             try:
@@ -718,7 +718,7 @@ def _check_content(path: Path, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _checksums() -> Iterator[None]:
+def checksums() -> Iterator[None]:
     """torch.save writes a CRC-32 of each record, also where it was told not to."""
     wanted = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)

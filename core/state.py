@@ -26,6 +26,7 @@ from .errors import MidepochError, StateCorruptError, StateMismatchError, StateV
 from .protocol import State, StatefulIterable
 
 __all__ = [
+    "FIELDS",
     "VERSION",
     "build",
     "check",
@@ -59,6 +60,8 @@ _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
     "detail": ((str,), _LARGEST_DETAIL, 0),
     "checksum": ((str,), 8, 8),
 }
+
+FIELDS = tuple(_FIELDS)
 
 
 def _checksum(state: Mapping[str, Any]) -> str:

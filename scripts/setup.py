@@ -81,6 +81,7 @@ WHAT_THEY_IMPORT = (
 # Only tests need these; without them, those are skipped with the reason.
 FOR_TESTS: dict[str, Callable[[], bool]] = {
     "nginx-light": lambda: shutil.which("nginx") is not None or Path("/usr/sbin/nginx").exists(),
+    "chromium": lambda: any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
 }
 
 

@@ -354,7 +354,7 @@ def test_a_missing_package_is_named_with_the_cure(
         main()
     assert end.value.code == 2
     assert (
-        capsys.readouterr().err == f"midepoch: midepoch demo needs {module}: pip install 'midepoch[demo]'\n"
+        capsys.readouterr().err == f"midepoch: this command needs {module}: pip install 'midepoch[demo]'\n"
     )
     assert not (tmp_path / "output").exists()
 
@@ -363,11 +363,12 @@ def test_without_typer_every_command_names_the_cure() -> None:
     code = "import sys; sys.modules['typer'] = None; from midepoch.cli import main; main()"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 2
-    assert finished.stderr == "midepoch: the command line needs typer: pip install 'midepoch[demo]'\n"
+    assert finished.stderr == "midepoch: the command line needs typer: pip install 'midepoch[cli]'\n"
 
 
-def test_help_lists_the_command() -> None:
+def test_help_lists_the_commands() -> None:
     for command in ([sys.executable, "-m", "midepoch"], [str(Path(sys.executable).parent / "midepoch")]):
         finished = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
         assert finished.returncode == 0
-        assert "demo" in finished.stdout
+        for name in ("check", "demo", "inspect"):
+            assert name in finished.stdout

@@ -81,12 +81,13 @@ def identify(batch: Any) -> list[Hashable]:
     """The default identity of a batch's samples: its first tensor, array or list of scalars, flattened.
 
     A tuple or list gives its first element, a dict its first value. A tensor of floating-point numbers with several
-    columns gives one digest for each row. What has no such part counts as one sample, known by its digest.
+    columns gives one digest for each row, and so does any of more than two dimensions, such as images. What has no
+    such part counts as one sample, known by its digest.
     """
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
         batch = torch.from_numpy(np.ascontiguousarray(batch))
     if isinstance(batch, torch.Tensor):
-        if batch.dim() > 1 and not _is_whole(batch):
+        if batch.dim() > 2 or (batch.dim() > 1 and not _is_whole(batch)):
             return [digest(row) for row in batch]
         return list(batch.detach().reshape(-1).tolist())
     if isinstance(batch, (str, int, float)):

@@ -17,7 +17,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from .refusal import refusal
 from .report import HOLDS, Law, LawError, Outcome, Report, Verdict, combined, law
 from .worlds import partition, topology
 
-__all__ = ["LAWS", "Law", "check_resumable", "examine_law"]
+__all__ = ["LAWS", "Law", "check_resumable", "examine_law", "judge"]
 
 
 _PAUSE = 0.25  # seconds a slow training loop waits, in which a prefetcher would run ahead
@@ -117,12 +117,7 @@ def check_resumable(
         state_bytes=state_bytes,
         timeout=timeout,
     )
-    names = list(LAWS) if laws is None else list(laws)
-    unknown = [name for name in names if name not in LAWS]
-    if unknown:
-        raise ValueError(f"there is no law {unknown[0]!r}; the laws are {', '.join(LAWS)}")
-    examination = Examination(settings)
-    report = Report(tuple(_judge(examination, name) for name in LAWS if name in names))
+    report = Report(tuple(judge(Examination(settings), laws)))
     if raise_on_failure and report.failures:
         first, *others = report.failures
         first.report = report
@@ -137,6 +132,19 @@ def examine_law(examination: Examination, name: str) -> Outcome:
     law = LAWS[name]
     examination.begin(law.name, law.cause, law.cure)
     return law.examine(examination)
+
+
+def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
+    """The verdicts of the laws so named, or of all, in the order of `LAWS`, as they are reached.
+
+    Raises:
+        ValueError: there is no such law, at once; or the loader has no batch.
+    """
+    names = list(LAWS) if laws is None else list(laws)
+    unknown = [name for name in names if name not in LAWS]
+    if unknown:
+        raise ValueError(f"there is no law {unknown[0]!r}; the laws are {', '.join(LAWS)}")
+    return (_judge(examination, name) for name in LAWS if name in names)
 
 
 def _judge(examination: Examination, name: str) -> Verdict:

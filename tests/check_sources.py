@@ -1,0 +1,63 @@
+"""Functions that `midepoch check` is pointed at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import midepoch
+
+
+def good(rank: int = 0, world_size: int = 1, num_workers: int = 0) -> Any:
+    data = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True, num_workers=num_workers)
+    return midepoch.wrap(data, seed=0, world=midepoch.World(rank, world_size))
+
+
+def alone() -> Any:
+    return midepoch.wrap(DataLoader(TensorDataset(torch.arange(12)), batch_size=4, shuffle=True), seed=0)
+
+
+class Forgetful:
+    """Counts batches, but shuffles without a seed; each rank takes every other sample and forgets two on a resume."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.done = rank, world_size, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        mine = torch.arange(24)[self.rank :: self.world_size]
+        for batch in mine.reshape(-1, 2)[self.done :]:
+            self.done += 1
+            yield batch
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"] + 2 * (state["done"] > 0)
+
+
+def forgetful(rank: int = 0, world_size: int = 1) -> Any:
+    return Forgetful(rank, world_size)
+
+
+def empty() -> Any:
+    return midepoch.wrap([], seed=0)
+
+
+def raises() -> Any:
+    raise RuntimeError("no data here")
+
+
+def needs(path: str) -> Any:
+    return midepoch.wrap([path], seed=0)
+
+
+def bare() -> Any:
+    return DataLoader(TensorDataset(torch.arange(12)))
+
+
+number = 3

@@ -1,0 +1,146 @@
+"""`midepoch check`: the table, the page, and what is told to whoever names the wrong thing."""
+
+from __future__ import annotations
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midepoch.cli import main
+
+pytest.importorskip("typer", reason="needs midepoch[cli]")
+
+TESTS = Path(__file__).parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def check(*arguments: str, folder: Path = TESTS) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "160"}
+    command = [sys.executable, "-m", "midepoch", "check", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The pages of a sound loader and of one that loses samples."""
+    folder = tmp_path_factory.mktemp("pages")
+    good = check("check_sources:good", "--quick", "--shuffled", "--epochs=1", f"--report={folder / 'good.html'}")
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "holds" in good.stdout and "failed" not in good.stdout
+    bad = check("check_sources:forgetful", "--quick", "--epochs=1", f"--report={folder / 'bad.html'}")
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert re.search(r"tail +failed +0 ", bad.stdout)
+    assert "the law 'tail' is broken at epoch 0" in bad.stdout
+    for word in ("expected:", "got:", "usually:", "cure:"):
+        assert word in bad.stdout
+    return folder / "good.html", folder / "bad.html"
+
+
+class Strict(html.parser.HTMLParser):
+    """Every element is closed in turn; nothing is fetched from anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert not {"src", "href"} & dict(attributes).keys()
+        assert tag not in ("script", "link", "img")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
+    texts = []
+    for page in pages:
+        parser = Strict()
+        parser.feed(page.read_text())
+        assert parser.open == []
+        texts.append(parser.text)
+    good, bad = texts
+    assert "every law that applies holds" in good
+    assert good.count("40 samples: 0 lost") == 9, "nine changes of one, two and three ranks"
+    assert "epoch 0, cut after 6 batches of each rank, 1 rank before and 1 rank after: 24 samples: 4 lost" in bad
+    assert "laws are broken" in bad and "usually" in bad
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
+def test_lost_samples_stand_out_in_a_browser(pages: tuple[Path, Path], tmp_path: Path) -> None:
+    from PIL import Image
+
+    shown = []
+    for page in pages:
+        picture = tmp_path / f"{page.stem}.png"
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ]
+        options += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        options += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,6000", f"--screenshot={picture}"]
+        subprocess.run([str(CHROMIUM), *options, page.as_uri()], capture_output=True, timeout=120, check=True)
+        with Image.open(picture) as image:
+            colours = {colour: count for count, colour in image.convert("RGB").getcolors(1 << 24) or []}
+        shown.append({name: colours.get(colour, 0) for name, colour in COLOURS.items()})
+    good, bad = shown
+    assert good["before"] > 1000 and good["after"] > 1000 and good["lost"] == 0
+    assert bad["before"] > 1000 and bad["after"] > 1000 and bad["lost"] > 500
+
+
+COLOURS = {"before": (0x3B, 0x6F, 0xB6), "after": (0x7F, 0xB3, 0xE6), "lost": (0xD0, 0x20, 0x2B)}
+
+
+def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text((TESTS / "check_sources.py").read_text())
+    done = check("mine.py:alone", "--quick", "--epochs=1", "--laws=determinism,tail", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("holds") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["good"], r"no function's name: write package.module:make_loader"),
+        (["nowhere:good"], r"cannot be imported .*run this where the module lies"),
+        (["nowhere.py:good"], "there is no file nowhere.py"),
+        (["check_sources:bad"], "has no function 'bad'"),
+        (["check_sources:number"], "has no function 'number'"),
+        (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are determinism"),
+        (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
+        (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
+        (["check_sources:alone", "--world-sizes=two"], "numbers with commas between them"),
+        (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "No such file or directory"),
+        (["check_sources:empty"], "without a single batch"),
+        (["check_sources:raises"], "builds no loader: mend it.*RuntimeError: no data here"),
+        (["check_sources:needs"], "builds no loader: mend it, or give its parameters defaults.*path"),
+        (["check_sources:bare"], r"a DataLoader, which has no state_dict and no load_state_dict: return midepoch"),
+    ],
+)
+def test_what_cannot_be_examined_is_told(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(TESTS)
+    monkeypatch.setattr(sys, "argv", ["midepoch", "check", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as end:
+        main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2
+    assert re.search(message, re.sub(r"[│\s]+", " ", told)), told
+    assert ("Traceback" in told) == ("builds no loader" in message), "of the function's own errors only"

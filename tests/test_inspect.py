@@ -1,0 +1,306 @@
+"""`midepoch inspect`: every kind of checkpoint, edited copies, damaged and hostile files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import midepoch
+from midepoch.errors import MidepochError, SnapshotError, StateError
+from midepoch.inspection import look, seek
+
+dcp: Any = torch.distributed.checkpoint
+
+
+def make(size: int = 40, seed: int = 3) -> Any:
+    return midepoch.wrap(DataLoader(TensorDataset(torch.arange(size)), batch_size=4, shuffle=True), seed=seed)
+
+
+def after(batches: int) -> Any:
+    loader = make()
+    for _, _ in zip(range(batches), loader, strict=False):
+        pass
+    return loader
+
+
+def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "midepoch", "inspect", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def snapshot(path: Path, batches: int = 3) -> Any:
+    loader, model = make(), torch.nn.Linear(1, 1)
+    saver = midepoch.Snapshot(path, model=model, data=loader, signals=())
+    for _, _ in zip(range(batches), loader, strict=False):
+        saver.step()
+    saver.save()
+    return loader.state_dict()
+
+
+def test_a_snapshot_as_a_person_reads_it(tmp_path: Path) -> None:
+    snapshot(tmp_path / "snapshot.pt")
+    done = inspect(str(tmp_path / "snapshot.pt"))
+    assert done.returncode == 0, done.stderr
+    told = "snapshot, saved 20", "just now", "steps 3", "parts.data", "dataloader", "12 of 40 (30.0%)", "1 ranks"
+    for words in (*told, "batch size 4", "holds"):
+        assert words in done.stdout, words
+
+
+def test_for_programs(tmp_path: Path) -> None:
+    state = snapshot(tmp_path / "snapshot.pt")
+    found = json.loads(inspect(str(tmp_path / "snapshot.pt"), "--json").stdout)
+    assert found["kind"] == "snapshot" and found["steps"] == 3 and found["problems"] == []
+    assert found["states"] == [
+        {"file": str(tmp_path / "snapshot.pt"), "keys": ["parts", "data"], "problem": "", "state": state}
+    ]
+
+
+def write_json(path: Path, state: Any) -> None:
+    path.write_text(json.dumps({"step": 3, "callbacks": [{"loader": state}]}))
+
+
+def write_bare(path: Path, state: Any) -> None:
+    path.write_text(json.dumps(state))
+
+
+def write_torch(path: Path, state: Any) -> None:
+    torch.save({"weights": torch.zeros(3), "loops": {"fit": (1, {"loader": state})}}, path)
+
+
+def write_folder(path: Path, state: Any) -> None:
+    path.mkdir()
+    torch.save(state, path / "custom_checkpoint_0.pkl")
+    torch.save({"x": torch.zeros(3)}, path / "model.pt")
+
+
+def write_shards(path: Path, state: Any) -> None:
+    dcp.save({"loader": dict(state), "model": {"weight": torch.zeros(3)}}, checkpoint_id=str(path))
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_json, "callbacks.0.loader"),
+        (write_bare, ""),
+        (write_torch, "loops.fit.1.loader"),
+        (write_folder, ""),
+        (write_shards, "loader"),
+    ],
+)
+def test_every_kind_of_checkpoint(write: Any, name: str, tmp_path: Path) -> None:
+    state = after(3).state_dict()
+    write(tmp_path / "checkpoint", state)
+    (place,) = look(tmp_path / "checkpoint").places
+    assert (place.name, place.state, place.problem) == (name, state, "")
+
+
+def test_a_checkpoint_of_lightnings(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+
+    class Model(BoringModel):
+        def train_dataloader(self) -> Any:
+            return midepoch.wrap(DataLoader(RandomDataset(32, 40), batch_size=4, shuffle=True), seed=3)
+
+        def val_dataloader(self) -> Any:
+            return []
+
+    trainer = lightning.Trainer(
+        max_steps=3, logger=False, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Model())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    contents = look(tmp_path / "last.ckpt")
+    assert [place.state["position"] for place in contents.places] == [12]
+    assert "combined_loader" in contents.places[0].name
+
+
+# --- edited copies ------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_in_which_the_loader_stands_elsewhere(tmp_path: Path) -> None:
+    snapshot(tmp_path / "in.pt")
+    done = inspect("--seek", "epoch=2,position=20", str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
+    assert done.returncode == 0, done.stderr
+    assert "20 of 40 (50.0%)" in done.stdout
+    loader, model = make(), torch.nn.Linear(1, 1)
+    with midepoch.Snapshot(tmp_path / "out.pt", model=model, data=loader, signals=()) as saver:
+        assert saver.load()
+        assert saver.steps == 3
+    assert (loader.epoch, loader.position) == (2, 20)
+    expected = make()
+    expected.seek(2, 20)
+    assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in expected]
+    before, now = (torch.load(tmp_path / name, weights_only=True) for name in ("in.pt", "out.pt"))
+    for key in before.keys() - {"id", "parts"}:
+        assert str(before[key]) == str(now[key])
+    assert torch.equal(before["parts"]["model"]["weight"], now["parts"]["model"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("epoch", "position", "place"), [(2, None, (2, 0)), (None, 8, (0, 8)), (None, 40, (1, 0)), (0, 0, (0, 0))]
+)
+def test_one_of_both(epoch: int | None, position: int | None, place: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "in", after(3).state_dict())
+    seek(tmp_path / "in", tmp_path / "out", epoch=epoch, position=position)
+    (found,) = look(tmp_path / "out").places
+    assert found.problem == ""
+    loader = make()
+    loader.load_state_dict(found.state)
+    assert (loader.epoch, loader.position) == place
+
+
+def test_what_cannot_be_sought_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    path, out = tmp_path / "in", tmp_path / "out"
+    state = after(3).state_dict()
+    path.write_text(json.dumps([state, state]))
+    with pytest.raises(StateError, match=r"has these states: '0', '1'; name one of them"):
+        seek(path, out, epoch=1)
+    assert seek(path, tmp_path / "named", epoch=1, name="1").keys == (1,)
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"position must be in \[0, 40\]"):
+        seek(path, out, position=41)
+    with pytest.raises(ValueError, match="epoch must be an integer from 0"):
+        seek(path, out, epoch=-1)
+    with pytest.raises(SnapshotError, match="is there already"):
+        seek(path, path, epoch=1)
+    path.write_text(json.dumps({**state, "epoch": 7}))
+    with pytest.raises(StateError, match=r"is damaged .*checksum"):
+        seek(path, out, epoch=1)
+    path.write_text(json.dumps(midepoch.reseal({**state, "detail": "its own"})))
+    with pytest.raises(StateError, match=r"call loader\.seek in the training script"):
+        seek(path, out, epoch=1)
+    torch.save(({"loader": (state,)},), path)
+    with pytest.raises(StateError, match="inside a tuple"):
+        seek(path, out, epoch=1)
+    with pytest.raises(SnapshotError, match="is a folder"):
+        seek(tmp_path, out, epoch=1)
+    with pytest.raises(SnapshotError, match=r"was not written .*choose another place"):
+        write_bare(path, state)
+        seek(path, tmp_path / "nowhere" / "out", epoch=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in", "named"]
+    done = inspect(str(path), "--seek", "epoch=first", str(out))
+    assert done.returncode == 2 and "epoch=2,position=100000" in done.stderr
+    assert inspect(str(path), "--seek", "epoch=1").returncode == 2
+
+
+# --- damaged and hostile files --------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.system, (f"touch {os.environ['EVIL']}",))
+
+
+def test_no_code_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
+    state = after(3).state_dict()
+    torch.save({"loader": state, "x": Evil()}, tmp_path / "new.pt")
+    torch.save({"loader": state, "x": Evil()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil()))
+    for name in ("new.pt", "old.pt", "plain.pt"):
+        with pytest.raises(SnapshotError):
+            look(tmp_path / name)
+    with pytest.raises(SnapshotError, match=r"posix\.system, which midepoch does not unpickle"):
+        look(tmp_path / "new.pt")
+    write_shards(tmp_path / "shards", state)
+    entry = next((tmp_path / "shards").glob("*.distcp"))
+    metadata = (tmp_path / "shards" / ".metadata").read_bytes()
+    (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(SnapshotError, match="damaged, or of another version"):
+        look(tmp_path / "shards")
+    (tmp_path / "shards" / ".metadata").write_bytes(metadata)
+    entry.unlink()
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        look(tmp_path / "shards")
+    entry.symlink_to("/etc/passwd")
+    with pytest.raises(SnapshotError, match="outside of itself"):
+        look(tmp_path / "shards")
+    (tmp_path / "shards" / ".metadata").write_bytes(
+        metadata.replace(entry.name.encode(), b"../" + entry.name[3:].encode())
+    )
+    with pytest.raises(SnapshotError, match="outside of itself"):
+        look(tmp_path / "shards")
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK", b"PK\x03\x04junk", b"[" * 100_000, b"\xff\xfe", b'{"a": NaN', b"1" * 5000]
+)
+def test_what_is_no_checkpoint_is_told(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(content)
+    done = inspect(str(tmp_path / "file.pt"))
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("midepoch: ") and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there_and_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        look(tmp_path / "nothing")
+    with pytest.raises(SnapshotError, match="has no file that ends in"):
+        look(tmp_path)
+
+
+def test_a_content_that_refers_to_itself(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"loader": after(3).state_dict()}
+    content["self"] = content
+    deep: Any = content
+    for _ in range(150):
+        deep = [deep]
+    torch.save({"shallow": content, "deep": deep}, tmp_path / "checkpoint.pt")
+    (place,) = look(tmp_path / "checkpoint.pt").places
+    assert place.name == "shallow.loader"
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    snapshot(path)
+    data = bytearray(path.read_bytes())
+    where = data.index(torch.load(path, weights_only=True)["parts"]["model"]["weight"].numpy().tobytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+    done = inspect(str(path))
+    assert done.returncode == 1
+    assert "damaged: the checksum of" in done.stdout
+    write_json(tmp_path / "edited", {**after(3).state_dict(), "position": 16})
+    done = inspect(str(tmp_path / "edited"))
+    assert done.returncode == 1
+    assert "it was damaged; use an older one" in " ".join(done.stdout.split())
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    """Whatever became of a file: what is in it, or an error of midepoch's."""
+    import random
+
+    generator = random.Random(5)
+    snapshot(tmp_path / "snapshot.pt")
+    write_shards(tmp_path / "shards", after(3).state_dict())
+    write_json(tmp_path / "state.json", after(3).state_dict())
+    files = [tmp_path / "snapshot.pt", tmp_path / "shards" / ".metadata", tmp_path / "state.json"]
+    refused = 0
+    for file in files:
+        whole = file.read_bytes()
+        for _ in range(1000 if os.environ.get("MIDEPOCH_CHAOS") else 80):
+            data = bytearray(whole)
+            for _ in range(generator.choice((1, 1, 4))):
+                data[generator.randrange(len(data))] = generator.randrange(256)
+            if generator.random() < 0.2:
+                del data[generator.randrange(len(data)) :]
+            file.write_bytes(data)
+            try:
+                look(tmp_path / "shards" if file.name == ".metadata" else file)
+            except MidepochError:
+                refused += 1
+        file.write_bytes(whole)
+    assert refused > 20
