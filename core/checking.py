@@ -87,7 +87,11 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
     names = [name for name in LAWS if laws is None or name in laws]
     reached = judge(examination, laws)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(names) + (page is not None))
+        task = progress.add_task(_WHOLE, total=1 + len(names) + (page is not None))
+        failed = _run_through(examination)
+        progress.advance(task)
+        if failed is not None:
+            verdicts, names = [failed], []
         for name in names:
             progress.update(task, description=name)
             verdicts.append(next(reached))
@@ -115,6 +119,25 @@ def _try_out(examination: Examination, target: str) -> None:
             f"{target} builds a {kind}, which has no {' and no '.join(lacks)}: return midepoch.wrap(loader, seed=0), "
             "or a loader with a state of its own"
         )
+
+
+_WHOLE = "uninterrupted"
+
+
+def _run_through(examination: Examination) -> Verdict | None:
+    """None, unless the loader fails where nobody cuts it: every law would say the same."""
+    begun = time.perf_counter()
+    examination.begin(
+        _WHOLE,
+        "an error of the loader or of its data set, which has nothing to do with resuming",
+        "mend it until whole epochs run through, also with a state_dict() after each batch; then check again",
+    )
+    try:
+        examination.whole()
+        examination.observed()
+    except LawError as error:
+        return Verdict(_WHOLE, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
+    return None
 
 
 def _methods_lacking(settings: Settings, options: dict[str, Any]) -> tuple[str, list[str]]:
