@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos trainers lint bench clean
+.PHONY: help setup demo test chaos trainers lint docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p midepoch
 	$(BIN)/mypy $(TYPED)
+
+docs: setup ## the site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup ## every script in benchmarks/, one after the other
 	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+import midepoch
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,6 +64,8 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
                 assert match[1] is None or match[1] in extras, line
             elif match := re.match(r"(?:\.venv/bin/)?python (benchmarks/\w+\.py)", line):
                 assert (ROOT / match[1]).exists(), line
+            elif page.name == "tutorial.md" and line in ("python train.py", "pkill -9 -f train.py"):
+                pass  # which test_the_tutorial does
             else:
                 assert re.match(r"(git|cd|\.venv/bin/|midepoch|torchrun) ?", line), f"nothing checks {line!r}"
 
@@ -91,6 +96,61 @@ def test_torchrun_example_goes_on_with_another_number_of_processes(tmp_path: Pat
     output = torchrun(1, 2)
     assert "resuming at epoch 0, position 80" in output
     assert "finished at epoch 2, position 0" in output
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    """The job is killed with SIGKILL and goes on; each of its steps has the loss of an undisturbed run."""
+    (script,) = blocks(ROOT / "docs" / "tutorial.md", "python")
+    losses: dict[str, dict[str, str]] = {}
+    for name, kill_after in (("undisturbed", None), ("killed", 17)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(script)
+        lines: list[str] = []
+        if kill_after is not None:
+            job = subprocess.Popen([sys.executable, "train.py"], cwd=folder, stdout=subprocess.PIPE, text=True)
+            assert job.stdout is not None
+            with job, job.stdout as output:
+                lines = [next(output) for _ in range(kill_after)]
+                job.kill()
+        lines += run([sys.executable, "train.py"], folder).splitlines()
+        found = [re.fullmatch(r"step (\d+): loss ([\d.]+)", line.strip()) for line in lines]
+        steps = [(match[1], match[2]) for match in found if match]
+        losses[name] = dict(steps)
+        assert all(losses[name][step] == loss for step, loss in steps), "a step has two losses"
+        assert (kill_after is None) == (len(steps) == 48)
+        assert (kill_after is None) != any(line.startswith("going on in epoch 0 after 15") for line in lines)
+    assert losses["killed"] == losses["undisturbed"] and len(losses["killed"]) == 48
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """Strictly: a link that leads nowhere, or a name in the reference that is not there, is an error."""
+    pytest.importorskip("mkdocs", reason="needs midepoch[docs]")
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert {each.stem for each in PAGES if each.parent.name == "docs"} - {"index"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+    reference = (tmp_path / "reference" / "index.html").read_text()
+    for name in midepoch.__all__:
+        assert f"midepoch.{name}" in reference or f"midepoch.errors.{name}" in reference, (
+            f"{name} is not in the reference"
+        )
+
+
+def test_an_adapter_of_another_package(tmp_path: Path) -> None:
+    """It is found by its entry point, and satisfies every law."""
+    package = shutil.copytree(ROOT / "examples" / "adapter_package", tmp_path / "package")
+    assert len((package / "midepoch_rows.py").read_text().splitlines()) <= 60
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", str(tmp_path / "site"), str(package)], check=True, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(package / "test_rows.py")]
+    found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=package, env=found, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "14 passed" in done.stdout
 
 
 def test_every_example_is_run() -> None:
