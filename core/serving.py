@@ -7,8 +7,14 @@ come back in the order of the requests.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.sharedctypes import RawValue
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +24,7 @@ from .adapter import Options, Run
 from .keys import derive_key
 from .randomness import Purpose
 
-__all__ = ["Server"]
+__all__ = ["Server", "signals_in_hand"]
 
 
 def _nothing() -> None:
@@ -129,13 +135,47 @@ class _Remote(Dataset[Any]):
         return self.reader(request)
 
 
+signals_in_hand: set[int] = set()
+"""Signals that the main process answers at its next batch, such as a Snapshot's."""
+
+
+@functools.cache
+def _leaving() -> Any:
+    """A number that worker processes share: 1 once the main process is on its way out, and ends those that are left."""
+    shared = RawValue("b", 0)
+    process = os.getpid()
+
+    def leave() -> None:
+        if os.getpid() == process:
+            shared.value = 1
+
+    # Called before multiprocessing's own, which was registered when it was imported.
+    atexit.register(leave)
+    return shared
+
+
+class _Outlives:
+    """What a worker does on a signal: one to all processes is the main one's, which needs it until a batch is over."""
+
+    def __init__(self, leaving: Any) -> None:
+        self._leaving, self._main = leaving, os.getppid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._leaving.value or os.getppid() != self._main:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
 class _WorkerInit:
     """Shows code in a worker process the user's dataset where it looks for it, then runs the user's own function."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
+        self._outlived, self._leaving = tuple(signals_in_hand), _leaving() if signals_in_hand else None
 
     def __call__(self, worker: int) -> None:
+        for number in self._outlived:
+            signal.signal(number, _Outlives(self._leaving))
         info = get_worker_info()
         if info is not None:
             # WorkerInfo refuses assignment, so that users do not; torch's docs have them configure info.dataset.

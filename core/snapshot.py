@@ -36,6 +36,7 @@ from .encoding import decode, encode
 from .errors import MidepochError, MidepochWarning, SnapshotError, StateError
 from .keys import derive_key
 from .loader import loader_of
+from .serving import signals_in_hand
 from .state import is_rank_independent, join_states
 from .world import World
 
@@ -99,7 +100,7 @@ class Snapshot:
             TypeError, ValueError: an argument is something else.
             MidepochError: signals are wanted, but this is not the main thread.
         """
-        self.path = Path(path)
+        self.path = Path.cwd() / path  # wherever this process goes later
         if every is not None and (type(every) is not int or every < 1):
             raise ValueError(f"every must be an int of at least 1 or None, got {every!r}")
         if type(keep) is not int or keep < 1:
@@ -117,6 +118,7 @@ class Snapshot:
         self._every, self._keep, self._exit_status = every, keep, exit_status
         self._given_group, self._own_group = group, None
         self._on_disk: _Identity | None = None  # of the newest file, as this run knows it
+        self._coming: _Identity | None = None  # of the one that is taking its place, or has just taken it
         self._newest_is_sound = True
         self._asked = False  # load or save has been called
         self._signalled = 0  # number of the signal that was received
@@ -128,6 +130,7 @@ class Snapshot:
         self._said = torch.zeros(2, dtype=torch.float64)
         self._process = os.getpid()
         self._handlers: dict[int, Any] = {}  # of others, by signal
+        self._closed = self._leaving = False
         self._install(signals)
 
     # --- signals ---
@@ -136,6 +139,7 @@ class Snapshot:
         try:
             for number in signals:
                 self._handlers[number] = signal.signal(number, self._receive)
+                signals_in_hand.add(int(number))
         except ValueError as error:
             self.close()
             raise MidepochError(
@@ -149,14 +153,24 @@ class Snapshot:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        before = self._handlers.get(number)
+        if self._closed and not callable(before):
+            # Somebody who was installed later gave it back.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+            os.kill(os.getpid(), number)
+            return
+        if callable(before) and (self._closed or isinstance(getattr(before, "__self__", None), Snapshot)):
+            before(number, frame)
+        if self._closed:
+            return
         self._signalled = number
         if self._next_agreement == _RARELY:
             self._due = 0  # alone, or before the first step: the next one sees to it. Ranks do so all at once.
 
     def close(self) -> None:
         """Give the signals back to whom they belonged. May be called twice."""
-        while self._handlers:
-            number, before = self._handlers.popitem()
+        self._closed = True
+        for number, before in self._handlers.items():
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
@@ -164,7 +178,8 @@ class Snapshot:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if not self._leaving:
+            self.close()
 
     # --- in the training loop ---
 
@@ -190,7 +205,7 @@ class Snapshot:
         if stop:
             if ranks.rank == 0:
                 _logger.warning("a signal was received: saved %s after step %d, leaving", self.path, self.steps)
-            self.close()
+            self._leaving = True  # who is told so a second time has nothing more to do: its signals stay with it
             if ranks.size > 1:
                 atexit.register(_end_here, self._exit_status)
             raise SystemExit(self._exit_status)
@@ -291,6 +306,7 @@ class Snapshot:
             "seed": torch.initial_seed() % (1 << 64),
             "generators": [offer.generators for offer in offers],
             "parts": states,
+            "kinds": {name: type(part).__qualname__ for name, part in self._parts.items() if _has_kind(part)},
         }
         self._check_owner()
         with _locked_draft(self.path) as (draft, descriptor):
@@ -306,15 +322,24 @@ class Snapshot:
                 ) from error
             self._check_owner()
             keep = self._keep if self._newest_is_sound else 1
+            self._coming = _identity(draft)
             with _freed_later(_older(self.path, keep - 1)):
                 _rotate(self.path, keep)
                 draft.replace(self.path)
+                self._on_disk, self._newest_is_sound = self._coming, True
+        try:
             _sync_folder(self.path.parent)
-        self._on_disk, self._newest_is_sound = _identity(self.path), True
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} was saved, but its folder could not be synced ({error.strerror}): the one before may be "
+                "found after a loss of power",
+                MidepochWarning,
+                stacklevel=2,
+            )
 
     def _check_owner(self) -> None:
         found = _identity(self.path)
-        if found is None or found == self._on_disk:
+        if found is None or found in (self._on_disk, self._coming):
             return
         if not self._asked:
             raise SnapshotError(
@@ -410,6 +435,9 @@ class Snapshot:
             )
         for name, part in self._parts.items():
             _check_fits(name, part, content["parts"][name])
+            kind, saved = type(part).__qualname__, content.get("kinds", {}).get(name, "")
+            if _has_kind(part) and saved not in ("", kind):
+                raise SnapshotError(f"{name} is a {kind}, the snapshot has the state of a {saved}: make it as it was")
         return content
 
     def _apply(self, content: dict[str, Any]) -> None:
@@ -541,6 +569,19 @@ def _check_fits(name: str, part: Any, state: Any) -> None:
                 f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}; make it as it "
                 "was"
             )
+        for group, saved in zip(own["param_groups"], state["param_groups"], strict=True):
+            if lacking := group.keys() - saved.keys() - {"initial_lr"}:
+                raise SnapshotError(
+                    f"{name} differs: the snapshot's has no {', '.join(sorted(lacking))}, which this optimizer needs; "
+                    "make it as it was"
+                )
+    elif not state and part.state_dict():
+        raise SnapshotError(f"{name} differs: the snapshot's was empty, as when it is disabled; make it as it was")
+
+
+def _has_kind(part: Any) -> bool:
+    """Whether a state is of no use to another class: not a model's, whose names and shapes tell, nor a loader's."""
+    return not isinstance(part, torch.nn.Module) and loader_of(part) is None
 
 
 def _described(state: Mapping[str, Any], key: str) -> str:
@@ -658,18 +699,18 @@ def _find(path: Path) -> _Found | None:
         SnapshotError: there are some, and all are damaged.
     """
     damaged: list[str] = []
-    back = 0
-    while True:
+    # A kill between two renames leaves a gap.
+    names = [each.name.removeprefix(f"{path.name}.") for each in path.parent.glob(f"{_escaped(path.name)}.*")]
+    older = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)) != "0")
+    for back in (0, *older):
         candidate = _older(path, back)
         try:
             return _Found(candidate, _content(candidate, check=True)["id"], damaged)
         except FileNotFoundError:
-            # A kill between two renames leaves a gap at the newest place, not further back.
-            if back > 0:
-                break
+            if older:
+                damaged.append(f"{candidate} is not there")
         except SnapshotError as error:
             damaged.append(str(error))
-        back += 1
     if damaged:
         raise SnapshotError(
             f"no snapshot is sound: {'; '.join(damaged)}; put back a copy, or move them away to begin anew"

@@ -442,6 +442,92 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), KeyboardInterrupt()])
+def test_what_goes_wrong_after_the_renaming(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(2)
+    run.snapshot.save()
+
+    def fails(folder: Path) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_sync_folder", fails)
+        run.train(1)
+        if isinstance(error, OSError):
+            with pytest.warns(MidepochWarning, match=r"was saved, but its folder could not be synced \(Invalid"):
+                run.snapshot.save()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                run.snapshot.save()
+    again = Run(tmp_path / "snapshot.pt")
+    again.snapshot.load()
+    assert again.snapshot.steps == 3
+    run.train(1)
+    run.snapshot.save()  # the file is known to be its own
+    again.snapshot.load()
+    assert again.snapshot.steps == 4
+
+
+def test_a_process_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(Path("snapshot.pt"), every=1)
+    run.train(1)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    run.train(1)
+    assert names(tmp_path / "other") == []
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == 2
+
+
+def test_a_gap_among_older_snapshots(tmp_path: Path) -> None:
+    """As a kill between two renames leaves it."""
+    run = Run(tmp_path / "snapshot.pt", every=1, keep=3)
+    run.train(3)
+    (tmp_path / "snapshot.pt.1").unlink()
+    (tmp_path / "snapshot.pt").write_bytes(b"damaged")
+    again = Run(tmp_path / "snapshot.pt")
+    with pytest.warns(MidepochWarning, match=r"snapshot\.pt is damaged.*: the snapshot before is loaded, .*\.2"):
+        assert again.snapshot.load()
+    assert again.snapshot.steps == 1
+    (tmp_path / "snapshot.pt").unlink()
+    with pytest.warns(MidepochWarning, match=r"snapshot\.pt is not there"):
+        assert again.snapshot.load()
+
+
+def test_another_kind_of_optimizer_or_scaler_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    def make(optimizer: Any, scaler: Any) -> tuple[Any, Snapshot]:
+        model = torch.nn.Linear(2, 1)
+        parts = {"model": model, "optimizer": optimizer(model.parameters(), lr=0.1), "scaler": scaler}
+        return model, Snapshot(tmp_path / "snapshot.pt", signals=(), **parts)
+
+    class Scaler:
+        def __init__(self, enabled: bool) -> None:
+            self.enabled = enabled
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"scale": 2.0} if self.enabled else {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if self.enabled and not state:
+                raise RuntimeError("an empty state")
+
+    make(torch.optim.Adam, Scaler(False))[1].save()
+    others: list[tuple[Any, Any, str]] = [
+        (torch.optim.SGD, Scaler(False), "snapshot's has no dampening, momentum, nesterov, which this optimizer needs"),
+        (torch.optim.AdamW, Scaler(False), "is a AdamW, the snapshot has the state of a Adam"),
+        (torch.optim.Adam, Scaler(True), "scaler differs: the snapshot's was empty"),
+    ]
+    for optimizer, scaler, message in others:
+        model, other = make(optimizer, scaler)
+        before = model.weight.clone()
+        with pytest.raises(SnapshotError, match=message):
+            other.load()
+        assert torch.equal(model.weight, before)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = Run(tmp_path / "file" / "snapshot.pt")
@@ -513,6 +599,8 @@ def test_a_signal_saves_and_exits_after_the_batch(number: signal.Signals, tmp_pa
     with pytest.raises(SystemExit) as left:
         run.train(5)
     assert left.value.code == 75
+    os.kill(os.getpid(), number)  # again, while it leaves: there is nothing more to do
+    run.snapshot.close()
     assert signal.getsignal(number) == before, "handlers are given back"
     resumed = Run(tmp_path / "snapshot.pt")
     resumed.snapshot.load()
@@ -526,7 +614,95 @@ def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit):
         run.train(3)
+    run.snapshot.close()
     assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == 1
+
+
+def test_of_two_snapshots_each_hears_and_a_closed_one_passes_on(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        one = Run(tmp_path / "one.pt", signals=(signal.SIGUSR1,))
+        two = Run(tmp_path / "two.pt", signals=(signal.SIGUSR1,))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for run in (one, two):
+            with pytest.raises(SystemExit):
+                run.train(1)
+        assert heard == []
+        one.snapshot.close()
+        two.snapshot.close()  # which gives the signal back to the one that is closed already
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def living(group: int) -> list[str]:
+    """Processes of a group, but for those that nobody has waited for."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = status.read_text().rpartition(") ")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                found.append((status.parent / "cmdline").read_text())
+    return found
+
+
+WITH_WORKERS = """
+import sys, time, torch
+from torch.utils.data import DataLoader
+import midepoch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return index
+
+if __name__ == "__main__":
+    source = DataLoader(Slow(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[2])
+    loader = midepoch.wrap(source, seed=0)
+    snapshot = midepoch.Snapshot(sys.argv[1], data=loader)
+    for batch in loader:
+        time.sleep(0.02)
+        snapshot.step()
+        print(snapshot.steps, flush=True)
+        if sys.argv[3] == "raise" and snapshot.steps == 3:
+            raise RuntimeError("a fault of the script's")
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "number"),
+    [("fork", signal.SIGTERM), ("fork", signal.SIGUSR1), ("spawn", signal.SIGTERM), ("fork", None)],
+)
+def test_a_signal_to_all_processes_with_their_workers(
+    context: str, number: signal.Signals | None, tmp_path: Path
+) -> None:
+    """As schedulers send it. And workers do not outlive a process that ends for another reason."""
+    (tmp_path / "job.py").write_text(WITH_WORKERS)
+    command = [sys.executable, "job.py", "snapshot.pt", context, "raise" if number is None else "wait"]
+    job = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.strip() == "3":
+            break
+    if number is not None:
+        os.killpg(job.pid, number)
+    output, errors = job.communicate(timeout=60)
+    if number is None:
+        assert job.returncode == 1 and "a fault of the script's" in errors
+    else:
+        assert job.returncode == 0, errors
+        steps = torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"]
+        assert steps == int((["3", *output.split()])[-1]) or steps == int((["3", *output.split()])[-1]) + 1
+    deadline = time.monotonic() + 20
+    while (left := living(job.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, "workers that outlive their process"
 
 
 def test_handlers_are_given_back_but_not_those_of_others(tmp_path: Path) -> None:
