@@ -117,6 +117,9 @@ class Loader:
             return self._session.missing_before(back + 1) if back else self._unmoved[0]
         return self._session.missing_before(back)
 
+    # Lightning looks for it where there is a sampler.
+    batch_sampler: None = None
+
     @property
     def sampler(self) -> _EpochSetter:
         """Where trainers look for ``set_epoch``."""

@@ -195,6 +195,7 @@ def test_every_moment(hook: str, kind: str, tmp_path: Path) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "limit": {"limit_train_batches": 3},
+    "more than there are": {"limit_train_batches": 7},
     "share": {"limit_train_batches": 0.6},
     "accumulate": {"accumulate_grad_batches": 1},
     "max_steps": {"max_steps": 8, "max_epochs": -1},
@@ -234,16 +235,20 @@ def test_an_exception_in_the_middle_of_a_batch(tmp_path: Path) -> None:
         def on_exception(self, trainer: Any, *rest: Any) -> None:
             trainer.save_checkpoint(tmp_path / "failed.ckpt")
 
-    for kind in ("mapped", "unknown", "dict"):
+    runs: list[tuple[str, str | None, dict[str, Any]]]
+    runs = [("mapped", None, {}), ("unknown", None, {}), ("dict", None, {})]
+    runs += [("mapped", "two", {"val_check_interval": 2}), ("unknown", "one", {})]
+    for kind, of_validation, settings in runs:
+        validation = None if of_validation is None else VALIDATION[of_validation]
         whole: list[Any] = []
-        fit(whole, TRAIN[kind])
-        for at in range(len(whole)):
+        fit(whole, TRAIN[kind], validation, **settings)
+        for at in [number for number, each in enumerate(whole) if each[0] == "train"]:
             log: list[Any] = []
             with pytest.raises(ValueError, match="a bad batch"):
                 failing = functools.partial(Recorder, fail_at=at)
-                fit(log, TRAIN[kind], callbacks=(SaveOnException(),), module=failing)
+                fit(log, TRAIN[kind], validation, callbacks=(SaveOnException(),), module=failing, **settings)
             assert len(log) == at
-            fit(log, TRAIN[kind], checkpoint=tmp_path / "failed.ckpt")
+            fit(log, TRAIN[kind], validation, checkpoint=tmp_path / "failed.ckpt", **settings)
             assert log == whole, (kind, at)
 
 
@@ -280,6 +285,43 @@ def test_a_validation_that_was_interrupted(kind: str, hook: str, tmp_path: Path)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_validation_end"])
 def test_validation_options(settings: dict[str, Any], hook: str, tmp_path: Path) -> None:
     check_every_cut(tmp_path, hook, mapped, VALIDATION["two"], **settings)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_start"])
+def test_validations_of_fewer_batches_than_there_are(limit: int, hook: str, tmp_path: Path) -> None:
+    check_every_cut(tmp_path, hook, mapped, VALIDATION["two"], limit_val_batches=limit, val_check_interval=2)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_wrapped_loader_outside_of_fit(exact: bool) -> None:
+    class Model(Recorder):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_of.append(plain(batch))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_of.append(plain(batch))
+
+    expected = [plain(batch) for batch in mapped(6, 7)]
+    for name in ("validate", "test", "predict"):
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, callbacks=[ExactResume()] if exact else [],
+        )  # fmt: skip
+        log: list[Any] = []
+        getattr(trainer, name)(Model(log), mapped(6, 7))
+        assert [each[3] if name == "validate" else each for each in log] == expected, name
+
+
+def test_a_checkpoint_after_a_validation_by_hand(tmp_path: Path) -> None:
+    whole: list[Any] = []
+    fit(whole, mapped)
+    log: list[Any] = []
+    trainer = fit(log, mapped, max_steps=3)
+    trainer.validate(Recorder([]), DataLoader(Noisy(6, 7), batch_size=2), verbose=False)
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    fit(log, mapped, checkpoint=tmp_path / "middle.ckpt")
+    assert log == whole
 
 
 def test_a_validation_of_unwrapped_loaders_begins_anew(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
     run_apart("composer", "composer_job.py", tmp_path, 1, "--every-cut")
     cuts = json.loads((tmp_path / "cuts").read_text())
     assert [name for name, exact in cuts.items() if not exact] == []
-    assert len(cuts) == 21 + 9
+    assert len(cuts) == 21 + 9 + 5 + 5 + 3 + 3
 
 
 def test_composer_on_another_number_of_processes(tmp_path: Path) -> None:

@@ -118,16 +118,19 @@ class ExactResume(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank."""
-        if self._train is None or not _is_fitting(trainer):
+        if self._train is None:
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._warn_of_accumulation(trainer)
-        ended = _has_ended(trainer)
+        ended = _has_ended(trainer) or (
+            progress.current.ready == progress.current.processed == self._train.handed and self._train.is_exhausted()
+        )
         train: State | None = None
         if not _will_ask_anew(trainer, trainer.fit_loop._last_train_dl_reload_epoch):
             train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
-        next_place = self._validated if trainer.validating and not trainer.sanity_checking else None
+        validating = _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
+        next_place = self._validated if validating else None
         validation = []
         made = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         validated = [] if _will_ask_anew(trainer, made) else self._validation
@@ -141,7 +144,9 @@ class ExactResume(Callback):
             else:
                 loader, batch = next_place
                 in_flight = each.handed - batch if index == loader else each.handed if index > loader else 0
-                validation.append(each.state(in_flight, ended=index < loader))
+                # One that has not begun this validation may stand where the one before left it.
+                begun = index == loader and batch > 0
+                validation.append(each.state(in_flight, ended=index < loader or (not begun and not each.handed)))
         checkpoint[_KEY] = {
             "version": _VERSION,
             "train": train,
@@ -207,6 +212,10 @@ class ExactResume(Callback):
             # An exception in the middle of a batch: it comes again. The last batch: it is over, but not the epoch.
             if not trained_on or saved["ended"]:
                 each["ready"] = each["started"] = each["completed"] = each["processed"]
+        if not trained_on:
+            batches["is_last_batch"] = False
+        elif saved["ended"] and batches["current"]["ready"]:
+            batches["is_last_batch"] = True  # Lightning may have expected more, by limit_train_batches
 
     def _of_lightning(self, states: list[State], loops: dict[str, Any]) -> dict[str, Any]:
         """What is known of a checkpoint that was saved without the callback."""
@@ -357,7 +366,7 @@ class ExactResume(Callback):
         """All batches have been seen."""
         self._validated = None
         for each in self._validation:
-            each.handed = each.handed_in_pass = 0
+            each.handed, each.handed_in_pass, each._continues = 0, 0, False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """An interrupted validation that Lightning does not take up again is over."""
@@ -409,6 +418,24 @@ class _Handed:
             self.handed += 1
             self.handed_in_pass += 1
             yield batch if self._shape is None else self._shape(batch)
+
+    def is_exhausted(self) -> bool:
+        """Whether nothing is left of a pass over a source whose length only reading can tell."""
+        if not self.handed:
+            return False
+        try:
+            len(self._loader)
+        except TypeError:
+            pass
+        else:
+            return False  # Lightning knows
+        if not self._loader.position:
+            return True
+        try:
+            self._loader.peek()
+        except StopIteration:
+            return True
+        return False
 
     def is_split_like(self, state: State) -> bool:
         """Whether the batches are those of the world and of the batch size of a state."""
