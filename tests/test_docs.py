@@ -82,6 +82,15 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert "bit-equal" in output or "each exactly once" in output or "none lost" in output
 
 
+def test_examples_of_trainers_and_of_states_of_their_own(tmp_path: Path) -> None:
+    names = ["lightning_trainer.py", "hugging_face_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
+    names += ["distributed_checkpoint.py", "ignite_engine.py", "own_state.py"]
+    for module in ("lightning", "transformers", "accelerate", "ignite", "torchdata"):
+        pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[trainers,torchdata])")
+    output = run([sys.executable, "-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
+    assert output.count("are bit-equal to") == len(names)
+
+
 def test_torchrun_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     os.environ.update({name: os.environ.get(name, value) for name, value in environment.items()})

@@ -33,6 +33,9 @@ class Noisy(Dataset[dict[str, torch.Tensor]]):
         return {"x": torch.tensor([float(index), float(torch.rand(()))])}
 
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
 def make(size: int = 22, batch_size: int = 2) -> midepoch.loader.Loader:
     return midepoch.wrap(DataLoader(Noisy(size), batch_size=batch_size, shuffle=True), seed=3)
 
@@ -252,6 +255,16 @@ def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *argu
     command += [str(Path(__file__).parent / job), str(folder), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("trainer", ["composer", "ray"])
+def test_examples(trainer: str, tmp_path: Path) -> None:
+    name = {"composer": "composer_trainer.py", "ray": "ray_train.py"}[trainer]
+    job = tmp_path / "job.py"  # Composer imports a torchvision that a torch for the CPU does not go with
+    with_torchvision = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import cpu_torchvision\n"
+    script = (EXAMPLES / name).read_text().partition("annotations\n")[2]
+    job.write_text(with_torchvision * (trainer == "composer") + script)
+    run_apart(trainer, str(job), tmp_path, None)
 
 
 def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
