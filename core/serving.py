@@ -171,7 +171,12 @@ class _WorkerInit:
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
-        self._outlived, self._leaving = tuple(signals_in_hand), _leaving() if signals_in_hand else None
+        self._outlived, self._leaving = tuple(signals_in_hand), None
+        if self._outlived:
+            try:
+                self._leaving = _leaving()
+            except OSError:  # no shared memory to be had: workers die of signals, as torch's do
+                self._outlived = ()
 
     def __call__(self, worker: int) -> None:
         for number in self._outlived:
