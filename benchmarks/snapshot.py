@@ -81,6 +81,15 @@ def looping(folder: Path, rounds: int) -> None:
             taken = timed(lambda name=name: run(name == "with step()")) / 100  # type: ignore[misc]
             if turn:
                 times[name].append(taken)
+    # Far below what the loops can tell apart, so it is timed by itself too.
+    calls = 200_000
+
+    def step_only() -> None:
+        for _ in range(calls):
+            snapshot.step()
+
+    alone = timed(step_only) / calls
+    agreement = timed(lambda: [snapshot._largest(snapshot._ranks(), 0.0, 0.0) for _ in range(1000)]) / 1000
     snapshot.close()
     if distributed and torch.distributed.get_rank():
         return
@@ -90,6 +99,12 @@ def looping(folder: Path, rounds: int) -> None:
     for name, values in times.items():
         ratio = between([mine / plain for mine, plain in zip(values, base, strict=True)])
         print(f"| {name} | {statistics.median(values) * 1e3:.0f} | {ratio} |")
+    step = statistics.median(base)
+    if distributed:
+        # Some five a second, so this share of a second.
+        print(f"| an agreement, five times a second | {agreement * 1e3:.0f} | {agreement * 5e-3:.4f} more |")
+    else:
+        print(f"| step() by itself | {alone * 1e3:.2f} | {alone / step:.5f} more |")
     sys.stdout.flush()
 
 

@@ -310,7 +310,7 @@ class Snapshot:
         }
         self._check_owner()
         with _locked_draft(self.path) as (draft, descriptor):
-            with checksums():
+            with checksums(), _synced_meanwhile(descriptor):
                 torch.save(content, draft)
             os.fsync(descriptor)
             try:
@@ -776,6 +776,30 @@ def _identity(path: Path) -> _Identity | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextlib.contextmanager
+def _synced_meanwhile(descriptor: int) -> Iterator[None]:
+    """Lets the disk begin while torch is still writing. An error is told only once, so it is kept."""
+    ended = threading.Event()
+    errors: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            while not ended.wait(0.01):
+                os.fsync(descriptor)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=sync, name="midepoch-sync", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager
