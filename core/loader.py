@@ -350,6 +350,11 @@ class Loader:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         return self._built(epoch, 0, detail, seed, world)
 
+    def _leave_epoch(self) -> None:
+        """Go to the next epoch's beginning, where a trainer gives up the rest of one that has begun."""
+        if self.position:
+            self.load_state_dict(self._state_at(self.state_dict(), self.epoch + 1))
+
     def _end_epoch(self) -> None:
         """Give up the rest of this epoch."""
         adapter, world = self._adapter, self._current_world()

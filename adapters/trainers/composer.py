@@ -110,15 +110,10 @@ def _batches_left(loader: Loader, length: int | None, begun: int) -> int | None:
         try:
             loader.peek()
         except StopIteration:
-            _begin_next_epoch(loader)
+            loader._leave_epoch()
             return 0
     if length is None:
         return None
     if begun >= length:  # train_subset_num_batches gives up the rest of the loader's epoch
-        _begin_next_epoch(loader)
+        loader._leave_epoch()
     return max(length - begun, 0)
-
-
-def _begin_next_epoch(loader: Loader) -> None:
-    if loader.position:
-        loader.load_state_dict(loader._state_at(loader.state_dict(), loader.epoch + 1))

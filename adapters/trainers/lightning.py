@@ -464,8 +464,7 @@ class _Handed:
 
     def leave(self) -> None:
         """Give up the rest of the epoch."""
-        if self._loader.position:
-            self._loader.load_state_dict(self._loader._state_at(self._loader.state_dict(), self._loader.epoch + 1))
+        self._loader._leave_epoch()
 
 
 def _begin(loader: Loader | None, epoch: int) -> None:
