@@ -22,6 +22,7 @@ import uuid
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -469,7 +470,7 @@ class Snapshot:
             if self._own_group is None:
                 ranks = None if group is None else torch.distributed.get_process_group_ranks(group)
                 self._own_group = torch.distributed.new_group(
-                    ranks, backend="gloo", use_local_synchronization=group is not None
+                    ranks, timeout=_patience(group), backend="gloo", use_local_synchronization=group is not None
                 )
             group = self._own_group
         return _Ranks(torch.distributed.get_rank(group), size, group)
@@ -521,6 +522,19 @@ class _Ranks(NamedTuple):
         found = [mine]
         torch.distributed.broadcast_object_list(found, self._first, self.group)
         return found[0]
+
+
+def _patience(group: ProcessGroup | None) -> timedelta | None:
+    """How long the group waits for a process that is silent; None, which is torch's own default, where it does not say.
+
+    A new group does not take it over by itself, and would wait half an hour for a machine given up long before.
+    """
+    known: Any = torch.distributed.group.WORLD if group is None else group
+    for device in getattr(known, "_device_types", ()):
+        found = getattr(getattr(known._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
 
 
 def _devices(group: ProcessGroup | None) -> str:

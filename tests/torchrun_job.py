@@ -1,6 +1,7 @@
 """A job for torchrun with a Snapshot: each process writes down every batch before it is trained on.
 
-``torchrun ... torchrun_job.py FOLDER [--global-batch 12] [--epochs 2] [--every 4] [--pause 0.02] [--state-of-own]``
+``torchrun ... torchrun_job.py FOLDER [--global-batch 12] [--epochs 2] [--every 4] [--pause 0.02] [--own] [--timeout 5]
+[--backend cuda:gloo]``
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import random
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +54,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.02)
     parser.add_argument("--own", action="store_true")
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a collective may take")
     options = parser.parse_args()
 
     distributed = "WORLD_SIZE" in os.environ
     if distributed:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group(options.backend, timeout=timedelta(seconds=options.timeout))
     # In a function of its own, so that the model is gone before the group.
     train(options, distributed)
     if distributed:
@@ -75,7 +79,9 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
     model: torch.nn.Module = torch.nn.Linear(3, 1)
     torch.nn.init.ones_(model.weight)  # type: ignore[arg-type]
     # With buckets as they are after the first batch, ranks add up gradients in the same order after a restart.
-    trained = DistributedDataParallel(model, find_unused_parameters=True) if distributed else model
+    # A group without a backend for the CPU can share no gradients here.
+    shared = distributed and options.backend == "gloo"
+    trained = DistributedDataParallel(model, find_unused_parameters=True) if shared else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     snapshot = midepoch.Snapshot(
         options.folder / "snapshot.pt", every=options.every, model=trained, optimizer=optimizer, data=loader
@@ -87,7 +93,7 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
     try:
         while loader.epoch < options.epochs:
             for batch in loader:
-                time.sleep(options.pause + 0.8 * (options.folder / "slow").exists())
+                time.sleep(options.pause + longer(options.folder / "pause"))
                 own = [random.random(), float(np.random.rand()), float(torch.rand(()))]
                 log.write(
                     step=snapshot.steps + 1, rank=world.rank, world_size=world.world_size, batch=batch.tolist(), own=own
@@ -102,6 +108,14 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
         raise
     weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
     log.write(finished=snapshot.steps, rank=world.rank, weights=hashlib.sha256(weights).hexdigest())
+
+
+def longer(path: Path) -> float:
+    """How many seconds more each batch takes for as long as there is such a file."""
+    try:
+        return float(path.read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 class Log:
