@@ -75,7 +75,9 @@ def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
     good, bad = texts
     assert "every law that applies holds" in good
     assert good.count("40 samples: 0 lost") == 9, "nine changes of one, two and three ranks"
-    assert "epoch 0, cut after 6 batches of each rank, 1 rank before and 1 rank after: 24 samples: 4 lost" in bad
+    assert good.count("3 cuts: at worst 0 lost") == 9
+    assert "1 rank before and 1 rank after, a row for each cut: 3 cuts: at worst 4 lost" in bad
+    assert "epoch 0, 1 rank before and 1 rank after, cut after 1 batches of each rank: 24 samples: 4 lost" in bad
     assert "laws are broken" in bad and "usually" in bad
 
 

@@ -232,7 +232,7 @@ def test_a_resumed_epoch_without_end_is_cut_short() -> None:
         ({"tail": "cut"}, ValueError, "tail"),
         ({"timeout": 0}, ValueError, "timeout"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_arguments(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):

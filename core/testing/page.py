@@ -7,14 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from .examine import Examination
+from .record import Recording
 from .report import LawError, Report, Verdict
 
 __all__ = ["Picture", "make_page", "take_pictures"]
 
 _MOST_SAMPLES = 2000  # of an epoch that are drawn
+_MOST_CUTS = 24  # of an epoch that are tried for the pictures
 _WIDTH = 1000
+_LABELS = 110  # of the width
+_HEIGHT = 16  # of a row
 
 
 @dataclass(frozen=True)
@@ -58,36 +63,47 @@ class Picture:
 
 
 def take_pictures(examination: Examination) -> list[Picture]:
-    """One picture for each change of the number of ranks that can be examined, and for each epoch's middle cut."""
+    """One picture for each cut inside each epoch and each change of the number of ranks that can be examined.
+
+    Where an epoch can be cut in very many places, these are some, spread evenly.
+    """
     examination.begin("picture", "", "")
     try:
         whole = examination.whole()
     except LawError:
         return []
     sizes = examination.worlds
-    pairs = [(one, other) for one in sizes for other in sizes]
-    return [
-        _take(examination, epoch, pair, tuple(sample for batch in whole.passes[epoch].ids for sample in batch))
-        for epoch in range(examination.settings.epochs)
-        for pair in pairs
-    ]
+    found = []
+    for worlds in [(one, other) for one in sizes for other in sizes]:
+        for epoch in range(examination.settings.epochs):
+            order = tuple(sample for batch in whole.passes[epoch].ids for sample in batch)
+            found += _take(examination, epoch, worlds, order)
+    return found
 
 
-def _take(examination: Examination, epoch: int, worlds: tuple[int, int], order: tuple[Hashable, ...]) -> Picture:
-    before: tuple[tuple[Hashable, ...], ...] = ()
-    cut = 0
+def _take(examination: Examination, epoch: int, worlds: tuple[int, int], order: tuple[Hashable, ...]) -> list[Picture]:
+    cuts = [0]
     try:
         heads = examination.heads(worlds[0])
-        cut = len(heads[0].passes[epoch].batches) // 2
-        before = tuple(tuple(sample for batch in head.passes[epoch].ids[:cut] for sample in batch) for head in heads)
-        resumed = examination.resume_world(heads, [(epoch, cut)], worlds[1])
+        inside = examination.interior(heads[0], epoch)
+        if not inside:
+            return []
+        cuts = inside[:: -(-len(inside) // _MOST_CUTS)]
+        resumed = examination.resume_world(heads, [(epoch, cut) for cut in cuts], worlds[1])
     except LawError as error:
-        return Picture(epoch, cut, worlds, order, before, (), error.got.splitlines()[0])
-    problems = [recordings[0].failure for recordings in resumed if recordings[0].failure is not None]
-    if problems:
-        return Picture(epoch, cut, worlds, order, before, (), str(problems[0]))
-    after = tuple(tuple(sample for batch in recordings[0].passes[0].ids for sample in batch) for recordings in resumed)
-    return Picture(epoch, cut, worlds, order, before, after)
+        return [Picture(epoch, cuts[len(cuts) // 2], worlds, order, (), (), error.got.splitlines()[0])]
+    pictures = []
+    for number, cut in enumerate(cuts):
+        before = tuple(_samples(head, epoch, cut) for head in heads)
+        failures = [recordings[number].failure for recordings in resumed]
+        problem = next((str(failure) for failure in failures if failure is not None), "")
+        after = () if problem else tuple(_samples(recordings[number], 0) for recordings in resumed)
+        pictures.append(Picture(epoch, cut, worlds, order, before, after, problem))
+    return pictures
+
+
+def _samples(recording: Recording, epoch: int, batches: int | None = None) -> tuple[Hashable, ...]:
+    return tuple(sample for batch in recording.passes[epoch].ids[:batches] for sample in batch)
 
 
 def make_page(target: str, report: Report, pictures: Sequence[Picture], versions: str) -> str:
@@ -95,7 +111,7 @@ def make_page(target: str, report: Report, pictures: Sequence[Picture], versions
     failed = len(report.failures)
     verdict = "every law that applies holds" if not failed else f"{failed} of {len(report.verdicts)} laws are broken"
     rows = "\n".join(_row(verdict) for verdict in report.verdicts)
-    drawn = "\n".join(_figure(picture) for picture in pictures)
+    drawn = "\n".join(_figure(cuts) for cuts in _together(pictures))
     return _PAGE.format(
         target=html.escape(target),
         verdict=html.escape(verdict),
@@ -129,55 +145,103 @@ def _row(verdict: Verdict) -> str:
     )
 
 
-def _figure(picture: Picture) -> str:
-    title = (
-        f"epoch {picture.epoch}, cut after {picture.cut} batches of each rank, "
-        f"{_ranks(picture.worlds[0])} before and {_ranks(picture.worlds[1])} after"
-    )
-    if picture.problem:
-        text = f'<p class="other">{html.escape(picture.problem[:1000])}</p>'
-        return f"<figure><figcaption>{html.escape(title)}</figcaption>{text}</figure>"
-    lost, repeated = picture.lost, picture.repeated
-    words = f"{len(picture.order)} samples: {len(lost)} lost, {len(repeated)} repeated"
-    tone = "bad" if lost else "warn" if repeated else "good"
-    return (
-        f"<figure><figcaption>{html.escape(title)}: <span class='{tone}'>{words}</span></figcaption>"
-        f"{_drawing(picture, title + ': ' + words)}</figure>"
-    )
+def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
+    """The pictures of each epoch and change of the number of ranks."""
+    groups: dict[tuple[int, tuple[int, int]], list[Picture]] = {}
+    for picture in pictures:
+        groups.setdefault((picture.epoch, picture.worlds), []).append(picture)
+    return list(groups.values())
+
+
+def _figure(cuts: Sequence[Picture]) -> str:
+    """Every cut as a row, and one with a lane for each rank: the first that went wrong, else the middle one."""
+    epoch, (old, new) = cuts[0].epoch, cuts[0].worlds
+    title = f"epoch {epoch}, {_ranks(old)} before and {_ranks(new)} after"
+    drawn = [picture for picture in cuts if not picture.problem]
+    parts = [f"<h3>{html.escape(title)}</h3>"]
+    for problem in dict.fromkeys(picture.problem for picture in cuts if picture.problem):
+        where = ", ".join(str(picture.cut) for picture in cuts if picture.problem == problem)
+        parts.append(f'<p class="other">cut after {where} batches: {html.escape(problem[:1000])}</p>')
+    if drawn:
+        lost, repeated = max(len(each.lost) for each in drawn), max(len(each.repeated) for each in drawn)
+        words = f"{len(drawn)} cuts: at worst {lost} lost and {repeated} repeated"
+        parts.append(_captioned(f"{title}, a row for each cut", words, _tone(lost, repeated), _overview(drawn, words)))
+        wrong = [each for each in drawn if each.lost] or [each for each in drawn if each.repeated]
+        shown = wrong[0] if wrong else drawn[len(drawn) // 2]
+        lost, repeated = len(shown.lost), len(shown.repeated)
+        words = f"{len(shown.order)} samples: {lost} lost, {repeated} repeated"
+        caption = f"{title}, cut after {shown.cut} batches of each rank"
+        parts.append(_captioned(caption, words, _tone(lost, repeated), _lanes(shown, f"{caption}: {words}")))
+    return "\n".join(parts)
+
+
+def _tone(lost: int, repeated: int) -> str:
+    return "bad" if lost else "warn" if repeated else "good"
+
+
+def _captioned(caption: str, words: str, tone: str, drawing: str) -> str:
+    text = f'{html.escape(caption)}: <span class="{tone}">{html.escape(words)}</span>'
+    return f"<figure><figcaption>{text}</figcaption>{drawing}</figure>"
 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _drawing(picture: Picture, words: str) -> str:
-    """Lanes of ranks, before and after, over the samples in the epoch's order; what is lost or repeated below."""
-    order = picture.order[:_MOST_SAMPLES]
-    column: dict[Hashable, int] = {}
-    for number, sample in enumerate(order):
-        column.setdefault(sample, number)
-    step = (_WIDTH - 120) / max(1, len(order))
-    lanes = [(f"rank {rank}", "before", given) for rank, given in enumerate(picture.before)]
-    lanes += [(f"rank {rank}", "after", given) for rank, given in enumerate(picture.after)]
-    parts = []
-    height = 0
-    for label, phase, given in lanes:
-        marks = [_mark(column[sample], height, step, phase, sample) for sample in given if sample in column]
-        parts.append(f'<text x="0" y="{height + 11}">{label}, {phase}</text>{"".join(marks)}')
-        height += 16
-    for label, samples in (("lost", picture.lost), ("repeated", picture.repeated)):
-        marks = [_mark(column[sample], height, step, label, sample) for sample in samples if sample in column]
-        parts.append(f'<text x="0" y="{height + 11}">{label}</text>{"".join(marks)}')
-        height += 16
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{html.escape(words)}">{"".join(parts)}</svg>'
+def _columns(order: Sequence[Hashable]) -> dict[Hashable, int]:
+    """Where each sample stands that is drawn."""
+    columns: dict[Hashable, int] = {}
+    for sample in order[:_MOST_SAMPLES]:
+        columns.setdefault(sample, len(columns))
+    return columns
 
 
-def _mark(column: int, top: int, step: float, kind: str, sample: Hashable) -> str:
-    width = max(step * (0.9 if step > 3 else 1), 0.5)
-    return (
-        f'<rect class="{kind}" x="{110 + column * step:.2f}" y="{top + 1}" width="{width:.2f}" height="13">'
-        f"<title>{html.escape(str(sample)[:60])}</title></rect>"
-    )
+def _overview(pictures: Sequence[Picture], words: str) -> str:
+    """A row for each cut: which samples came before it, which after it, and which never or too often."""
+    columns = _columns(pictures[0].order)
+    rows = []
+    for row, picture in enumerate(pictures):
+        kinds = dict.fromkeys((sample for rank in picture.after for sample in rank), "after")
+        kinds |= dict.fromkeys((sample for rank in picture.before for sample in rank), "before")
+        kinds |= dict.fromkeys(picture.repeated, "repeated") | dict.fromkeys(picture.lost, "lost")
+        stretches = groupby(enumerate(columns), key=lambda item: kinds.get(item[1], ""))
+        label = f"after {picture.cut}"
+        rows.append(_row_of(label, row, len(columns), [(kind, list(items)) for kind, items in stretches if kind]))
+    return _drawing(rows, words)
+
+
+def _lanes(picture: Picture, words: str) -> str:
+    """A row for each rank before the cut and after it, and one each for what is lost and repeated."""
+    columns = _columns(picture.order)
+    lanes = [(f"rank {rank}, before", "before", given) for rank, given in enumerate(picture.before)]
+    lanes += [(f"rank {rank}, after", "after", given) for rank, given in enumerate(picture.after)]
+    lanes += [("lost", "lost", picture.lost), ("repeated", "repeated", picture.repeated)]
+    rows = []
+    for row, (label, kind, given) in enumerate(lanes):
+        marks = [(kind, [(columns[sample], sample)]) for sample in given if sample in columns]
+        rows.append(_row_of(label, row, len(columns), marks))
+    return _drawing(rows, words)
+
+
+def _row_of(label: str, row: int, columns: int, stretches: Sequence[tuple[str, list[tuple[int, Hashable]]]]) -> str:
+    """Neighbouring samples of a kind, each stretch of them a rectangle."""
+    step = (_WIDTH - _LABELS) / max(1, columns)
+    gap = step * 0.1 if step > 3 else 0
+    parts = [f'<text x="0" y="{row * _HEIGHT + 11}">{html.escape(label)}</text>']
+    for kind, samples in stretches:
+        (first, one), (last, other) = samples[0], samples[-1]
+        name = str(one) if first == last else f"{one} to {other}"
+        left, width = _LABELS + first * step, max((last - first + 1) * step - gap, 0.5)
+        parts.append(
+            f'<rect class="{kind}" x="{left:.2f}" y="{row * _HEIGHT + 1}" width="{width:.2f}" height="{_HEIGHT - 3}">'
+            f"<title>{html.escape(name[:120])}</title></rect>"
+        )
+    return "".join(parts)
+
+
+def _drawing(rows: Sequence[str], words: str) -> str:
+    size = f"0 0 {_WIDTH} {len(rows) * _HEIGHT}"
+    return f'<svg viewBox="{size}" role="img" aria-label="{html.escape(words)}">{"".join(rows)}</svg>'
 
 
 _PAGE = """<!doctype html>
@@ -193,7 +257,8 @@ th, td {{ border-bottom: 1px solid #ddd; padding: 0.3rem 0.6rem; text-align: lef
 th[scope=row] {{ white-space: nowrap; }}
 dl {{ margin: 0; }} dt {{ float: left; clear: left; width: 5.5rem; color: #666; }}
 dd {{ margin-left: 6rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
-figure {{ margin: 1.5rem 0; }} figcaption {{ margin-bottom: 0.3rem; }}
+h3 {{ font-size: 1rem; margin: 2rem 0 0; }}
+figure {{ margin: 0.6rem 0 1rem; }} figcaption {{ margin-bottom: 0.3rem; }}
 svg {{ width: 100%; height: auto; }} svg text {{ font-size: 11px; fill: #555; }}
 .good td:nth-child(2), span.good {{ color: #17702e; }}
 .bad td:nth-child(2), span.bad {{ color: #b3121d; font-weight: 600; }}
@@ -212,7 +277,8 @@ rect.lost {{ fill: #d0202b; }} rect.repeated {{ fill: #e39a1c; }}
 </tbody>
 </table>
 <h2>Which samples each rank received</h2>
-<p>Each column is a sample, in the order in which one rank alone gives them. Dark: before the cut; light: after it.
+<p>Each column is a sample, in the order in which one rank alone gives them. Dark blue: before the cut; light blue:
+after it; red: never; orange: too often. Where the order differs on other numbers of ranks, dark and light are mixed.
 Ranks that must have as many batches each may be given samples once more at an epoch's end
 (<code>tail="pad"</code>).</p>
 {pictures}
