@@ -110,6 +110,16 @@ def test_lost_samples_stand_out_in_a_browser(pages: tuple[Path, Path], tmp_path:
 COLOURS = {"before": (0x3B, 0x6F, 0xB6), "after": (0x7F, 0xB3, 0xE6), "lost": (0xD0, 0x20, 0x2B)}
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("midepoch ch", "check"), ("midepoch ins", "inspect"), ("midepoch check --wor", "--world-sizes")],
+)
+def test_a_shell_completes_commands_and_options(line: str, expected: str) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_MIDEPOCH_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "midepoch"]
+    assert subprocess.check_output(command, env=os.environ | words, text=True, timeout=60).split() == [expected]
+
+
 def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text((TESTS / "check_sources.py").read_text())
     done = check("mine.py:alone", "--quick", "--epochs=1", "--laws=determinism,tail", folder=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
 import pickle
 import sys
@@ -589,6 +590,26 @@ def test_the_batches_done_and_left() -> None:
         elsewhere.load_state_dict(state)
         assert (elsewhere.batches_done, elsewhere.batches_left) == expected
         assert len(sources.taken(elsewhere)) == expected[1]
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 4), (1, 3), (3, 2)])
+def test_a_progress_bar_goes_on_where_it_was_on_another_world_too(world_size: int, batch_size: int) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    _, state = sources.heads(shuffled, 3)
+    loader = shuffled(batch_size=batch_size, world=World(0, world_size))
+    loader.load_state_dict(state)
+    shown = io.StringIO()
+    with tqdm(loader, initial=loader.batches_done, file=shown, mininterval=0, miniters=1) as bar:
+        began = bar.n
+        assert bar.total == len(loader)
+        for count, _ in enumerate(bar, start=1):
+            assert bar.total - began >= count
+    # It begins at the share of the epoch that is done, to the next batch, and is full when the pass is over.
+    assert abs(began / len(loader) - 12 / 22) <= 1 / len(loader)
+    assert (bar.n, bar.total) == (len(loader), len(loader)) and "100%" in shown.getvalue()
+    with tqdm(loader, initial=loader.batches_done, file=shown) as bar:
+        assert bar.n == 0, "the next epoch begins at nought"
+        assert sum(1 for _ in bar) == len(loader)
 
 
 def test_a_length_that_is_unknown_is_a_type_error() -> None:

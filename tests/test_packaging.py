@@ -147,6 +147,12 @@ def test_sdist_builds_alone_and_holds_the_sources(distributions: Path) -> None:
     assert {"LICENSE", "README.md", "pyproject.toml", "core/__init__.py", "adapters/__init__.py"} <= names
 
 
+def test_an_index_would_take_both_and_show_the_readme(distributions: Path) -> None:
+    files = [str(only(distributions, pattern)) for pattern in ("*.whl", "*.tar.gz")]
+    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
 def test_wheel_works_where_nothing_else_of_midepoch_is(distributions: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
         wheel.extractall(tmp_path)

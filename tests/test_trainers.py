@@ -257,12 +257,12 @@ def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *argu
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("trainer", ["composer", "ray"])
+@pytest.mark.parametrize("trainer", ["composer", "ray", "torchtitan"])
 def test_examples(trainer: str, tmp_path: Path) -> None:
-    name = {"composer": "composer_trainer.py", "ray": "ray_train.py"}[trainer]
+    names = {"composer": "composer_trainer.py", "ray": "ray_train.py", "torchtitan": "torchtitan_feed.py"}
     job = tmp_path / "job.py"  # Composer imports a torchvision that a torch for the CPU does not go with
     with_torchvision = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import cpu_torchvision\n"
-    script = (EXAMPLES / name).read_text().partition("annotations\n")[2]
+    script = (EXAMPLES / names[trainer]).read_text().partition("annotations\n")[2]
     job.write_text(with_torchvision * (trainer == "composer") + script)
     run_apart(trainer, str(job), tmp_path, None)
 
