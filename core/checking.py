@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import platform
@@ -26,7 +27,7 @@ from .testing.page import make_page, take_pictures
 from .testing.record import Settings, open_loader
 from .testing.report import LawError, Report, Verdict
 
-__all__ = ["TargetError", "as_json", "examine", "find_target", "show_contents"]
+__all__ = ["TargetError", "as_json", "examine", "find_target", "printable", "show_contents"]
 
 
 class TargetError(Exception):
@@ -42,25 +43,32 @@ def find_target(target: str) -> Callable[..., Any]:
     module_name, colon, name = target.rpartition(":")
     if not (colon and module_name and name):
         raise TargetError(f"{target!r} is no function's name: write package.module:make_loader, or file.py:make_loader")
+    file = None
     folder = Path.cwd()
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         if not file.is_file():
             raise TargetError(f"there is no file {module_name}: name one, or package.module:make_loader")
         folder, module_name = file.parent, file.stem
-    # The spawned processes import it by this name and path too.
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    # The spawned processes import it by this name and path too, so it must come first there.
+    sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise TargetError(
             f"{target!r} cannot be imported ({error}): run this where the module lies, or install it"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(
-            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; mend it"
+            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; mend it, and let what a script "
+            'does stand under `if __name__ == "__main__":`'
         ) from error
+    imported = getattr(found, "__file__", None)
+    if file is not None and (imported is None or Path(imported).resolve() != file):
+        raise TargetError(
+            f"there is another module {module_name!r} ({imported or 'of Python itself'}), which Python takes for "
+            f"{file}: give the file another name"
+        )
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -80,14 +88,13 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
     console = _console()
     examination = Examination(settings)
     _try_out(examination, target)
-    if page is not None:
-        page.touch()  # whether it can be written is better known before the minutes than after
+    draft = None if page is None else _draft(page)  # whether it can be written is better known before the minutes
     verdicts: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     names = [name for name in LAWS if laws is None or name in laws]
     reached = judge(examination, laws)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(_WHOLE, total=1 + len(names) + (page is not None))
+        task = progress.add_task(_WHOLE, total=1 + len(names))
         failed = _run_through(examination)
         progress.advance(task)
         if failed is not None:
@@ -97,15 +104,27 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
             verdicts.append(next(reached))
             progress.advance(task)
         report = Report(tuple(verdicts))
-        if page is not None:
-            progress.update(task, description=str(page))
-            page.write_text(make_page(target, report, take_pictures(examination), _versions()))
     console.print(_laws_table(target, report))
     for error in report.failures:
-        console.print(Text(str(error)), soft_wrap=True)
-    if page is not None:
-        console.print(f"The laws, and which samples each rank received around each cut: {page}", soft_wrap=True)
+        console.print(_text(str(error)), soft_wrap=True)
+    if page is not None and draft is not None:
+        with console.status("drawing what each rank received"):
+            text = make_page(target, report, take_pictures(examination), _versions())
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        draft.replace(page)
+        told = f"The laws, and which samples each rank received around each cut: {page}"
+        console.print(_text(told), soft_wrap=True)
     return report
+
+
+def _draft(page: Path) -> Path:
+    """A file beside a page that is to be written, for as long as there is nothing to be said."""
+    if page.is_dir():
+        raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
+    draft = page.with_name(f".{page.name}.draft")
+    draft.touch()
+    atexit.register(draft.unlink, missing_ok=True)
+    return draft
 
 
 def _try_out(examination: Examination, target: str) -> None:
@@ -147,9 +166,9 @@ def _methods_lacking(settings: Settings, options: dict[str, Any]) -> tuple[str, 
 
 
 def _laws_table(target: str, report: Report) -> Table:
-    table = Table(title=target, box=box.SIMPLE, title_justify="left")
+    table = Table(title=_text(target), box=box.SIMPLE, title_justify="left")
     for name in ("law", "verdict", "epoch", "batch", ""):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name in ("law", "verdict"))
     colours = {"holds": "green", "failed": "bold red"}
     for verdict in report.verdicts:
         error = verdict.error
@@ -158,7 +177,7 @@ def _laws_table(target: str, report: Report) -> Table:
             Text(verdict.status, colours.get(verdict.status, "")),
             "" if error is None or error.epoch is None else str(error.epoch),
             "" if error is None or error.batch is None else str(error.batch),
-            Text(verdict.reason),
+            _text(verdict.reason),
         )
     return table
 
@@ -179,9 +198,9 @@ def show_contents(contents: Contents) -> None:
         f", {name} {value if not isinstance(value, list) else ' '.join(value)}"
         for name, value in contents.facts.items()
     )
-    console.print(Text(f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{facts}"), soft_wrap=True)
+    console.print(_text(f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{facts}"), soft_wrap=True)
     for problem in contents.problems:
-        console.print(Text(f"damaged: {problem}", "bold red"), soft_wrap=True)
+        console.print(_text(f"damaged: {problem}", "bold red"), soft_wrap=True)
     for place in contents.places:
         console.print(_state_table(place, contents.path))
     if not contents.places:
@@ -192,7 +211,7 @@ def _state_table(place: Place, path: Path) -> Table:
     state = place.state
     inside = "" if place.file == path else f"{place.file.relative_to(path)} "
     table = Table(
-        title=Text(f"{inside}{place.name}" or "state"), box=box.SIMPLE, show_header=False, title_justify="left"
+        title=_text(f"{inside}{place.name}" or "state"), box=box.SIMPLE, show_header=False, title_justify="left"
     )
     table.add_column(style="dim")
     table.add_column()
@@ -211,9 +230,9 @@ def _state_table(place: Place, path: Path) -> Table:
     detail = state.get("detail")
     if detail:
         rows.append(("detail", f"{len(str(detail)):,} characters of the backend's own"))
-    rows.append(("checksum", Text("holds", "green") if not place.problem else Text(place.problem, "bold red")))
+    rows.append(("checksum", Text("holds", "green") if not place.problem else _text(place.problem, "bold red")))
     for name, value in rows:
-        table.add_row(Text(name), Text(value) if isinstance(value, str) else value)
+        table.add_row(_text(name), _text(value) if isinstance(value, str) else value)
     return table
 
 
@@ -261,6 +280,17 @@ def as_json(contents: Contents) -> str:
         },
         indent=1,
     )
+
+
+def printable(text: str) -> str:
+    """What a terminal shows and does not obey, and every encoding can write: of files, whoever they are from."""
+    shown = "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text), style)
 
 
 def _plain(value: Any) -> Any:

@@ -122,6 +122,18 @@ def check(
     ] = None,
     tail: Annotated[str, typer.Option(help="How ranks share the last samples: pad, drop or uneven.")] = "pad",
     drop_last: Annotated[bool, typer.Option("--drop-last", help="The last batch is left out if incomplete.")] = False,
+    cuts: Annotated[str | None, typer.Option(help="Cut after so many batches, such as 1,7; else all.")] = None,
+    identify: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that lists what names each sample of a batch, such as its number."),
+    ] = None,
+    elastic_content: Annotated[
+        bool,
+        typer.Option(
+            "--elastic-content/--fixed-content",
+            help="Whether a sample's content is the same on any split; not with random numbers in a collate_fn.",
+        ),
+    ] = True,
     laws: Annotated[str | None, typer.Option(help="Names of laws with commas between them; else all.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
@@ -131,10 +143,11 @@ def check(
     make_loader builds a fresh loader at each call, of a small data set. It may take rank and world_size, and then is
     examined on several ranks; also num_workers, batch_size, seed, size, and more that docs/testing.md lists.
 
-    Exit status: 0 all laws that apply hold; 1 one is broken; 2 it could not be examined.
+    Exit status: 0 all laws that apply hold; 1 one is broken, or whole epochs do not run through; 2 it could not be
+    examined.
     """
     _require("cli", "rich")
-    from .checking import TargetError, examine, find_target
+    from .checking import TargetError, examine, find_target, printable
     from .testing.record import Settings
 
     try:
@@ -147,11 +160,15 @@ def check(
             shuffled=shuffled,
             tail=tail,  # type: ignore[arg-type]  # which checks it
             drop_last=drop_last,
+            cuts=None if cuts is None else _integers(cuts),
+            identify=None if identify is None else find_target(identify),
+            elastic_content=elastic_content,
             timeout=timeout,
         )
-        found = examine(settings, target, None if laws is None else _names(laws), report)
+        with _sigterm_unwinds():
+            found = examine(settings, target, None if laws is None else _names(laws), report)
     except (TargetError, TypeError, ValueError, OSError) as error:
-        _fail(str(error))
+        _fail(printable(str(error)))
     except KeyboardInterrupt:
         _fail("interrupted", _INTERRUPTED)
     if not found.holds:
@@ -180,11 +197,12 @@ def inspect(
     if (seek is None) != (out is None):
         raise typer.BadParameter("--seek and the path of the copy belong together", param_hint="--seek")
     try:
-        if seek is not None and out is not None:
-            inspection.seek(path, out, name=state, **_places(seek))
-        contents = inspection.look(path if out is None else out)
-    except (MidepochError, ValueError) as error:
-        _fail(str(error))
+        with inspection.modest(path):
+            if seek is not None and out is not None:
+                inspection.seek(path, out, name=state, **_places(seek))
+            contents = inspection.look(path if out is None else out)
+    except (MidepochError, ValueError, OSError) as error:
+        _fail(checking.printable(str(error)))
     if as_json:
         print(checking.as_json(contents))
     else:
@@ -194,9 +212,10 @@ def inspect(
 
 
 def _places(text: str) -> dict[str, int]:
-    found = dict(part.partition("=")[::2] for part in text.split(","))
+    parts = text.split(",")
+    found = dict(part.partition("=")[::2] for part in parts)
     try:
-        if not found.keys() <= {"epoch", "position"}:
+        if not found.keys() <= {"epoch", "position"} or len(found) < len(parts):
             raise ValueError
         return {name: int(value) for name, value in found.items()}
     except ValueError:

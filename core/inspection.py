@@ -6,14 +6,17 @@ Reads what torch.save wrote (a `Snapshot`, a checkpoint of Lightning's, whatever
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pickle
+import resource
+import stat
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,12 +28,17 @@ from .protocol import State
 from .snapshot import checksums
 from .state import FIELDS, check, reseal
 
-__all__ = ["Contents", "Place", "look", "seek"]
+__all__ = ["Contents", "Place", "look", "modest", "seek"]
 
-_LARGEST_TEXT = 256 << 20  # bytes of JSON, or of one state
+_LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; what is parsed takes a hundred times that at worst
+_LARGEST_PICKLE = 256 << 20  # bytes of what leads to a checkpoint's tensors
+_MOST_CONTAINERS = 2_000_000  # that are looked through; some refer to each other, in more ways than there are atoms
+_OVERHEAD = 1 << 30  # bytes of memory that a file may take besides its own size
 _DEEPEST = 100
 _SUFFIXES = (".ckpt", ".json", ".pkl", ".pt", ".pth")
 _MOST_FILES = 1000
+# Sources that can begin wherever epoch and position say. What others need to begin there, only they can tell.
+_BEGIN_ANYWHERE = frozenset({"dali-sampled", "dataloader", "ffcv", "sampler", "sequence", "webdataset"})
 Keys = tuple[str | int, ...]
 
 
@@ -113,6 +121,9 @@ def seek(
 ) -> Place:
     """Write a copy of a checkpoint in which a loader stands elsewhere; all else in it is as it was.
 
+    A state to which several places of the file refer, as of those that Lightning and `ExactResume` both save, is moved
+    in all of them. Tensors that were saved on a GPU are on the CPU in the copy.
+
     Args:
         path: a file that `look` reads, not a folder.
         out: the copy's path, which must not be there yet.
@@ -134,15 +145,12 @@ def seek(
     if out.exists():
         raise SnapshotError(f"{out} is there already: name a file that is not")
     content = _content(path)
-    place = _chosen(path, list(_places(path, content)), name)
+    found = list(_places(path, content))
+    place = _chosen(path, found, name)
     state = _moved(place, epoch, position)
-    if place.keys:
-        holder = _at(content, place.keys[:-1])
-        if isinstance(holder, tuple):
-            raise StateError(f"the state {place.name!r} is inside a tuple, which cannot be edited: edit it in Python")
-        holder[place.keys[-1]] = state
-    else:
-        content = state
+    for each in found:
+        if each.state is place.state:
+            each.state.update(state)  # it is the file's own dict, wherever that refers to it
     archive = _is_archive(path)
     if archive and isinstance(content, dict) and "midepoch_snapshot" in content:
         content["id"] = uuid.uuid4().hex  # another file, for processes that compare what they found
@@ -162,9 +170,9 @@ def seek(
 
 
 def _chosen(path: Path, places: list[Place], name: str | None) -> Place:
-    names = ", ".join(repr(place.name) for place in places) or "none"
     found = [place for place in places if name is None or place.name == name]
-    if len(found) != 1:
+    if not found or any(place.state is not found[0].state for place in found):
+        names = ", ".join(repr(place.name) for place in places) or "none"
         raise StateError(f"{path} has these states: {names}; name one of them")
     if found[0].problem:
         raise StateError(f"the state {found[0].name!r} is damaged ({found[0].problem})")
@@ -176,10 +184,10 @@ def _moved(place: Place, epoch: int | None, position: int | None) -> State:
     for what, value in (("epoch", epoch), ("position", position)):
         if value is not None and not (type(value) is int and 0 <= value < 1 << 62):
             raise ValueError(f"{what} must be an integer from 0, got {value!r}")
-    if state["detail"]:
+    if state["detail"] or state["adapter"] not in _BEGIN_ANYWHERE:
         raise StateError(
-            f"the state {place.name!r} of {state['adapter']} holds what its source needs for the place where it is: "
-            "call loader.seek in the training script, which asks the source"
+            f"the state {place.name!r} is of {state['adapter']}, and only its source can tell what it needs to begin "
+            "elsewhere: call loader.seek in the training script, which asks it"
         )
     if position is None:
         position = state["position"] if epoch is None else 0
@@ -197,6 +205,8 @@ def _moved(place: Place, epoch: int | None, position: int | None) -> State:
 def _is_archive(path: Path) -> bool:
     """Whether a file is what torch.save writes."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SnapshotError(f"{path} is no regular file: name one, or a folder")
         with path.open("rb") as file:
             return file.read(2) == b"PK"
     except OSError as error:
@@ -205,15 +215,33 @@ def _is_archive(path: Path) -> bool:
 
 def _content(path: Path) -> Any:
     if _is_archive(path):
+        _check_records(path)
         return _loaded(path, path)
     try:
-        if path.stat().st_size > _LARGEST_TEXT:
-            raise ValueError("it is larger than any state")
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            beginning = file.read(64)
+            if beginning.startswith(b"\x80") and b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in beginning:
+                raise ValueError("it is in the format that torch.save had before torch 1.6: save it again, in today's")
+            if os.fstat(file.fileno()).st_size > _LARGEST_TEXT:
+                raise ValueError("it is larger than any state")
+            return json.loads(beginning + file.read())
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise SnapshotError(
             f"{path} is neither a checkpoint of torch.save nor JSON ({str(error)[:200]}): name one of these"
         ) from error
+
+
+def _check_records(path: Path) -> None:
+    """torch.save compresses nothing, so that no record can take more memory than its file has bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except Exception as error:
+        raise SnapshotError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+    for record in records:
+        name = record.filename.rpartition("/")[2]
+        if record.compress_type != zipfile.ZIP_STORED or (name == "data.pkl" and record.file_size > _LARGEST_PICKLE):
+            raise SnapshotError(f"{path} is not of torch.save ({name[:100]!r} is compressed or huge): use another")
 
 
 def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
@@ -228,11 +256,33 @@ def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
             except Exception:  # noqa: BLE001  # the reason then is the first error
                 names = ""
         if names:
-            raise SnapshotError(
+            raise _NotUnpickledError(
                 f"{path} holds {names[:300]}, which midepoch does not unpickle: save loaders' states in a file of "
                 "tensors and built-in types"
             ) from error
         raise SnapshotError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+
+
+class _NotUnpickledError(SnapshotError):
+    """A sound file that holds more than is unpickled here."""
+
+
+@contextlib.contextmanager
+def modest(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, this process may take some memory more than the files have bytes: a few can ask for any amount of it."""
+    path = Path(path)
+    files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
+    largest = max((each.stat().st_size for each in files[: 10 * _MOST_FILES] if each.is_file()), default=0)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + 2 * largest + _OVERHEAD
+    if before[0] != resource.RLIM_INFINITY:
+        limit = min(limit, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _damage(path: Path) -> tuple[str, ...]:
@@ -257,13 +307,18 @@ def _look_into_folder(path: Path) -> Contents:
     files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file())
     places: list[Place] = []
     problems: list[str] = []
+    passed_over: list[SnapshotError] = []  # such as generators of NumPy's that a trainer pickled
     read = 0
     for file in files[:_MOST_FILES]:
         try:
             places += _places(file, _content(file))
             read += 1
+        except _NotUnpickledError as error:
+            passed_over.append(error)
         except SnapshotError as error:
             problems.append(str(error))
+    if passed_over and not places and not problems:
+        raise passed_over[0]
     if not read and not problems:
         raise SnapshotError(f"{path} has no file that ends in {', '.join(_SUFFIXES)}: name a checkpoint")
     saved = max([_time_of(place.file) for place in places], default=_time_of(path))
@@ -336,21 +391,30 @@ def _entry(folder: Path, info: Any) -> Any:
 
 def _places(file: Path, content: Any) -> Iterator[Place]:
     """Wherever a dict has the keys of a state, also inside what refers to itself."""
-    seen: set[int] = set()
-    waiting: list[tuple[Keys, Any]] = [((), content)]
+    above: set[int] = set()  # containers that this one is in
+    waiting: list[tuple[Keys, Any, bool]] = [((), content, False)] if isinstance(content, _CONTAINERS) else []
+    looked_through = 0
     while waiting:
-        keys, value = waiting.pop()
-        if not isinstance(value, Mapping | list | tuple) or id(value) in seen or len(keys) > _DEEPEST:
+        keys, value, left = waiting.pop()
+        if left:
+            above.discard(id(value))
             continue
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            if value.keys() >= {"adapter", "epoch", "position", "fingerprint", "checksum"}:
-                yield _place(file, keys, dict(value))
-                continue
-            inside = [(key, each) for key, each in value.items() if isinstance(key, str | int)]
-        else:
-            inside = list(enumerate(value))
-        waiting += [((*keys, key), each) for key, each in reversed(inside)]
+        if id(value) in above or len(keys) > _DEEPEST:
+            continue
+        looked_through += 1
+        if looked_through > _MOST_CONTAINERS:
+            raise SnapshotError(f"{file} has more in it than any checkpoint has: use another")
+        if isinstance(value, dict) and value.keys() >= {"adapter", "epoch", "position", "fingerprint", "checksum"}:
+            yield _place(file, keys, value)
+            continue
+        above.add(id(value))
+        waiting.append((keys, value, True))
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        held = [(key, each) for key, each in inside if isinstance(key, str | int) and isinstance(each, _CONTAINERS)]
+        waiting += [((*keys, key), each, False) for key, each in reversed(held)]
+
+
+_CONTAINERS = (dict, list, tuple)
 
 
 def _place(file: Path, keys: Keys, state: State) -> Place:
@@ -359,9 +423,3 @@ def _place(file: Path, keys: Keys, state: State) -> Place:
     except StateError as error:
         return Place(file, keys, state, str(error))
     return Place(file, keys, state, "")
-
-
-def _at(content: Any, keys: Keys) -> Any:
-    for key in keys:
-        content = content[key]
-    return content

@@ -144,6 +144,9 @@ def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
         (["check_sources:raises"], "builds no loader: mend it.*RuntimeError: no data here"),
         (["check_sources:needs"], "builds no loader: mend it, or give its parameters defaults.*path"),
         (["check_sources:bare"], r"a DataLoader, which has no state_dict and no load_state_dict: return midepoch"),
+        (["check_sources:alone", "--report=/tmp"], "/tmp is a folder: name a file for the page"),
+        (["check_sources:alone", "--cuts=0"], "cuts must be integers of at least 1"),
+        (["check_sources:alone", "--identify=check_sources:who"], "has no function 'who'"),
     ],
 )
 def test_what_cannot_be_examined_is_told(
@@ -158,6 +161,44 @@ def test_what_cannot_be_examined_is_told(
     assert end.value.code == 2
     assert re.search(message, re.sub(r"[│\s]+", " ", told)), told
     assert ("Traceback" in told) == ("builds no loader" in message), "of the function's own errors only"
+
+
+def test_a_module_that_leaves_when_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("def make_loader(): pass\nraise SystemExit(0)\n")
+    done = check("leaves.py:make_loader", folder=tmp_path)
+    assert done.returncode == 2 and "fails when it is imported: SystemExit: 0" in done.stderr
+
+
+def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (TESTS / "check_sources.py").read_text()
+    for name, text in (("a", source), ("b", source.replace("def alone", "def other"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    done = check("b/mine.py:alone", "--laws=tail", folder=tmp_path)
+    assert done.returncode == 2 and "has no function 'alone'" in done.stderr, done.stdout
+    (tmp_path / "types.py").write_text(source)
+    done = check("types.py:alone", "--laws=tail", folder=tmp_path / "a")
+    assert done.returncode == 2 and "there is no file" in done.stderr
+    done = check("../types.py:alone", "--laws=tail", folder=tmp_path / "a")
+    assert done.returncode == 2 and "there is another module 'types'" in done.stderr
+
+
+def test_names_are_text_and_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "x[red]"
+    folder.mkdir()
+    source = (TESTS / "check_sources.py").read_text()
+    (folder / "mine.py").write_text(source + "\n\ndef names(batch):\n    return [f'\\udc80é{n}' for n in batch[0]]\n")
+    (folder / "report[old].html").write_text("before")
+    arguments = ("x[red]/mine.py:alone", "--quick", "--epochs=1", "--laws=partition")
+    done = check(*arguments, "--report=x[red]/report[old].html", "--identify=x[red]/mine.py:names", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "x[red]/mine.py:alone" in done.stdout and "report[old].html" in done.stdout
+    assert "é7" in (folder / "report[old].html").read_text("utf-8")
+    (folder / "report[old].html").write_text("before")
+    done = check("x[red]/mine.py:empty", "--report=x[red]/report[old].html", folder=tmp_path)
+    assert done.returncode == 2 and (folder / "report[old].html").read_text() == "before"
+    assert sorted(each.name for each in folder.iterdir() if each.suffix != "") == ["mine.py", "report[old].html"]
 
 
 # --- as a new user would ------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,74 @@ def test_a_checkpoint_of_lightnings(tmp_path: Path) -> None:
 # --- edited copies ------------------------------------------------------------------------------------------------
 
 
+def test_a_copy_of_lightnings_in_which_the_loader_stands_elsewhere(tmp_path: Path) -> None:
+    """The checkpoint has the state twice, and each of both is read by somebody."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from midepoch.adapters.trainers.lightning import ExactResume
+
+    class Model(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch[0].tolist())
+            return super().training_step(torch.zeros(1, 32), batch_idx)
+
+    def fit(steps: int, checkpoint: Path | None = None, **settings: Any) -> list[Any]:
+        seen.clear()
+        trainer = lightning.Trainer(
+            max_steps=steps, logger=False, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path,
+            enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0, **settings,
+        )  # fmt: skip
+        trainer.fit(Model(), make(), ckpt_path=checkpoint, weights_only=True)
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        return list(seen)
+
+    seen: list[Any] = []
+    whole = [batch.tolist() for epoch in (0, 1) for (batch,) in chosen(epoch)]
+    variants: list[dict[str, Any]] = [{}, {"callbacks": [ExactResume()]}]
+    for number, settings in enumerate(variants):
+        assert fit(3, **settings) == whole[:3]
+        out = tmp_path / f"out{number}.ckpt"
+        assert seek(tmp_path / "3.ckpt", out, epoch=1, position=20).problem == ""
+        assert {place.state["position"] for place in look(out).places} == {20}
+        assert len(look(out).places) == 1 + number
+        assert fit(5, out, **settings)[:2] == whole[15:17]
+
+
+def chosen(epoch: int) -> Any:
+    loader = make()
+    loader.seek(epoch=epoch)
+    return loader
+
+
+def test_one_state_in_several_places_and_several_states(tmp_path: Path) -> None:
+    state, other = after(3).state_dict(), after(3).state_dict()
+    torch.save({"a": state, "b": {"c": [(state,)]}, "other": other}, tmp_path / "in.pt")
+    assert [place.name for place in look(tmp_path / "in.pt").places] == ["a", "b.c.0.0", "other"]
+    with pytest.raises(StateError, match=r"'a', 'b\.c\.0\.0', 'other'; name one"):
+        seek(tmp_path / "in.pt", tmp_path / "out.pt", epoch=1)
+    seek(tmp_path / "in.pt", tmp_path / "out.pt", epoch=1, name="b.c.0.0")
+    assert [place.state["epoch"] for place in look(tmp_path / "out.pt").places] == [1, 1, 0]
+
+
+def test_only_what_can_begin_anywhere_is_moved_without_its_source() -> None:
+    """Its states have no detail of their own, on any rank; of others only the source knows how to begin."""
+    from midepoch import inspection, registry
+    from midepoch.adapter import Adapter
+
+    known = set()
+    for backend in registry._BACKENDS:
+        try:
+            adapter = registry._load(backend.adapter)
+        except ImportError:
+            continue
+        anywhere = adapter.rank_independent and not adapter.jumps and adapter.check_detail is Adapter.check_detail
+        # A DataLoader's detail is of workers that replay, or of a sampler's draws, and then it has one.
+        assert (adapter.name in inspection._BEGIN_ANYWHERE) == (anywhere or adapter.name == "dataloader"), adapter.name
+        known.add(adapter.name)
+    assert known >= inspection._BEGIN_ANYWHERE - {"sampler", "ffcv", "dali-sampled", "webdataset"}
+
+
 def test_a_copy_in_which_the_loader_stands_elsewhere(tmp_path: Path) -> None:
     snapshot(tmp_path / "in.pt")
     done = inspect("--seek", "epoch=2,position=20", str(tmp_path / "in.pt"), str(tmp_path / "out.pt"))
@@ -181,17 +251,18 @@ def test_what_cannot_be_sought_is_refused_and_nothing_is_written(tmp_path: Path)
     path.write_text(json.dumps(midepoch.reseal({**state, "detail": "its own"})))
     with pytest.raises(StateError, match=r"call loader\.seek in the training script"):
         seek(path, out, epoch=1)
-    torch.save(({"loader": (state,)},), path)
-    with pytest.raises(StateError, match="inside a tuple"):
-        seek(path, out, epoch=1)
+    path.write_text(json.dumps(midepoch.wrap(range(5).__iter__, seed=0).state_dict()))
+    with pytest.raises(StateError, match=r"is of iterable, and only its source can tell .*call loader\.seek"):
+        seek(path, out, position=2)
     with pytest.raises(SnapshotError, match="is a folder"):
         seek(tmp_path, out, epoch=1)
     with pytest.raises(SnapshotError, match=r"was not written .*choose another place"):
         write_bare(path, state)
         seek(path, tmp_path / "nowhere" / "out", epoch=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in", "named"]
-    done = inspect(str(path), "--seek", "epoch=first", str(out))
-    assert done.returncode == 2 and "epoch=2,position=100000" in done.stderr
+    for wrong in ("epoch=first", "epoch=1,epoch=2", "epoch=1,"):
+        done = inspect(str(path), "--seek", wrong, str(out))
+        assert done.returncode == 2 and "epoch=2,position=100000" in done.stderr
     assert inspect(str(path), "--seek", "epoch=1").returncode == 2
 
 
@@ -261,6 +332,71 @@ def test_a_content_that_refers_to_itself(tmp_path: Path) -> None:
     torch.save({"shallow": content, "deep": deep}, tmp_path / "checkpoint.pt")
     (place,) = look(tmp_path / "checkpoint.pt").places
     assert place.name == "shallow.loader"
+
+
+def test_what_a_terminal_would_obey_is_shown(tmp_path: Path) -> None:
+    state = after(3).state_dict()
+    write_json(tmp_path / "in", {"\x1b[2J\ud800\u202e": state})
+    for options in ((), ("--json",), ("--seek", "epoch=1", str(tmp_path / "out"))):
+        done = inspect(str(tmp_path / "in"), *options)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
+        assert "[2J" in done.stdout and "ud800" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["bytearray", "compressed", "JSON", "references", "pipe", "device"])
+def test_files_that_ask_for_memory_or_time_without_end(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if kind == "bytearray":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("file/data.pkl", b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R.")
+            archive.writestr("file/version", b"3\n")
+            archive.writestr("file/byteorder", b"little")
+    elif kind == "compressed":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("file/data.pkl", b"\x80\x02]" + b"]" * (300 << 20))
+    elif kind == "JSON":
+        path.write_text("[" + "[]," * (20 << 20) + "[]]")
+    elif kind == "references":
+        nested: Any = [after(3).state_dict()]
+        for _ in range(60):
+            nested = [nested, nested]
+        torch.save(nested, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path = Path("/dev/zero")
+    limited = "import resource, sys; from midepoch.cli import main; sys.argv = sys.argv[1:]; main()"
+    command = [sys.executable, "-c", limited, "midepoch", "inspect", str(path)]
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith(f"midepoch: {path} ") and "Traceback" not in done.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(usage, 4 << 20), "KiB"
+
+
+def test_a_folder_with_a_file_that_is_not_unpickled(tmp_path: Path) -> None:
+    """Such as that of Hugging Face's Trainer, with NumPy's generators beside its loader's state."""
+    torch.save({"numpy": Evil()}, tmp_path / "rng_state.pth", pickle_module=HarmlessPickle)
+    with pytest.raises(SnapshotError, match="does not unpickle"):
+        look(tmp_path)
+    torch.save({"loader": after(3).state_dict()}, tmp_path / "scheduler.pt")
+    done = inspect(str(tmp_path))
+    assert done.returncode == 0 and "12 of 40" in done.stdout and "damaged" not in done.stdout
+
+
+class HarmlessPickle:
+    """What torch.save asks of a module: here each Evil is pickled as a call that is not allowed, of nothing bad."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (os.getcwd, ()) if isinstance(value, Evil) else NotImplemented
+
+
+def test_the_format_of_old_is_named(tmp_path: Path) -> None:
+    torch.save(after(3).state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(SnapshotError, match=r"format that torch\.save had before torch 1\.6: save it again"):
+        look(tmp_path / "old.pt")
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
