@@ -133,11 +133,13 @@ def first_batch(size: int, progress: float) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-_MEMORY = """
-import resource, sys
+_MEMORY = r"""
+import re, sys
+from pathlib import Path
 from torch.utils.data import DataLoader
 import midepoch
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+# Not getrusage: its maximum begins with that of the process that started this one.
+def peak(): return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 size = int(sys.argv[1])
 small = midepoch.wrap(DataLoader(range(1000), 32, shuffle=True), seed=0)
 for _ in zip(range(20), small): pass

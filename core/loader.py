@@ -186,8 +186,18 @@ class Loader:
 
     @property
     def batches_done(self) -> int:
-        """Batches of this epoch that lie behind, counted on this world size: ``tqdm(loader, initial=batches_done)``."""
-        return len(self) - self.batches_left
+        """Where a progress bar begins: ``tqdm(loader, initial=loader.batches_done)``.
+
+        Batches of this epoch that lie behind, counted on this world size; 0 where none is left for this rank, since the
+        next pass is one of the next epoch then. Where the source's length is not known, as many as there are at least.
+        After a `break` it is that of the epoch that was left, and the next pass begins at 0.
+        """
+        world = self._current_world()
+        share = self._share(world, self._epoch, self.position)
+        if share is None:
+            over = self._active is not None and self._active.exhausted
+            return 0 if over else -(-self.position // self._adapter.units_per_step(world))
+        return len(self) - share.steps if share.steps else 0
 
     # --- state ---
 

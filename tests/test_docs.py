@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -108,28 +109,37 @@ def test_torchrun_example_goes_on_with_another_number_of_processes(tmp_path: Pat
 
 
 def test_the_tutorial(tmp_path: Path) -> None:
-    """The job is killed with SIGKILL and goes on; each of its steps has the loss of an undisturbed run."""
+    """The job is killed, and asked to end, and goes on; each of its steps has the loss of an undisturbed run."""
     (script,) = blocks(ROOT / "docs" / "tutorial.md", "python")
+    assert "time.sleep(0.5)" in script, "so that people have the time to kill it; nobody here needs it"
     losses: dict[str, dict[str, str]] = {}
-    for name, kill_after in (("undisturbed", None), ("killed", 17)):
+    for name, number in (("undisturbed", None), ("killed", signal.SIGKILL), ("ended", signal.SIGTERM)):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "train.py").write_text(script)
+        (folder / "train.py").write_text(script.replace("time.sleep(0.5)", "time.sleep(0.02)"))
         lines: list[str] = []
-        if kill_after is not None:
-            job = subprocess.Popen([sys.executable, "train.py"], cwd=folder, stdout=subprocess.PIPE, text=True)
+        if number is not None:
+            job = subprocess.Popen(
+                [sys.executable, "train.py"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             assert job.stdout is not None
             with job, job.stdout as output:
-                lines = [next(output) for _ in range(kill_after)]
-                job.kill()
+                lines = [next(output) for _ in range(17)]
+                job.send_signal(number)
+                rest = list(output) if number == signal.SIGTERM else []
+                lines += rest
+            if number == signal.SIGTERM:
+                assert job.returncode == 0 and "leaving" in rest[-1], rest
+                assert all(re.match(r"step \d+: loss|a signal was received", line) for line in rest), rest
         lines += run([sys.executable, "train.py"], folder).splitlines()
         found = [re.fullmatch(r"step (\d+): loss ([\d.]+)", line.strip()) for line in lines]
         steps = [(match[1], match[2]) for match in found if match]
         losses[name] = dict(steps)
         assert all(losses[name][step] == loss for step, loss in steps), "a step has two losses"
-        assert (kill_after is None) == (len(steps) == 48)
-        assert (kill_after is None) != any(line.startswith("going on in epoch 0 after 15") for line in lines)
-    assert losses["killed"] == losses["undisturbed"] and len(losses["killed"]) == 48
+        assert (number == signal.SIGKILL) == (len(steps) != 48), "what was done since the last snapshot is done again"
+        assert (number == signal.SIGKILL) == any(line.startswith("going on in epoch 0 after 15") for line in lines)
+        assert (number is None) != any(line.startswith("going on in epoch 0") for line in lines)
+    assert losses["killed"] == losses["ended"] == losses["undisturbed"] and len(losses["killed"]) == 48
 
 
 def test_the_site_is_built(tmp_path: Path) -> None:

@@ -617,11 +617,33 @@ def test_a_length_that_is_unknown_is_a_type_error() -> None:
     questions: list[Callable[[], int]] = [
         lambda: len(loader),
         lambda: loader.batches_left,
-        lambda: loader.batches_done,
     ]
     for ask in questions:
         with pytest.raises(TypeError, match="length"):
             ask()
+
+
+def test_a_progress_bar_of_an_unknown_length_goes_on_too() -> None:
+    batches, state = sources.heads(stream, 3)
+    resumed = stream()
+    resumed.load_state_dict(state)
+    assert resumed.batches_done == len(batches) == 3
+    total = 3 + len(sources.taken(resumed))
+    assert resumed.batches_done == 0 and total == len(sources.taken(stream()))
+
+
+def test_a_progress_bar_begins_anew_where_this_world_has_nothing_left() -> None:
+    """Of 26 samples, batches of 4 without the last, one rank has had five: 6 samples are no batch for two ranks."""
+
+    def make(world_size: int) -> Loader:
+        source: Any = DataLoader(range(26), 4, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+        return midepoch.wrap(source, seed=0, world=World(0, world_size))
+
+    _, state = sources.heads(lambda: make(1), 5)
+    loader = make(2)
+    loader.load_state_dict(state)
+    assert (loader.batches_left, loader.batches_done, len(loader)) == (0, 0, 3)
+    assert len(sources.taken(loader)) == 3
 
 
 @maker

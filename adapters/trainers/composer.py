@@ -105,7 +105,7 @@ def _batches_left(loader: Loader, length: int | None, begun: int) -> int | None:
     if not loader.position:
         return 0  # the loader's epoch is over, Composer's is not yet
     try:
-        begun = loader.batches_done
+        begun = len(loader) - loader.batches_left
     except TypeError:  # only reading tells whether something is left
         try:
             loader.peek()
