@@ -1,0 +1,533 @@
+"""What a sampler costs from ten thousand samples to a million millions, that it misses none, and what resuming saves.
+
+Run ``python benchmarks/scale.py --plot goodput.png``. Prints Markdown in three parts:
+
+* **Cost**: time for each index that one rank gets, time to the first index, and memory, by size and by world size.
+* **Coverage**: at 10**12 samples and 16,384 ranks, what all ranks together get in stretches of the epoch; at small
+  sizes, all of the epoch, interrupted and continued on another world size. Ends with an error where anything is not
+  covered.
+* **Goodput**: the share of time that is spent on new samples, as a function of failures per hour, by a model (see
+  `goodput`) of which the resume times are an input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import textwrap
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from midepoch import ResumableSampler, World, reseal
+from midepoch.keys import derive_key
+from midepoch.order import _SHUFFLED, Order, Shuffled, _Feistel
+
+SIZES = (10**4, 10**6, 10**9, 10**12)
+WORLD_SIZES = (1, 8, 1024, 16384)
+BATCH_SIZE = 32
+SEED = 2026
+SMALL = 1000
+"""Samples of the sampler that memory is compared with."""
+STEPS = 4
+"""In a window of the epoch: from the third on, an order has computed ahead for the rank that asks."""
+FIRST_INDICES = 20
+"""Times that the first index is measured in each round, since that is short."""
+ASSUMED_SECONDS = (0.01, 1.0, 10.0, 60.0, 600.0, 3600.0)
+FAILURES = np.geomspace(0.01, 30, 200).tolist()
+"""Failures per hour that are drawn."""
+LISTED_FAILURES = (0.1, 1.0, 10.0)
+"""Failures per hour that are listed."""
+
+Indices = npt.NDArray[np.int64]
+State = dict[str, Any]
+
+# ----------------------------------------------------------------------------------------------------
+# Cost
+
+
+def sampler_of(
+    order: Order, world: World, batch_size: int = BATCH_SIZE, drop_last: bool = False, state: State | None = None
+) -> ResumableSampler:
+    """The sampler of one rank, at its start or where the state says."""
+    sampler = ResumableSampler(
+        order.size, seed=SEED, shuffle=order, world=world, batch_size=batch_size, drop_last=drop_last
+    )
+    if state is not None:
+        sampler.load_state_dict(state)
+    return sampler
+
+
+def state_at(order: Order, position: int) -> State:
+    """The state of a run that has come to a position of its first epoch."""
+    return reseal({**sampler_of(order, World()).state_dict(), "position": position})
+
+
+def take(size: int, world_size: int, indices: int) -> None:
+    """So many indices of the rank in the middle of the world, from as many epochs as that takes."""
+    sampler = sampler_of(Shuffled(size), World(world_size // 2, world_size))
+    passes = itertools.chain.from_iterable(itertools.repeat(sampler))
+    deque(itertools.islice(passes, indices), maxlen=0)
+
+
+def nanoseconds_per_index(size: int, world_size: int, indices: int) -> float:
+    start = time.perf_counter()
+    take(size, world_size, indices)
+    return (time.perf_counter() - start) / indices * 1e9
+
+
+def first_index(size: int, progress: float) -> float:
+    """Milliseconds from nothing to the first index of a sampler that goes on there."""
+    state = state_at(Shuffled(size), int(size * progress))
+    start = time.perf_counter()
+    next(iter(sampler_of(Shuffled(size), World(), state=state)))
+    return (time.perf_counter() - start) * 1e3
+
+
+def peak_kibibytes(size: int, world_size: int, indices: int) -> float:
+    """The most memory that Python and numpy held while indices were taken.
+
+    By tracemalloc, which sees every array: a sampler's share in the memory of a process that has loaded torch is too
+    small to be told by the pages that the process has in use.
+    """
+    tracemalloc.start()
+    take(size, world_size, indices)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 1024
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, and in brackets the quartiles: the machine's other work makes the highest meaningless."""
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def report_cost(rounds: int, indices: int) -> dict[str, Any]:
+    """Measures in alternated rounds, every other one backwards; prints two tables."""
+    cases = [(size, 1) for size in SIZES] + [(SIZES[-1], world_size) for world_size in WORLD_SIZES[1:]]
+    starts = list(itertools.product(SIZES, (0.0, 0.9)))
+    for case in cases:  # what is done once in a process is done here
+        take(*case, min(indices, 1000))
+    small = peak_kibibytes(SMALL, 1, indices)
+    memory = {case: peak_kibibytes(*case, indices) - small for case in cases}
+    costs: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    firsts: dict[tuple[int, float], list[float]] = {start: [] for start in starts}
+    for turn in range(rounds):
+        direction = 1 if turn % 2 else -1
+        for case in cases[::direction]:
+            costs[case].append(nanoseconds_per_index(*case, indices))
+        for start in starts[::direction]:
+            firsts[start].extend(first_index(*start) for _ in range(FIRST_INDICES))
+    print(
+        f"\n## Cost\n\nShuffled, {indices:,} indices in each of {rounds} alternated rounds, batches of {BATCH_SIZE}. "
+        "Medians, in brackets the quartiles. Memory is what Python and numpy held at most, over a "
+        f"sampler of {SMALL:,} samples."
+    )
+    print(
+        "\n| samples | ns an index | first index at 0 %, ms | at 90 %, ms | memory, KiB more |\n|---|---|---|---|---|"
+    )
+    for size in SIZES:
+        first, late = (spread(firsts[size, progress], 2) for progress in (0.0, 0.9))
+        print(f"| {size:,} | {spread(costs[size, 1], 0)} | {first} | {late} | {memory[size, 1]:.0f} |")
+    print(f"\nOne rank of many, at {SIZES[-1]:,} samples:\n")
+    print("| world size | ns an index | memory, KiB more |\n|---|---|---|")
+    for world_size in WORLD_SIZES:
+        case = SIZES[-1], world_size
+        print(f"| {world_size:,} | {spread(costs[case], 0)} | {memory[case]:.0f} |")
+    return {
+        "per_index": [
+            {"size": size, "world_size": world_size, "nanoseconds": costs[size, world_size], "kibibytes": kibibytes}
+            for (size, world_size), kibibytes in memory.items()
+        ],
+        "first_index": [
+            {"size": size, "progress": progress, "milliseconds": values} for (size, progress), values in firsts.items()
+        ],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# Coverage
+
+
+def handed_out(left: int, world_size: int, drop_last: bool) -> int:
+    """Positions that all ranks together get of so many, repeats included: as many for each rank."""
+    return (left // world_size if drop_last else -(-left // world_size)) * world_size
+
+
+def expected(order: Order, start: int, count: int) -> Indices:
+    """The order's indices at so many positions; those beyond its end repeat its beginning."""
+    epoch = order.epoch(SEED, 0)
+    parts = [epoch[start : min(start + count, order.size)]]
+    while (missing := count - sum(map(len, parts))) > 0:
+        parts.append(epoch[0 : min(missing, order.size)])
+    return np.concatenate(parts)
+
+
+def require(holds: bool, where: str, what: str) -> None:
+    if not holds:
+        raise SystemExit(f"not covered: {where}: {what}")
+
+
+def check_window(order: Order, position: int, world_size: int, drop_last: bool) -> int:
+    """All ranks' batches from a position on, for some steps, or to the end of the epoch if that is not farther.
+
+    Checks that in the order of ranks they are what the order has there, that all are distinct, and that the inverse of
+    the shuffled order, where it is computed, leads from each index back to its position.
+
+    Returns:
+        The number of indices.
+    """
+    size, global_batch, left = order.size, world_size * BATCH_SIZE, order.size - position
+    where = f"{size:,} samples, {world_size:,} ranks from position {position:,}, drop_last={drop_last}"
+    state, last = state_at(order, position), left <= STEPS * global_batch
+    shares = []
+    for rank in range(world_size):
+        sampler = sampler_of(order, World(rank, world_size), drop_last=drop_last, state=state)
+        shares.append(np.fromiter(itertools.islice(sampler, None if last else STEPS * BATCH_SIZE), dtype=np.int64))
+    require(len(set(map(len, shares))) == 1, where, "ranks get unequal numbers of indices")
+    table = np.stack(shares)
+    steps = [table[:, first : first + BATCH_SIZE].ravel() for first in range(0, table.shape[1], BATCH_SIZE)]
+    indices = np.concatenate(steps)
+    count = handed_out(left, world_size, drop_last) if last else STEPS * global_batch
+    require(indices.size == count, where, f"{indices.size:,} indices in place of {count:,}")
+    require(np.array_equal(indices, expected(order, position, count)), where, "not the indices that the order has")
+    once = indices[:left]  # the others are repeats
+    require(once.min() >= 0 and once.max() < size, where, "an index is out of range")
+    require(np.unique(once).size == once.size, where, "an index comes more than once")
+    permutation = _Feistel(size, derive_key(_SHUFFLED, SEED, 0, size))
+    positions = permutation._map(once, permutation._backward)
+    back = np.array_equal(positions, np.arange(position, position + once.size))
+    require(back, where, "the inverse of the order does not lead back to the positions")
+    return int(indices.size)
+
+
+def check_windows(size: int, world_size: int, windows: int) -> dict[str, int]:
+    """The beginning of the epoch, its end under both tails, and so many windows at random between them."""
+    generator, global_batch, order = random.Random(SEED), world_size * BATCH_SIZE, Shuffled(size)
+    end = size - (STEPS - 1) * global_batch - generator.randrange(1, global_batch)
+    places = [0, *sorted(generator.randrange(end) for _ in range(windows))]
+    checked = [check_window(order, position, world_size, False) for position in places]
+    checked += [check_window(order, end, world_size, drop_last) for drop_last in (False, True)]
+    return {"windows": len(checked), "ranks": world_size, "size": size, "indices": sum(checked)}
+
+
+def check_small(largest_size: int, largest_world: int, batch_sizes: Sequence[int] = (1, 3, 8)) -> dict[str, Any]:
+    """Every size, every world size, some batch sizes, both tails: whole epochs, and epochs that go on in another world.
+
+    A run is cut after its first step, at its half, and after its last full one, and continued from the state that one
+    of its ranks saves, on a world size drawn at random. The two runs together must have handed out every sample once,
+    but for those that the tail of the second repeats or leaves out: fewer than its world has ranks. Where these are all
+    that is left, the epoch is over, and there is nothing to continue.
+    """
+    generator, worlds, epochs, resumed, indices = random.Random(SEED), range(1, largest_world + 1), 0, 0, 0
+    for size in range(1, largest_size + 1):
+        order = Shuffled(size)
+        require(sorted(expected(order, 0, size)) == list(range(size)), f"{size} samples", "the order is no permutation")
+        cases = itertools.product(worlds, batch_sizes, (False, True))
+        for world_size, batch_size, drop_last in cases:
+            where = f"{size} samples, {world_size} ranks, batches of {batch_size}, drop_last={drop_last}"
+            shares = [
+                list(sampler_of(order, World(rank, world_size), batch_size, drop_last)) for rank in range(world_size)
+            ]
+            check_counts(order, itertools.chain(*shares), 0, world_size, drop_last, where)
+            epochs, indices = epochs + 1, indices + sum(map(len, shares))
+            global_batch = world_size * batch_size
+            full = size // global_batch
+            for step in sorted({1, full // 2, full} & set(range(1, full + 1))):
+                position = step * global_batch
+                left = size - position
+                others = [each for each in worlds if each != world_size and handed_out(left, each, drop_last)]
+                if not others or not handed_out(left, world_size, drop_last):
+                    continue
+                another = generator.choice(others)
+                saver = sampler_of(order, World(generator.randrange(world_size), world_size), batch_size, drop_last)
+                deque(itertools.islice(saver, step * batch_size), maxlen=0)
+                state = saver.state_dict()
+                rest = [
+                    list(sampler_of(order, World(rank, another), batch_size, drop_last, state))
+                    for rank in range(another)
+                ]
+                parts = [share[: step * batch_size] for share in shares] + rest
+                then = f"{where}, cut at {position} and continued on {another} ranks"
+                check_counts(order, itertools.chain(*parts), position, another, drop_last, then)
+                resumed, indices = resumed + 1, indices + sum(map(len, parts))
+    return {
+        "sizes": largest_size, "world_sizes": largest_world, "batch_sizes": batch_sizes,
+        "epochs": epochs, "resumed": resumed, "indices": indices,
+    }  # fmt: skip
+
+
+def check_counts(
+    order: Order, indices: Iterator[int], position: int, world_size: int, drop_last: bool, where: str
+) -> None:
+    """That these are all up to a position, and what so many ranks get of the rest, each as often as it should come."""
+    count = position + handed_out(order.size - position, world_size, drop_last)
+    same = sorted(indices) == sorted(expected(order, 0, count))
+    require(same, where, "not every sample comes as often as the tail says")
+
+
+def report_coverage(size: int, world_size: int, windows: int, largest_size: int, largest_world: int) -> dict[str, Any]:
+    """Checks; prints what was checked."""
+    large = check_windows(size, world_size, windows)
+    print(
+        f"\n## Coverage\n\nAt {size:,} samples all {world_size:,} ranks together got exactly their stretch of the "
+        f"order, in the order of ranks, in {large['windows']} windows of {STEPS} steps of {BATCH_SIZE}, the beginning "
+        f"and the end (padded and dropped) among them: {large['indices']:,} indices, all distinct in their window and "
+        "led back to their positions by the inverse, so that no two stretches share one."
+    )
+    small = check_small(largest_size, largest_world)
+    print(
+        f"\nAt every size to {largest_size}, every world size to {largest_world}, batches of "
+        f"{', '.join(map(str, small['batch_sizes']))}, tail padded and dropped: {small['epochs']:,} whole epochs and "
+        f"{small['resumed']:,} that were cut and continued on another world size gave each sample exactly once, but "
+        f"for what the tail repeats or leaves out; {small['indices']:,} indices."
+    )
+    return {"windows": large, "small": small}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Goodput
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all loaders, in seconds.
+
+    Attributes:
+        restart: from a failure to the point where the data loader is resumed.
+        save: one checkpoint.
+        interval: between checkpoints, where that is fixed.
+        epoch: time that an epoch's samples take; a loader that cannot resume within an epoch goes back that far.
+    """
+
+    restart: float
+    save: float
+    interval: float
+    epoch: float
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A loader's time to its first batch after a resume; None where it has to begin its epoch anew."""
+
+    label: str
+    seconds: float | None
+
+
+def goodput(failures_per_hour: float, interval: float, save: float, restart: float) -> float:
+    """The share of time that is spent on samples that no failure will take back.
+
+    Daly's expression for failures that come at random at a constant rate, at any time, restarts and saves included (J.
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+    Systems 22, 2006): work of length `interval` takes ``M * exp(R / M) * (exp((interval + save) / M) - 1)`` on average,
+    where M is the mean time between failures and R the restart. It follows from the expected number of attempts at a
+    stretch of length L that end in a failure, exp(L / M) - 1, and the time they take; half an interval is lost by each
+    failure where these are rare.
+
+    Args:
+        failures_per_hour: of the whole job, 0 or more.
+        interval, save, restart: in seconds; the restart includes the resume of the data loader.
+    """
+    rate, stretch = failures_per_hour / 3600, interval + save
+    if rate == 0:
+        return interval / stretch
+    # Multiplied by exp(-stretch * rate) above and below, so that nothing overflows.
+    return rate * interval * math.exp(-rate * (restart + stretch)) / -math.expm1(-rate * stretch)
+
+
+def optimum(failures_per_hour: float, save: float) -> float:
+    """Seconds between checkpoints that cost the least in first order.
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17, 1974.
+    """
+    return math.sqrt(2 * save * 3600 / failures_per_hour)
+
+
+def goodput_of(peer: Peer, failures_per_hour: float, job: Job, fixed: bool) -> float:
+    """With the fixed interval, or with Young's.
+
+    Where a loader begins its epoch anew, only what is saved at the end of one counts: the interval is an epoch. How
+    long the first batch takes it then is left out, in its favour.
+    """
+    if peer.seconds is None:
+        return goodput(failures_per_hour, job.epoch, job.save, job.restart)
+    interval = job.interval if fixed else optimum(failures_per_hour, job.save)
+    return goodput(failures_per_hour, interval, job.save, job.restart + peer.seconds)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds >= 7200:
+        return f"{seconds / 3600:.3g} h"
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+
+
+def peers_in(path: Path) -> list[Peer]:
+    """One for each peer in a file of measurements; assumed ones where there is no file, or no measurement in it.
+
+    The file has ``{"first_batch": [{"peer", "size", "progress", "seconds", "why"}, ...]}``. Of each peer's sizes the
+    largest is taken at which it managed its farthest resume; a smaller one than others managed, or less progress, is
+    named in the label. Where it managed none, `why` is.
+    """
+    rows = json.loads(path.read_text()).get("first_batch", []) if path.exists() else []
+    if not rows:
+        return [Peer(f"{duration(seconds)} (assumed)", seconds) for seconds in ASSUMED_SECONDS]
+    largest = max((row["size"], row["progress"]) for row in rows)
+    peers = []
+    for name in dict.fromkeys(row["peer"] for row in rows):
+        own = sorted((row for row in rows if row["peer"] == name), key=lambda row: (row["size"], row["progress"]))
+        farthest = list({row["size"]: row for row in own}.values())  # of each size the last
+        managed = [row for row in farthest if row["seconds"] is not None]
+        if managed:
+            row = managed[-1]
+            place = row["size"], row["progress"]
+            at = "" if place == largest else f" at {row['progress']:.0%} of {row['size']:,} samples"
+            peers.append(Peer(f"{name}: {duration(row['seconds'])}{at}", row["seconds"]))
+        else:
+            peers.append(Peer(f"{name}: epoch anew ({textwrap.shorten(farthest[-1]['why'], 40)})", None))
+    return peers
+
+
+def report_goodput(peers: Sequence[Peer], job: Job, plot: Path | None) -> dict[str, Any]:
+    """Prints the model's table; draws it."""
+    print(
+        f"\n## Goodput\n\nShare of time spent on samples that are kept: a model, not a measurement. A restart takes "
+        f"{duration(job.restart)} and the loader's resume, a checkpoint {duration(job.save)}; checkpoints at Young's "
+        f"optimum / every {duration(job.interval)}. What cannot resume within an epoch ({duration(job.epoch)}) goes "
+        "back to its beginning."
+    )
+    heads = [f"{failures:g} failures an hour" for failures in LISTED_FAILURES]
+    print(f"\n| first batch after a resume | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
+    for peer in peers:
+        pairs = (
+            " / ".join(f"{goodput_of(peer, failures, job, fixed):.1%}" for fixed in (False, True))
+            for failures in LISTED_FAILURES
+        )
+        print(f"| {peer.label} | {' | '.join(pairs)} |")
+    curves = [
+        {**asdict(peer), **{
+            name: [goodput_of(peer, failures, job, fixed) for failures in FAILURES]
+            for name, fixed in (("optimum", False), ("fixed", True))
+        }}
+        for peer in peers
+    ]  # fmt: skip
+    if plot is not None:
+        draw(curves, job, plot)
+        print(f"\n![Share of time on new samples against failures per hour]({plot.name})")
+    return {"job": asdict(job), "failures_per_hour": FAILURES, "peers": curves}
+
+
+def draw(curves: Sequence[dict[str, Any]], job: Job, path: Path) -> None:
+    """Two panels and one legend below; later lines are thinner, so that those beneath stay visible."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(11, 5 + 0.28 * math.ceil(len(curves) / 2)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
+    titles = ("Young's optimum interval", f"a checkpoint every {duration(job.interval)}")
+    for panel, key, title in zip(panels, ("optimum", "fixed"), titles, strict=True):
+        for number, curve in enumerate(curves):
+            width = 4.5 - 3.3 * number / max(1, len(curves) - 1)
+            style = "--" if curve["seconds"] is None else "-" if number < 10 else ":"  # ten colours
+            panel.plot(FAILURES, curve[key], style, color=f"C{number}", linewidth=width, label=curve["label"])
+        panel.set(
+            title=title,
+            xlabel="failures of the whole job per hour",
+            xscale="log",
+            xlim=(FAILURES[0], FAILURES[-1]),
+            ylim=(0, 1),
+        )
+        panel.set_xticks([0.01, 0.1, 1, 10, 30])
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("time spent on new samples (% of all)")
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1))
+    figure.suptitle(
+        f"Model: restart {duration(job.restart)} and the resume below, checkpoint {duration(job.save)}, "
+        f"epoch {duration(job.epoch)}"
+    )
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=2, title="data loader's first batch after a resume"
+    )
+    figure.savefig(path, dpi=120)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "midepoch": importlib.metadata.version("midepoch"),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gibibytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.json"
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the goodput there")
+    parser.add_argument(
+        "--resume-times", type=Path, default=results, metavar="FILE.json", help="measured first batches"
+    )
+    numbers: list[tuple[str, int, str]] = [
+        ("--rounds", 9, "of the measurements of cost"),
+        ("--indices", 500_000, "in each"),
+        ("--ranks", WORLD_SIZES[-1], "of the windows whose coverage is checked"),
+        ("--windows", 4, "at random places"),
+        ("--largest-size", 300, "of which all epochs are checked"),
+        ("--largest-world", 20, "of these"),
+    ]
+    for name, default, meaning in numbers:
+        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
+    times: list[tuple[str, float, str]] = [
+        ("--restart", 60, "of everything but the data loader"),
+        ("--save", 10, "of one checkpoint"),
+        ("--interval", 1800, "between checkpoints, in the second panel"),
+        ("--epoch", 8 * 3600, "of an epoch"),
+    ]
+    for name, seconds, meaning in times:
+        parser.add_argument(name, type=float, default=seconds, help=f"seconds {meaning} (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    facts = environment()
+    print(
+        f"{facts['date']}: Python {facts['python']}, torch {facts['torch']}, numpy {facts['numpy']}, midepoch "
+        f"{facts['midepoch']}; {facts['machine']}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of memory"
+    )
+    report = {"environment": facts, "cost": report_cost(chosen.rounds, chosen.indices)}
+    report["coverage"] = report_coverage(
+        SIZES[-1], chosen.ranks, chosen.windows, chosen.largest_size, chosen.largest_world
+    )
+    job = Job(chosen.restart, chosen.save, chosen.interval, chosen.epoch)
+    report["goodput"] = report_goodput(peers_in(chosen.resume_times), job, chosen.plot)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
