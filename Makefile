@@ -19,7 +19,7 @@ demo: setup ## kill a training job in mid-epoch and continue it exactly; results
 	$(BIN)/midepoch demo $(ARGS)
 
 test: lint ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations
 	MIDEPOCH_CHAOS=1 $(BIN)/python -m pytest $(ARGS)
