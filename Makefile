@@ -7,10 +7,10 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos trainers lint docs bench clean
+.PHONY: help setup demo test chaos trainers lint docs bench bench-check bench-each clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## system packages, .venv and every extra (the other targets do it by themselves)
 	@$(PYTHON) scripts/setup.py
@@ -38,8 +38,16 @@ lint: setup ## ruff and mypy --strict
 docs: setup ## the site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-bench: setup ## every script in benchmarks/, one after the other
-	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+bench: setup ## midepoch beside its peers, and at scale: tables and plots into docs/benchmarks/
+	$(BIN)/python benchmarks/compare.py $(ARGS)
+	$(BIN)/python benchmarks/scale.py --json docs/benchmarks/scale.json --plot docs/benchmarks/scale.png > docs/benchmarks/scale.md
+
+bench-check: setup ## whether a ratio has become more than 10 % worse than that in docs/benchmarks/
+	$(BIN)/python benchmarks/compare.py --check $(ARGS)
+
+bench-each: setup ## what each backend costs by itself: every other script in benchmarks/, one after the other
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e compare.py -e peers.py -e scale.py); \
+	do echo "== $$script"; $(BIN)/python $$script; done
 
 clean: ## remove all that the set-up, the builds and the demonstration made
 	rm -rf .venv build dist demo-output .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -515,6 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     facts = environment()
+    print("# At scale\n\n`make bench` wrote this page; `python benchmarks/scale.py` prints it.\n")
     print(
         f"{facts['date']}: Python {facts['python']}, torch {facts['torch']}, numpy {facts['numpy']}, midepoch "
         f"{facts['midepoch']}; {facts['machine']}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of memory"
