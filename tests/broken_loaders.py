@@ -16,11 +16,12 @@ from reference_loader import ReferenceLoader, RigidLoader, reseal
 from midepoch.errors import StateCorruptError, StateMismatchError
 
 BROKEN: list[tuple[str, type[ReferenceLoader]]] = []
+BROKEN_WIDELY: list[tuple[str, type[ReferenceLoader]]] = []  # whose fault shows in other laws as well
 
 
-def breaks(law: str) -> Any:
+def breaks(law: str, *, widely: bool = False) -> Any:
     def note(kind: type[ReferenceLoader]) -> type[ReferenceLoader]:
-        BROKEN.append((law, kind))
+        (BROKEN_WIDELY if widely else BROKEN).append((law, kind))
         return kind
 
     return note
@@ -109,6 +110,41 @@ class ForgetsTheStreamOnOtherRanks(ForgetsTheStream):
         return self.rank > 0 and position > 0
 
 
+@breaks("tail")
+class GoesOnUnderTheProcessSeed(ForgetsTheStream):
+    """Resumed, it draws from what the process was seeded with, which another process need not share."""
+
+    def forgets(self, epoch: int, position: int) -> bool:
+        return position > 0
+
+    def key(self, epoch: int, position: int) -> list[int]:
+        return [*ReferenceLoader.key(self, epoch, position), torch.initial_seed() if self.salted else 0]
+
+
+@breaks("tail", widely=True)
+class OrdersByTheProcessSeed(ReferenceLoader):
+    """Its order comes from the seed of the process; the state has epoch and position only."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, **more: Any) -> None:
+        super().__init__(rank, world_size, **more)
+        self.base = torch.initial_seed()
+
+    def order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.base + epoch)
+        return [int(index) for index in torch.randperm(self.size, generator=generator)]
+
+
+@breaks("tail", widely=True)
+class ForgetsTheStreamWithWorkers(ForgetsTheStream):
+    """As where each worker's stream starts anew."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, num_workers: int = 0, **more: Any) -> None:
+        super().__init__(rank, world_size, num_workers=num_workers, **more)
+
+    def forgets(self, epoch: int, position: int) -> bool:
+        return self.num_workers > 0 and position > 0
+
+
 # Next epoch, boundary, round trip.
 
 
@@ -125,6 +161,46 @@ class SkipsTheEpochAfterAResumedOne(ReferenceLoader):
         if self.passes_since_load == 2:
             self.cursor = (self.cursor[0] + 1, 0)
         return super().begin()
+
+
+class ReversesTheEpochAfterAResumedOne(ReferenceLoader):
+    resumed_in: float = math.inf
+
+    def reverses(self, state: dict[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.resumed_in = state["epoch"] if state["position"] and self.reverses(state) else math.inf
+
+    def order(self, epoch: int) -> list[int]:
+        order = super().order(epoch)
+        return order[::-1] if epoch > self.resumed_in else order
+
+
+@breaks("next epoch")
+class ReversesItOnManyRanks(ReversesTheEpochAfterAResumedOne):
+    def reverses(self, state: dict[str, Any]) -> bool:
+        return bool(self.world_size > 1 and self.world_size == state["world_size"])
+
+
+@breaks("next epoch", widely=True)
+class ReversesItWithWorkers(ReversesTheEpochAfterAResumedOne):
+    def __init__(self, rank: int = 0, world_size: int = 1, num_workers: int = 0, **more: Any) -> None:
+        super().__init__(rank, world_size, num_workers=num_workers, **more)
+
+    def reverses(self, state: dict[str, Any]) -> bool:
+        return self.num_workers > 0
+
+
+@breaks("boundary")
+class RepeatsTheEpochOnManyRanks(ReferenceLoader):
+    """From the state at an epoch's end, where there is more than one rank."""
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        if self.world_size > 1 and state["epoch"] and not state["position"]:
+            self.cursor = (state["epoch"] - 1, 0)
 
 
 @breaks("boundary")
@@ -178,6 +254,42 @@ class IsFreshUntilStarted(ReferenceLoader):
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         state = super().state_dict(in_flight)
         return reseal(state | {"epoch": 0, "position": 0}) if self.pending else state
+
+
+@breaks("round trip")
+class IgnoresALoadInUse(ReferenceLoader):
+    """Once begun, it takes no state, and says nothing."""
+
+    def apply(self, state: dict[str, Any]) -> None:
+        if not self.passes:
+            super().apply(state)
+
+
+@breaks("round trip")
+class IsOffByOneAtTheSecondLoad(ReferenceLoader):
+    loads = 0
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.loads += 1
+        if self.loads > 1 and state["position"]:
+            self.cursor = (state["epoch"], state["position"] - 1)
+
+
+@breaks("round trip")
+class GoesOnWithTheOldPass(ReferenceLoader):
+    """Loaded within a pass, it gives back the state, but iterates what it had prefetched before."""
+
+    stale = False
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.stale = bool(self.cursor[1]) and self.passes > 1
+
+    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
+        if self.stale:
+            self.stale, positions = False, [0 for _ in positions]
+        return super().read(epoch, positions, order)
 
 
 # Observer, isolation, transport, chain.
@@ -328,6 +440,54 @@ class LengthOfTheWorld(ReferenceLoader):
         return super().__len__() * self.world_size
 
 
+@breaks("partition")
+class LengthIsMadeUp(ReferenceLoader):
+    """On one rank alone."""
+
+    def __init__(
+        self,
+        num_workers: int = 0,
+        batch_size: int = 3,
+        seed: int | None = None,
+        size: int = 17,
+        read_log: str | None = None,
+        items: Sequence[Any] | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"num_workers": num_workers, "batch_size": batch_size, "seed": seed, "size": size}
+        super().__init__(0, 1, **options, read_log=read_log, items=items)
+
+    def __len__(self) -> int:
+        return 99
+
+
+@breaks("topology")
+class RepeatsOneSampleAfterAChange(ReferenceLoader):
+    """The epoch after one that went on in another world."""
+
+    changed_in: float = math.inf
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.changed_in = state["epoch"] if state["world_size"] != self.world_size else math.inf
+
+    def order(self, epoch: int) -> list[int]:
+        return [0] * self.size if epoch > self.changed_in else super().order(epoch)
+
+
+@breaks("topology")
+class ForgetsTheStreamAfterAChange(ReferenceLoader):
+    """In another world the samples are those that were left, but their random columns are others."""
+
+    changed = False
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.changed = state["world_size"] != self.world_size
+
+    def key(self, epoch: int, position: int) -> list[int]:
+        return [*super().key(epoch, position), int(self.changed)]
+
+
 @breaks("topology")
 class CountsItsOwnShare(ReferenceLoader):
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
@@ -469,10 +629,12 @@ class SeedsNumpy(ReferenceLoader):
 class ListensToTheCaller(ReferenceLoader):
     """Whoever draws from python's generator between two passes changes their content."""
 
+    def __init__(self, rank: int = 0, world_size: int = 1, **more: Any) -> None:
+        super().__init__(rank, world_size, **more)
+        self.undisturbed = random.getstate()
+
     def key(self, epoch: int, position: int) -> list[int]:
-        # What python's generator gives after random.seed(0), as in each fresh process of the tests.
-        undisturbed = random.Random(0).getstate()
-        return [*super().key(epoch, position), int(random.getstate() != undisturbed)]
+        return [*super().key(epoch, position), int(random.getstate() != self.undisturbed)]
 
 
 @breaks("any item")

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 
 import broken_loaders
 import reference_loader
-from broken_loaders import BROKEN, Dies, Hangs, NeverEnds, Raises
+from broken_loaders import BROKEN, BROKEN_WIDELY, Dies, Hangs, NeverEnds, Raises
 from reference_loader import BareLoader, PartialLoader, ReferenceLoader, ReplayingLoader, RigidLoader
 
 from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest
@@ -162,6 +162,52 @@ def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[Reference
     assert "Traceback" not in error.expected
     assert report[law].error is error
     assert not report.holds
+
+
+@pytest.mark.parametrize(("law", "kind"), BROKEN_WIDELY, ids=lambda value: getattr(value, "__name__", value))
+def test_each_widely_broken_loader_fails_the_law_that_says_most(law: str, kind: type[ReferenceLoader]) -> None:
+    report = check(kind, quick=True)
+    assert law in [error.law for error in report.failures], str(report)
+    seeds = kind is broken_loaders.OrdersByTheProcessSeed
+    assert all(("follows its process's global seeds" in error.cause) == seeds for error in report.failures)
+
+
+class DrawsItsSeed(ReferenceLoader):
+    """Takes the process's seed where none is stated, and keeps it in its state."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, *, seed: int | None = None, **more: Any) -> None:
+        super().__init__(rank, world_size, seed=seed, **more)
+        self.seed = torch.initial_seed() if seed is None else seed
+
+
+class RefusesWithinAPass(ReferenceLoader):
+    """Takes a state between two passes only, and says so."""
+
+    running = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.running = True
+        try:
+            yield from super().__iter__()
+        finally:
+            self.running = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
+        if self.running:
+            raise RuntimeError("a pass is running")
+        self.apply(state)
+
+
+def test_a_seed_that_is_kept_in_the_state_may_come_from_anywhere() -> None:
+    report = check(functools.partial(DrawsItsSeed, size=14), quick=True)
+    assert report.holds, str(report)
+
+
+def test_a_loader_may_refuse_to_be_loaded_within_a_pass() -> None:
+    verdict = check(RefusesWithinAPass, quick=True, laws=["round trip"])["round trip"]
+    assert verdict.status == "refused clearly", verdict
+    assert "RuntimeError: a pass is running" in verdict.reason
 
 
 def test_a_failure_is_raised_with_the_report_and_survives_pickling() -> None:
@@ -335,10 +381,13 @@ def test_laws_share_their_runs() -> None:
 
     settings = Settings(ReferenceLoader, identify=reference_loader.identify)
     examination = Examination(settings, CountingPool())
+    runs = {}
     for law in ("tail", "next epoch", "round trip"):
         before = len(calls)
         examine_law(examination, law)
-        assert (len(calls) > before) == (law == "tail")
+        runs[law] = len(calls) - before
+    assert runs["tail"] > 1
+    assert (runs["next epoch"], runs["round trip"]) == (0, 1)
 
 
 def test_the_functions_need_no_pytest() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import tempfile
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ class Examination:
         self.settings = settings
         self.pool = pool or shared_pool()
         self._parameters = inspect.signature(settings.make_loader).parameters
+        self.broken: list[str] = []  # the laws that were found broken so far
         self._memory: dict[Hashable, Any] = {}
         self._law = ""
         self._cause = ""
@@ -68,10 +70,11 @@ class Examination:
             return (1,)
         return tuple(sorted({1, *self.settings.world_sizes}))
 
-    def capability(self, name: str) -> tuple[bool | None, str]:
-        """(yes or no, reason) as declared; (None, ...) for a loader that declares nothing."""
+    def capability(self, name: str, **options: Any) -> tuple[bool | None, str]:
+        """(yes or no, reason) as a loader with these options declares; (None, ...) for one that declares nothing."""
         declared = self._once(
-            "capabilities", lambda: self.run([(0, read_capabilities, (self.settings, self.options()))])[0]
+            ("capabilities", *sorted(options.items())),
+            lambda: self.run([(0, read_capabilities, (self.settings, self.options(**options)))])[0],
         )
         return (None, "the loader declares no capabilities") if declared is None else declared[name]
 
@@ -94,6 +97,22 @@ class Examination:
         """The error to raise, with the law's own cause and cure unless others are given."""
         return LawError(self._law, epoch, batch, expected, got, cause or self._cause, cure or self._cure)
 
+    def explained(self, error: LawError) -> LawError:
+        """``error``, with a word on the process's seeds where they decide what a fresh loader gives."""
+        heads = self._memory.get(("heads", 1, False))
+        if not heads or heads[0].failure is not None:
+            return error
+        plan = self.plan(self.options(), later=True)
+        try:
+            other: Recording = self._once("later", lambda: self.record([plan], process=1)[0])
+        except LawError:
+            return error
+        if other.failure is not None or other.passes[0].digests == heads[0].passes[0].digests:
+            return error
+        cause = f"{error.cause}. What this loader gives, fresh, follows its process's global seeds; a resume has others"
+        cure = f"{error.cure}. Keep the seed in the state, and let make_loader make random data with a fixed seed"
+        return dataclasses.replace(error, cause=cause, cure=cure)
+
     def sound(
         self, recording: Recording, expected: str, *, epoch: int | None = None, batch: int | None = None
     ) -> Recording:
@@ -112,24 +131,28 @@ class Examination:
         epoch: int | None = None,
         first: int = 0,
         by_ids: bool = False,
+        blame: tuple[str | None, str | None] = (None, None),
     ) -> None:
         """Raise the law's error unless both are equal: bit for bit, or ``by_ids`` in the samples they hold.
 
         ``first`` is the number, in its epoch, of the first batch in ``expected``. Where the loader declares that its
-        augmentations are not exact, only the samples are compared.
+        augmentations are not exact, only the samples are compared. ``blame``: a cause and a cure instead of the law's.
         """
+        cause, cure = blame
         by_ids = by_ids or self.capability("exact_augmentations")[0] is False
         for offset, (one, other) in enumerate(zip(expected, got, strict=False)):
             if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
                 differs = items.first_difference(one.leaves, other.leaves)
                 texts = (f"samples {one.ids}", f"samples {other.ids}") if by_ids else differs
-                raise self.error(f"{what}: {texts[0]}", texts[1], epoch=epoch, batch=first + offset)
+                place = {"epoch": epoch, "batch": first + offset}
+                raise self.error(f"{what}: {texts[0]}", texts[1], cause=cause, cure=cure, **place)
         if len(expected) != len(got):
             at = first + min(len(expected), len(got))
             surplus = (
                 f", the first of them too many: samples {got[len(expected)].ids}" if len(got) > len(expected) else ""
             )
-            raise self.error(f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}", epoch=epoch, batch=at)
+            counts = (f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}")
+            raise self.error(*counts, epoch=epoch, batch=at, cause=cause, cure=cure)
 
     # Running.
 
@@ -271,23 +294,108 @@ class Examination:
         """A few (epoch, cut) inside each epoch."""
         return [(epoch, cut) for epoch in range(self.settings.epochs) for cut in self.interior(head, epoch, few=True)]
 
+    def followed(self, places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Those of `places` from which the next epoch is looked at as well: one in each epoch, to save time."""
+        by_epoch: dict[int, list[tuple[int, int]]] = {}
+        for place in places:
+            by_epoch.setdefault(place[0], []).append(place)
+        return {cuts[len(cuts) // 2] for cuts in by_epoch.values()}
+
     def resume_world(
-        self, heads: Sequence[Recording], places: Sequence[tuple[int, int]], world_size: int
+        self,
+        heads: Sequence[Recording],
+        places: Sequence[tuple[int, int]],
+        world_size: int,
+        followed: Collection[tuple[int, int]] = (),
     ) -> list[list[Recording]]:
-        """For each rank of a new world the resumes from ``places`` in the run of an old world."""
+        """For each rank of a new world the resumes from ``places`` in the run of an old world.
+
+        Each is one pass; of the places that are ``followed``, two.
+        """
         independent = self.rank_independent()
         longest = sum(len(part.batches) for part in heads[0].passes) * len(heads) + 1
 
         def plans(rank: int) -> list[Plan]:
             result = []
             for epoch, cut in places:
-                # Any rank's state must do where they are independent, so each one's has its turn.
-                source = heads[(epoch + cut) % len(heads)] if independent else heads[rank % len(heads)]
+                # Any rank's state must do where they are independent, so each one's has its turn. At the end of an
+                # epoch that gives one rank more than another, only the state after its last batch is of the end.
+                able = [head for head in heads if len(head.passes[epoch].batches) >= cut]
+                source = able[(epoch + cut) % len(able)] if independent else heads[rank % len(heads)]
                 state = source.passes[epoch].states[cut]
-                result.append(self.plan(self.options(rank, world_size), state=state, limit=longest))
+                passes = 1 + ((epoch, cut) in followed)
+                result.append(self.plan(self.options(rank, world_size), state=state, passes=passes, limit=longest))
             return result
 
         return self.on_ranks(world_size, plans, group=world_size > 1 and self.gathers())
+
+    def resumed_world(self, world_size: int) -> dict[tuple[int, int], list[Recording]]:
+        """(epoch, cut) -> the rest of that epoch on each rank of a world, from the states of `heads` of its own size.
+
+        With the next epoch, from one place in each epoch. The ends of the epochs are among the places, where all ranks
+        have as many batches. Failures are left to the law that looks.
+        """
+        heads = self.heads(world_size)
+        inside = self.places(heads[0])
+        ends = [(epoch, len(heads[0].passes[epoch].batches)) for epoch in range(self.settings.epochs)]
+        places = inside + [
+            (epoch, count) for epoch, count in ends if all(len(head.passes[epoch].batches) == count for head in heads)
+        ]
+
+        def run() -> dict[tuple[int, int], list[Recording]]:
+            ranks = self.resume_world(heads, places, world_size, self.followed(inside))
+            return {place: [recordings[number] for recordings in ranks] for number, place in enumerate(places)}
+
+        recordings: dict[tuple[int, int], list[Recording]] = self._once(("resumed", world_size), run)
+        return recordings
+
+    def head_with(self, option: str, value: int) -> Recording:
+        """The run of `observed` with another value of an option, such as the number of workers."""
+
+        def run() -> Recording:
+            passes = self.settings.epochs + 1
+            return self.record([self.plan(self.options(**{option: value}), passes=passes, states=True)])[0]
+
+        recording: Recording = self._once(("head", option, value), run)
+        return self.sound(recording, f"a run with {option}={value}")
+
+    def resumed_with_workers(self) -> dict[tuple[int, int], Recording]:
+        """(epoch, cut) -> the rest of that epoch, from the states of a run with as many workers; {} without workers.
+
+        With the next epoch, from one place in each epoch. Failures are left to the law that looks.
+        """
+        workers = self.most_workers
+        if not workers:
+            return {}
+        head = self.head_with("num_workers", workers)
+        places = self.places(head)
+        followed = self.followed(places)
+        plans = [
+            self.plan(
+                self.options(num_workers=workers),
+                state=head.passes[epoch].states[cut],
+                passes=1 + ((epoch, cut) in followed),
+                limit=max(len(part.batches) for part in head.passes) + 1,
+            )
+            for epoch, cut in places
+        ]
+        recordings: dict[tuple[int, int], Recording] = self._once(
+            ("resumed", "workers"), lambda: dict(zip(places, self.resume(plans), strict=True))
+        )
+        return recordings
+
+    @property
+    def most_workers(self) -> int:
+        """The largest number of workers that can be examined; 0 for none."""
+        return max(self.settings.num_workers, default=0) if self.takes("num_workers") else 0
+
+    def repeats_with_workers(self) -> bool:
+        """Whether two uninterrupted runs with workers agree bit for bit; asked only where a resume does not."""
+        workers = self.most_workers
+        one = self.head_with("num_workers", workers)
+        plan = self.plan(self.options(num_workers=workers), passes=len(one.passes), states=True)
+        other: Recording = self._once(("head again", workers), lambda: self.record([plan], process=1)[0])
+        return [part.digests for part in one.passes] == [part.digests for part in other.passes]
 
     def inexact(self) -> Outcome | None:
         """The outcome for a loader that declares a resumed epoch not to be exact; None where it is."""

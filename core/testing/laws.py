@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import math
 import random
@@ -131,7 +132,11 @@ def examine_law(examination: Examination, name: str) -> Outcome:
     """Examine one law. Raises `LawError` if it is broken."""
     law = LAWS[name]
     examination.begin(law.name, law.cause, law.cure)
-    return law.examine(examination)
+    try:
+        return law.examine(examination)
+    except LawError as error:
+        examination.broken.append(name)
+        raise examination.explained(error) from None
 
 
 def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
@@ -219,11 +224,11 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
 
 @law(
     "tail",
-    cause="the state counts what was prefetched, or a random stream starts anew in the resumed process",
+    cause="the state counts what was prefetched, lacks the seed, or a random stream starts anew in the resumed process",
     cure="count what the training loop has received, and key each sample's stream by (seed, epoch, position)",
 )
 def tail(examination: Examination) -> Outcome:
-    """Head and resumed tail are together the whole epoch, bit for bit, at every cut on every rank."""
+    """Head and resumed tail are together the whole epoch, bit for bit, at every cut, on each rank, with workers."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -235,14 +240,32 @@ def tail(examination: Examination) -> Outcome:
             _same_rest(examination, batches, recording, epoch, cut, "the batch of the uninterrupted run")
             cuts += 1
     for world_size in examination.worlds[1:]:
-        cuts += _tail_of_world(examination, world_size)
+        heads = examination.heads(world_size)
+        for (epoch, cut), recordings in examination.resumed_world(world_size).items():
+            if cut == len(heads[0].passes[epoch].batches):
+                continue  # the boundary law's
+            for rank, recording in enumerate(recordings):
+                what = f"on rank {rank} of {world_size}, the batch of the uninterrupted run"
+                _same_rest(examination, heads[rank].passes[epoch].batches, recording, epoch, cut, what)
+            cuts += 1
     if not cuts:
         return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
-    return HOLDS
+
+    def compare(head: Recording, recording: Recording, epoch: int, cut: int, where: str, by_ids: bool) -> None:
+        what = f"{where}, the batch of the uninterrupted run"
+        _same_rest(examination, head.passes[epoch].batches, recording, epoch, cut, what, by_ids)
+
+    return combined({"cuts": HOLDS, "workers": _with_workers(examination, compare)})
 
 
 def _same_rest(
-    examination: Examination, batches: Sequence[Seen], recording: Recording, epoch: int, cut: int, what: str
+    examination: Examination,
+    batches: Sequence[Seen],
+    recording: Recording,
+    epoch: int,
+    cut: int,
+    what: str,
+    by_ids: bool = False,
 ) -> None:
     """Compare the first pass of a resume after ``cut`` batches with the rest of an epoch's ``batches``."""
     examination.sound(recording, f"a resume after {cut} batches", epoch=epoch, batch=cut)
@@ -252,24 +275,30 @@ def _same_rest(
         f"after a cut at batch {cut}, {what}",
         epoch=epoch,
         first=cut,
+        by_ids=by_ids,
     )
 
 
-def _tail_of_world(examination: Examination, world_size: int) -> int:
-    heads = examination.heads(world_size)
-    places = examination.places(heads[0])
-    resumed = examination.resume_world(heads, places, world_size)
-    for rank, recordings in enumerate(resumed):
-        for (epoch, cut), recording in zip(places, recordings, strict=True):
-            _same_rest(
-                examination,
-                heads[rank].passes[epoch].batches,
-                recording,
-                epoch,
-                cut,
-                f"on rank {rank} of {world_size}, the batch of the uninterrupted run",
-            )
-    return len(places)
+def _with_workers(
+    examination: Examination, compare: Callable[[Recording, Recording, int, int, str, bool], None]
+) -> Outcome:
+    """Compare each resume with as many workers as the uninterrupted run had, where such runs agree among themselves.
+
+    That the samples are the right ones, the law 'delivery' sees even where they do not.
+    """
+    workers = examination.most_workers
+    if not workers:
+        return HOLDS  # the laws 'delivery' and 'topology' say why
+    by_ids = examination.capability("exact_augmentations", num_workers=workers)[0] is False
+    try:
+        for (epoch, cut), recording in examination.resumed_with_workers().items():
+            head = examination.head_with("num_workers", workers)
+            compare(head, recording, epoch, cut, f"with num_workers={workers}", by_ids)
+    except LawError:
+        if examination.repeats_with_workers():
+            raise
+        return Outcome("not applicable", f"two uninterrupted runs with num_workers={workers} differ")
+    return HOLDS
 
 
 @law(
@@ -278,7 +307,7 @@ def _tail_of_world(examination: Examination, world_size: int) -> int:
     cure="move the state to (epoch + 1, 0) with the last batch, also in a resumed epoch",
 )
 def next_epoch(examination: Examination) -> Outcome:
-    """After a resumed epoch comes the epoch that would have come, whole."""
+    """After a resumed epoch comes the epoch that would have come, whole, on every rank and with workers."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -286,10 +315,33 @@ def next_epoch(examination: Examination) -> Outcome:
     for (epoch, cut), recording in examination.resumed().items():
         if not 0 < cut < len(head.passes[epoch].batches):
             continue  # where a pass from such a state begins is the boundary law's
-        examination.sound(recording, f"a resume after {cut} batches", epoch=epoch, batch=cut)
-        what = f"resumed in epoch {epoch} after {cut} batches, in the next epoch"
-        examination.same(head.passes[epoch + 1].batches, recording.passes[1].batches, what, epoch=epoch + 1)
-    return HOLDS
+        _same_next(examination, head, recording, epoch, cut)
+    for world_size in examination.worlds[1:]:
+        heads = examination.heads(world_size)
+        for (epoch, cut), recordings in examination.resumed_world(world_size).items():
+            for rank, recording in enumerate(recordings):
+                _same_next(examination, heads[rank], recording, epoch, cut, f" on rank {rank} of {world_size}")
+
+    def compare(head: Recording, recording: Recording, epoch: int, cut: int, where: str, by_ids: bool) -> None:
+        _same_next(examination, head, recording, epoch, cut, f" {where}", by_ids)
+
+    return combined({"resumes": HOLDS, "workers": _with_workers(examination, compare)})
+
+
+def _same_next(
+    examination: Examination,
+    head: Recording,
+    recording: Recording,
+    epoch: int,
+    cut: int,
+    where: str = "",
+    by_ids: bool = False,
+) -> None:
+    """Compare the second pass of a resume, where it has one, with the epoch that followed in ``head``."""
+    examination.sound(recording, f"a resume after {cut} batches{where}", epoch=epoch, batch=cut)
+    what = f"resumed in epoch {epoch} after {cut} batches{where}, in the next epoch"
+    for got in recording.passes[1:]:
+        examination.same(head.passes[epoch + 1].batches, got.batches, what, epoch=epoch + 1, by_ids=by_ids)
 
 
 @law(
@@ -298,7 +350,7 @@ def next_epoch(examination: Examination) -> Outcome:
     cure="let the last batch move the state to (epoch + 1, 0), and give every state the same keys",
 )
 def boundary(examination: Examination) -> Outcome:
-    """The state after the last batch starts the next epoch; the state before the first equals fresh."""
+    """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -321,6 +373,19 @@ def boundary(examination: Examination) -> Outcome:
                 f"from the state {when} of epoch {epoch}",
                 epoch=epoch + (cut > 0),
             )
+    for world_size in examination.worlds[1:]:
+        heads = examination.heads(world_size)
+        for (epoch, cut), recordings in examination.resumed_world(world_size).items():
+            if cut < len(heads[0].passes[epoch].batches):
+                continue
+            for rank, recording in enumerate(recordings):
+                examination.sound(recording, f"a resume on rank {rank} of {world_size}", epoch=epoch, batch=cut)
+                examination.same(
+                    heads[rank].passes[epoch + 1].batches,
+                    recording.passes[0].batches,
+                    f"from the state after the last batch of epoch {epoch}, on rank {rank} of {world_size}",
+                    epoch=epoch + 1,
+                )
     examination.raise_first(examination.investigate(_start_quietly, examination.options()))
     return HOLDS
 
@@ -351,7 +416,7 @@ def _start_quietly(settings: Settings, options: Mapping[str, Any]) -> list[Findi
     cure="let state_dict() right after load_state_dict(state) return what was loaded",
 )
 def round_trip(examination: Examination) -> Outcome:
-    """A state that was loaded is given back, equal, before anything else happens."""
+    """A state that was loaded is given back, equal, before anything else happens; a loader in use takes one too."""
     head = examination.observed()
     for (epoch, cut), recording in examination.resumed().items():
         examination.sound(recording, "a state to load", epoch=epoch, batch=cut)
@@ -359,7 +424,65 @@ def round_trip(examination: Examination) -> Outcome:
         if items.digest(expected) != items.digest(recording.loaded):
             texts = items.first_difference(items.leaves(expected), items.leaves(recording.loaded))
             raise examination.error(f"the loaded state: {texts[0]}", texts[1], epoch=epoch, batch=cut)
-    return HOLDS
+    if examination.inexact():
+        return HOLDS
+    refused = _roll_back(examination, head)
+    return combined({"given back": HOLDS, "a loader in use": Outcome("refused clearly", refused) if refused else HOLDS})
+
+
+def _roll_back(examination: Examination, head: Recording) -> str:
+    """Load states, one after another, into one loader that is being iterated. Returns why it refuses, if it does."""
+    places = sorted(examination.followed(examination.places(head)), reverse=True)
+    states = [head.passes[epoch].states[cut] for epoch, cut in places]
+    longest = max(len(part.batches) for part in head.passes) + 1
+    reason = ""
+    for running in (True, False):
+        arguments = (examination.options(), states, longest, running)
+        legs, refused = examination.investigate(_load_in_use, *arguments, process=1)
+        _compare_legs(examination, list(zip(places, states, legs, strict=False)))
+        if not refused:
+            break
+        reason = refused
+    return reason
+
+
+def _compare_legs(
+    examination: Examination,
+    legs: Sequence[tuple[tuple[int, int], dict[str, Any], tuple[dict[str, Any], list[Seen]]]],
+) -> None:
+    lost = ("what was loaded before, or the pass that runs, is not given up", "let load_state_dict() set everything")
+    for (epoch, cut), state, (loaded, batches) in legs:
+        if items.digest(state) != items.digest(loaded):
+            texts = items.first_difference(items.leaves(state), items.leaves(loaded))
+            what = f"the state that was loaded into a loader in use: {texts[0]}"
+            raise examination.error(what, texts[1], epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
+        fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
+        what = f"after a state of {cut} batches was loaded into a loader in use, the batch of one that was not"
+        examination.same(fresh.passes[0].batches, batches, what, epoch=epoch, first=cut, blame=lost)
+
+
+def _load_in_use(
+    settings: Settings, options: Mapping[str, Any], states: Sequence[dict[str, Any]], longest: int, running: bool
+) -> tuple[list[tuple[dict[str, Any], list[Seen]]], str]:
+    """([(the state given right after a load, the batches that followed)], why a load was refused).
+
+    ``running``: within a pass, else between two.
+    """
+    legs: list[tuple[dict[str, Any], list[Seen]]] = []
+    with open_loader(settings, options, later=True) as loader:
+        for state in states:
+            iterator = iter(loader)
+            for _ in itertools.islice(iterator, 1 if running else longest):
+                pass
+            try:
+                for _ in range(2):  # the second time when nothing has been read since
+                    loader.load_state_dict(copy.deepcopy(state))
+            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is wrong in silence
+                return legs, f"{type(error).__name__}: {error}"
+            loaded = copy.deepcopy(loader.state_dict())
+            del iterator
+            legs.append((loaded, [see(settings, batch) for batch in itertools.islice(loader, longest)]))
+    return legs, ""
 
 
 @law(
@@ -468,7 +591,7 @@ def _share_states(
     settings: Settings, options: Mapping[str, Any], state: dict[str, Any], epoch: int, cut: int
 ) -> list[Finding]:
     findings: list[Finding] = []
-    with open_loader(settings, options) as loader:
+    with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
         loader.load_state_dict(given)
         untouched = items.digest(given) == items.digest(state)
@@ -486,7 +609,7 @@ def _share_states(
                 findings.append(
                     Finding("a state that stays as it was given", f"it became {later}", epoch, cut + number)
                 )
-    with open_loader(settings, options) as loader:
+    with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
         loader.load_state_dict(given)
         _spoil(given)
@@ -664,7 +787,7 @@ def delivery(examination: Examination) -> Outcome:
             told = "" if slow.in_flight else "state_dict takes no in_flight"
             outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
     if len(variants) == 2:
-        _resume_with_workers(examination, variants[1], workers)
+        _resume_with_workers(examination, workers)
     return combined({"prefetched": HOLDS, **outcomes})
 
 
@@ -731,16 +854,10 @@ def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow
         )
 
 
-def _resume_with_workers(examination: Examination, options: Mapping[str, Any], workers: int) -> None:
+def _resume_with_workers(examination: Examination, workers: int) -> None:
     """The order of the resumed samples, where workers prefetch before and after the cut."""
-    plan = examination.plan(options, passes=examination.settings.epochs, states=True)
-    head = examination.sound(examination.record([plan])[0], f"a run with num_workers={workers}")
-    places = examination.places(head)
-    plans = [
-        examination.plan(options, state=head.passes[epoch].states[cut], limit=len(head.passes[epoch].batches) + 1)
-        for epoch, cut in places
-    ]
-    for (epoch, cut), recording in zip(places, examination.resume(plans), strict=True):
+    head = examination.head_with("num_workers", workers)
+    for (epoch, cut), recording in examination.resumed_with_workers().items():
         examination.sound(recording, f"a resume with num_workers={workers}", epoch=epoch, batch=cut)
         examination.same(
             head.passes[epoch].batches[cut:],

@@ -150,7 +150,8 @@ class Plan:
 
     ``options`` go to make_loader, ``state`` is loaded first if it is not None, ``passes`` full iterations follow;
     with ``states`` a state is asked for before the first batch and after every batch. ``limit`` ends a pass that
-    has become longer than any epoch should be.
+    has become longer than any epoch should be. ``later``: under the global seeds of a process that resumes, as
+    every plan with a state is.
     """
 
     settings: Settings
@@ -159,14 +160,24 @@ class Plan:
     passes: int = 1
     states: bool = False
     limit: int = 100_000
+    later: bool = False
+
+
+_SEED = 0
+_LATER_SEED = 1_403_580_810  # far from the other: loaders add the epoch to what they take for their seed
 
 
 @contextlib.contextmanager
-def open_loader(settings: Settings, options: Mapping[str, Any]) -> Iterator[Any]:
-    """A fresh loader, made as in a new process: the same global seeds every time, warnings off, closed at the end."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool = False) -> Iterator[Any]:
+    """A fresh loader, made as in a new process: the same global seeds every time, warnings off, closed at the end.
+
+    Two runs of a job need not have the global seeds in common, so what is to be loaded with a state is made ``later``,
+    under others. The ranks of one world have the same.
+    """
+    seed = _LATER_SEED if later else _SEED
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = settings.make_loader(**options)
@@ -203,7 +214,7 @@ def record(plan: Plan) -> Recording:
     recording = Recording()
     during = "making the loader"
     try:
-        with open_loader(plan.settings, plan.options) as loader:
+        with open_loader(plan.settings, plan.options, later=plan.later or plan.state is not None) as loader:
             if plan.state is not None:
                 during = "loading a state"
                 loader.load_state_dict(copy.deepcopy(plan.state))

@@ -212,7 +212,7 @@ def _offer(
     loaded: dict[str, Any] | None,
 ) -> tuple[list[Finding], list[str], bool]:
     """(what is wrong with the refusals, the digests of the batches that follow, whether the state stayed)."""
-    with open_loader(settings, options) as loader:
+    with open_loader(settings, options, later=loaded is not None) as loader:
         if loaded is not None:
             loader.load_state_dict(copy.deepcopy(loaded))
         iterator: Iterator[Any] = iter(loader) if taken else iter(())

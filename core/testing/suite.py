@@ -50,19 +50,19 @@ class ResumableTests:
         self._examine("determinism")
 
     def test_tail(self) -> None:
-        """Head and resumed tail are together the whole epoch, bit for bit, at every cut on every rank."""
+        """Head and resumed tail are together the whole epoch, bit for bit, at every cut, on each rank, with workers."""
         self._examine("tail")
 
     def test_next_epoch(self) -> None:
-        """After a resumed epoch comes the epoch that would have come, whole."""
+        """After a resumed epoch comes the epoch that would have come, whole, on every rank and with workers."""
         self._examine("next epoch")
 
     def test_boundary(self) -> None:
-        """The state after the last batch starts the next epoch; the state before the first equals fresh."""
+        """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
         self._examine("boundary")
 
     def test_round_trip(self) -> None:
-        """A state that was loaded is given back, equal, before anything else happens."""
+        """A state that was loaded is given back, equal, before anything else happens; a loader in use takes one too."""
         self._examine("round trip")
 
     def test_observer(self) -> None:

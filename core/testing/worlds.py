@@ -24,6 +24,7 @@ _CAPABILITY = {"world_size": "elastic_world", "num_workers": "elastic_workers", 
 )
 def partition(examination: Examination) -> Outcome:
     """The ranks together cover each epoch by the declared tail rule, in equal counts."""
+    _check_lengths(examination, 1)
     if len(examination.worlds) == 1:
         return Outcome("not applicable", _no_world(examination))
     alone = examination.heads()
@@ -36,7 +37,6 @@ def partition(examination: Examination) -> Outcome:
             got = _count(ids for part in parts for ids in part.ids)
             who = f"{world_size} ranks together"
             _check_cover(examination, expected, got, world_size, _largest(alone), epoch, None, who)
-    for world_size in examination.worlds:
         _check_lengths(examination, world_size)
     return HOLDS
 
@@ -150,13 +150,20 @@ def _measure(settings: Settings, options: Mapping[str, Any]) -> int | None:
 )
 def topology(examination: Examination) -> Outcome:
     """On another world size, number of workers or batch size the rest comes once, or is refused."""
-    return combined(
-        {
-            "world": _other_world(examination),
-            "workers": _other_option(examination, "num_workers"),
-            "batch size": _other_option(examination, "batch_size"),
-        }
-    )
+    outcomes = {
+        "world": _other_world(examination),
+        "workers": _other_option(examination, "num_workers"),
+        "batch size": _other_option(examination, "batch_size"),
+    }
+    if HOLDS in outcomes.values() and _also_unchanged(examination):
+        reason = f"not compared, since the law '{_also_unchanged(examination)}' is broken"
+        outcomes["content and next epoch"] = Outcome("not applicable", reason)
+    return combined(outcomes)
+
+
+def _also_unchanged(examination: Examination) -> str:
+    """A law found broken without any change, of which content and later epochs after a change would say no more."""
+    return next((law for law in ("determinism", "tail", "next epoch", "partition") if law in examination.broken), "")
 
 
 def _other_world(examination: Examination) -> Outcome:
@@ -175,11 +182,12 @@ def _other_world(examination: Examination) -> Outcome:
             places = examination.places(heads[0])
             if new == old or not places:
                 continue
-            resumed = examination.resume_world(heads, places, new)
+            resumed = examination.resume_world(heads, places, new, examination.followed(places))
             outcomes.append(_judge_change(examination, heads, places, resumed, "world_size", (old, new)))
     if Outcome("holds") in outcomes:
         for world_size in worlds[1:]:
-            _check_content(examination, examination.heads(world_size), f"on {world_size} ranks")
+            parts = [head.passes[0] for head in examination.heads(world_size)]
+            _check_content(examination, parts, 0, f"on {world_size} ranks")
     return _agreement(examination, outcomes)
 
 
@@ -233,7 +241,7 @@ def _judge_change(
         return Outcome("refused clearly", reason)
     world_size = len(resumed)
     batch = max(_largest(heads), _largest([examination.observed()]), values[-1] if option == "batch_size" else 0)
-    compared = False
+    compared, followed = False, examination.followed(places)
     for number, (epoch, cut) in enumerate(places):
         parts = [
             examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut)
@@ -247,6 +255,17 @@ def _judge_change(
         who = f"the rest of the epoch with {change}"
         _check_cover(examination, rest, got, world_size, batch, epoch, cut, who)
         compared = True
+        if _also_unchanged(examination):
+            continue
+        _check_content(examination, [part.passes[0] for part in parts], epoch, f"in {who}")
+        if (epoch, cut) in followed:
+            who = f"the epoch after a resume with {change}"
+            following = [part.passes[1] for part in parts]
+            whole = examination.observed().passes[epoch + 1]
+            _check_counts(examination, following, epoch + 1, _unit(examination))
+            got = _count(ids for part in following for ids in part.ids)
+            _check_cover(examination, _count(whole.ids), got, world_size, batch, epoch + 1, None, who)
+            _check_content(examination, following, epoch + 1, f"in {who}")
     return HOLDS if compared else Outcome("not applicable", f"too little is left after each cut for {change}")
 
 
@@ -298,11 +317,11 @@ def _other_option(examination: Examination, option: str) -> Outcome:
         return Outcome("not applicable", f"only one {option} is known: {values}; give another or a default")
     outcomes = []
     for old in values:
-        plan = examination.plan(examination.options(**{option: old}), passes=examination.settings.epochs, states=True)
-        head = examination.sound(examination.record([plan])[0], f"a run with {option}={old}")
+        head = examination.head_with(option, old)
         places = examination.places(head)
+        followed = examination.followed(places)
         if option == "num_workers":
-            _check_content(examination, [head], f"with num_workers={old}")
+            _check_content(examination, [head.passes[0]], 0, f"with num_workers={old}")
         for new in values:
             if new == old or not places:
                 continue
@@ -310,6 +329,7 @@ def _other_option(examination: Examination, option: str) -> Outcome:
                 examination.plan(
                     examination.options(**{option: new}),
                     state=head.passes[epoch].states[cut],
+                    passes=1 + ((epoch, cut) in followed),
                     limit=2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1,
                 )
                 for epoch, cut in places
@@ -326,17 +346,17 @@ def _option_values(examination: Examination, option: str) -> list[int]:
     return [default, default + 1, 2 * default + 1] if type(default) is int and default > 0 else []
 
 
-def _check_content(examination: Examination, heads: Sequence[Recording], where: str) -> None:
-    """A sample's content in the first epoch must not depend on the topology."""
+def _check_content(examination: Examination, parts: Sequence[Pass], epoch: int, where: str) -> None:
+    """A sample's content in an epoch must not depend on the topology."""
     if not examination.settings.elastic_content or examination.capability("exact_augmentations")[0] is False:
         return
-    alone = _contents([examination.observed().passes[0]])
-    for sample, contents in _contents([head.passes[0] for head in heads]).items():
+    alone = _contents([examination.observed().passes[epoch]])
+    for sample, contents in _contents(parts).items():
         if sample in alone and len(alone[sample]) == 1 and not contents <= alone[sample]:
             raise examination.error(
                 f"sample {sample} with the content it has in a world of one",
                 f"another content {where}",
-                epoch=0,
+                epoch=epoch,
                 cause="random streams are keyed by rank or worker, or randomness belongs to whole batches",
                 cure="key them by (seed, epoch, position); state elastic_content=False for mixup and its like",
             )
