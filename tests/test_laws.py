@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
+import batch_shapes
 import broken_loaders
 import reference_loader
 from broken_loaders import BROKEN, BROKEN_WIDELY, Dies, Hangs, NeverEnds, Raises
@@ -231,6 +232,41 @@ def test_the_first_difference_is_told() -> None:
     assert "after a cut at batch 1" in error.expected
     assert "float64 tensor 3x3, value 1: 0." in error.expected
     assert "float64 tensor 3x3, value 1: 0." in error.got
+
+
+# Batches of all shapes.
+
+FOR_NAMES = ("determinism", "tail", "partition", "topology", "delivery")
+look = functools.partial(check_resumable, laws=FOR_NAMES, quick=True, epochs=1, raise_on_failure=False)
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("kind", batch_shapes.KINDS)
+def test_samples_are_named_whatever_shape_their_batch_has(kind: str, shuffle: bool) -> None:
+    report = look(functools.partial(batch_shapes.make, kind, shuffle), world_sizes=(1, 2))
+    assert set(statuses(report).values()) == {"holds"}, str(report)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in batch_shapes.KINDS if kind != "nothing"])
+def test_samples_that_are_lost_are_missed_whatever_shape_their_batch_has(kind: str) -> None:
+    report = look(functools.partial(batch_shapes.make_forgetful, kind), world_sizes=(1, 2), laws=["topology"])
+    error = report["topology"].error
+    assert error is not None
+    assert error.got.startswith("2 lost")
+
+
+def test_numbers_are_taken_as_names_as_they_are() -> None:
+    settings = Settings(functools.partial(batch_shapes.make, "not a number"), world_sizes=(1, 2))
+    found = [sample for ids in Examination(settings).whole().passes[0].ids for sample in ids]
+    assert sorted(found, key=str) == [1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, "nan", "nan"]
+
+
+def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
+    report = look(batch_shapes.make_unnamed, world_sizes=(1, 2))
+    assert report.holds, str(report)
+    for law in ("tail", "partition", "topology", "delivery"):
+        assert report[law].status == "not applicable"
+        assert report[law].reason == "no leaf of the batch names the sample; give identify"
 
 
 # What the examination itself must survive.
@@ -473,6 +509,8 @@ def test_a_difference_far_back_is_told() -> None:
         (None, [digest(None)]),
         ((), [digest(())]),
         (torch.zeros(2, 3), [digest(torch.zeros(3))] * 2),
+        (torch.tensor([[1, 2], [1, 3]]), [digest(torch.tensor([1, 2])), digest(torch.tensor([1, 3]))]),
+        (torch.tensor([1.5, float("nan")]), [1.5, "nan"]),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from . import items
+from .naming import UNNAMED, Column, Naming, View, choose, with_contents
 from .pool import Call, ProcessError, ProcessPool, shared_pool
 from .record import (
     Failure,
@@ -21,9 +22,10 @@ from .record import (
     experiment,
     in_group,
     read_capabilities,
+    read_views,
     record_many,
 )
-from .report import LawError, Outcome
+from .report import InapplicableError, LawError, Outcome
 
 __all__ = ["Examination"]
 
@@ -79,6 +81,53 @@ class Examination:
         return (None, "the loader declares no capabilities") if declared is None else declared[name]
 
     # Judging.
+
+    @property
+    def named(self) -> Settings:
+        """The settings, with a way to name samples: the one given, else one that is found out by looking at batches."""
+        return self.settings if self.settings.identify is not None else self._once("named", self._with_names)
+
+    @property
+    def naming(self) -> Naming | None:
+        """How samples are named where this was found out; None where it was given."""
+        return self.named.identify if isinstance(self.named.identify, Naming) else None
+
+    def need_names(self) -> None:
+        """Raise `InapplicableError` where samples have no names, so that no law can tell which of them are there."""
+        if self.naming is not None and self.naming.blind:
+            raise InapplicableError(UNNAMED)
+
+    def _with_names(self) -> Settings:
+        found = self.run([(0, experiment, (read_views, (self.settings, self.options(), 2, ())))])[0]
+        naming: Naming | None = Naming()
+        if not isinstance(found, Failure):  # which the law will come upon
+            (first, second), paddings, ragged = found
+            random = self.capability("exact_augmentations")[0] is False
+            other: View | None = None
+            naming = choose(first, second, None, random)
+            if naming is None:
+                other = self._shared_otherwise(paddings)
+                naming = choose(first, second, other, random)
+            naming = with_contents(naming or Naming(), paddings, ragged, first, other or second)
+        return dataclasses.replace(self.settings, identify=naming)
+
+    def _shared_otherwise(self, paddings: Sequence[Column]) -> View:
+        """The first epoch on more ranks, or else in batches of another size, or with workers; empty without these."""
+        variants = [self.options(rank, self.worlds[-1]) for rank in range(self.worlds[-1])]
+        if len(variants) == 1:
+            others = {"num_workers": self.most_workers}
+            if self.takes("batch_size") and type(self.default("batch_size")) is int:
+                others["batch_size"] = self.default("batch_size") + 1
+            variants = [self.options(**{name: value}) for name, value in sorted(others.items())[:1] if value]
+        calls = [
+            (rank, experiment, (read_views, (self.settings, each, 1, paddings))) for rank, each in enumerate(variants)
+        ]
+        results = [found[0][0] for found in self.run(calls) if not isinstance(found, Failure)]
+        shared: View = {}
+        for view in results:
+            for column, batches in view.items():
+                shared[column] = shared.get(column, []) + batches
+        return shared
 
     def begin(self, law: str, cause: str, cure: str) -> None:
         """From here on failures are those of ``law``."""
@@ -140,6 +189,8 @@ class Examination:
         """
         cause, cure = blame
         by_ids = by_ids or self.capability("exact_augmentations")[0] is False
+        if by_ids:
+            self.need_names()
         for offset, (one, other) in enumerate(zip(expected, got, strict=False)):
             if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
                 differs = items.first_difference(one.leaves, other.leaves)
@@ -165,7 +216,7 @@ class Examination:
 
     def plan(self, options: Mapping[str, Any], **more: Any) -> Plan:
         """A `Plan` with these settings."""
-        return Plan(self.settings, options, **{"limit": self.settings.max_batches, **more})
+        return Plan(self.named, options, **{"limit": self.settings.max_batches, **more})
 
     def record(self, plans: Sequence[Plan], process: int = 0) -> list[Recording]:
         """Carry out plans one after another in one process."""
@@ -197,16 +248,13 @@ class Examination:
 
     def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
         """The result of ``function(settings, *arguments)`` there; an exception is the law's error."""
-        return self._succeeded(self.run([(process, experiment, (function, (self.settings, *arguments)))]))[0]
+        return self._succeeded(self.run([(process, experiment, (function, (self.named, *arguments)))]))[0]
 
     def investigate_each(self, function: Callable[..., Any], variants: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The results of ``function(settings, options)`` for several options, side by side."""
         return self._succeeded(
             self.run(
-                [
-                    (process, experiment, (function, (self.settings, options)))
-                    for process, options in enumerate(variants)
-                ]
+                [(process, experiment, (function, (self.named, options))) for process, options in enumerate(variants)]
             )
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import pickle
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Leaf", "combine", "digest", "first_difference", "identify", "leaves", "samples"]
+__all__ = ["Leaf", "combine", "digest", "first_difference", "identify", "leaves", "plain", "samples"]
 
 _SHOWN_VALUES = 64
 
@@ -78,27 +79,31 @@ def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str
 
 
 def identify(batch: Any) -> list[Hashable]:
-    """The default identity of a batch's samples: its first tensor, array or list of scalars, flattened.
+    """The identity of a batch's samples by the looks of one batch: its first tensor, array or list of scalars.
 
-    A tuple or list gives its first element, a dict its first value. A tensor of floating-point numbers with several
-    columns gives one digest for each row, and so does any of more than two dimensions, such as images. What has no
-    such part counts as one sample, known by its digest.
+    A tuple or list gives its first element, a dict its first value. A tensor of rows, such as tokens or images, gives
+    one digest for each row. What has no such part counts as one sample, known by its digest.
     """
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
         batch = torch.from_numpy(np.ascontiguousarray(batch))
     if isinstance(batch, torch.Tensor):
-        if batch.dim() > 2 or (batch.dim() > 1 and not _is_whole(batch)):
+        if any(size != 1 for size in batch.shape[1:]):
             return [digest(row) for row in batch]
-        return list(batch.detach().reshape(-1).tolist())
+        return [plain(value) for value in batch.detach().reshape(-1).tolist()]
     if isinstance(batch, (str, int, float)):
-        return [batch]
+        return [plain(batch)]
     if isinstance(batch, Mapping) and batch:
         return identify(next(iter(batch.values())))
     if isinstance(batch, Sequence) and not isinstance(batch, bytes) and batch:
         if all(isinstance(element, (str, int, float)) for element in batch):
-            return list(batch)
+            return [plain(element) for element in batch]
         return identify(batch[0])
     return [digest(batch)]
+
+
+def plain(value: Hashable) -> Hashable:
+    """A number or text as an identity: NaN is equal to nothing, not even to itself when it comes from elsewhere."""
+    return "nan" if isinstance(value, float) and math.isnan(value) else value
 
 
 def samples(batch: Any, count: int) -> list[str] | None:
@@ -130,13 +135,9 @@ def _columns(batch: Any, count: int) -> list[Any] | None:
     for part in parts:
         found = _columns(part, count)
         if found is None:
-            return None
+            return [batch] if isinstance(batch, Sequence) and len(batch) == count else None
         columns.extend(found)
     return columns or None
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def combine(parts: Iterable[Leaf]) -> str:

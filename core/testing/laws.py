@@ -27,9 +27,10 @@ import torch
 
 from . import items
 from .examine import Examination
+from .naming import UNNAMED
 from .record import Finding, Pass, Plan, Recording, Seen, Settings, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
-from .report import HOLDS, Law, LawError, Outcome, Report, Verdict, combined, law
+from .report import HOLDS, InapplicableError, Law, LawError, Outcome, Report, Verdict, combined, law
 from .worlds import partition, topology
 
 __all__ = ["LAWS", "Law", "check_resumable", "examine_law", "judge"]
@@ -83,8 +84,9 @@ def check_resumable(
         elastic_content: whether a sample's content must be the same on any topology; False where it depends on the
             batch it is in (mixup).
         parts: of how many loaders it is a combination; each of them shares out last samples of its own.
-        identify: batch -> the identities of its samples (ids of a dataset without repetition are best). None: its
-            first tensor, array or list, flattened.
+        identify: batch -> the identities of its samples (ids of a dataset without repetition are best). None: by
+            the columns of the batch whose rows other batches bring again, which is found out; what needs names is not
+            applicable where there are none.
         draws: batch -> for each sample the random numbers it drew, as one hashable value that two samples never
             share by chance; given, they must vary from sample to sample and from epoch to epoch.
         gather: loader -> the state of all ranks, called by all ranks in a gloo process group; None:
@@ -134,6 +136,8 @@ def examine_law(examination: Examination, name: str) -> Outcome:
     examination.begin(law.name, law.cause, law.cure)
     try:
         return law.examine(examination)
+    except InapplicableError as reason:
+        return Outcome("not applicable", str(reason))
     except LawError as error:
         examination.broken.append(name)
         raise examination.explained(error) from None
@@ -178,10 +182,14 @@ def determinism(examination: Examination) -> Outcome:
         for epoch, (expected, got) in enumerate(zip(whole.passes, other.passes, strict=True)):
             where = "in the same process" if process == 0 else "in another process"
             examination.same(expected.batches, got.batches, f"the same batch from a fresh loader {where}", epoch=epoch)
-    _compare_epochs(examination, whole.passes)
     _check_draws(examination, whole.passes)
     unsaid = [name for name in ("shuffled", "draws") if getattr(examination.settings, name) is None]
-    return Outcome("holds", f"not examined because not given: {', '.join(unsaid)}" if unsaid else "")
+    told = [f"not examined because not given: {', '.join(unsaid)}"] if unsaid else []
+    if examination.naming is None or examination.naming.columns:
+        _compare_epochs(examination, whole.passes)
+    elif examination.settings.shuffled is not None:
+        told.append(f"shuffled={examination.settings.shuffled} not examined: {UNNAMED}")
+    return Outcome("holds", "; ".join(told))
 
 
 def _compare_epochs(examination: Examination, passes: Sequence[Pass]) -> None:
@@ -777,6 +785,8 @@ def delivery(examination: Examination) -> Outcome:
         outcomes["workers"] = Outcome("not applicable", reason)
     else:
         variants.append(examination.options(num_workers=workers))
+    if examination.capability("exact_augmentations")[0] is False:
+        examination.need_names()
     found: list[_Slow] = examination.investigate_each(_take_slowly, variants)
     for options, slow in zip(variants, found, strict=True):
         examination.raise_first(slow.findings)

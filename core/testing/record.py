@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from . import items
+from . import items, naming
 
 __all__ = [
     "CAPABILITIES",
@@ -36,6 +36,7 @@ __all__ = [
     "length_of",
     "open_loader",
     "read_capabilities",
+    "read_views",
     "record",
     "record_many",
     "see",
@@ -192,8 +193,12 @@ def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool =
 def see(settings: Settings, batch: Any) -> Seen:
     """Note everything about ``batch`` before the loader can reuse its memory."""
     parts = tuple(items.leaves(batch))
-    ids = tuple((settings.identify or items.identify)(batch))
-    split = items.samples(batch, len(ids))
+    identify = settings.identify or items.identify
+    ids = tuple(identify(batch))
+    if isinstance(identify, naming.Naming) and identify.columns:
+        split = identify.samples(batch)
+    else:
+        split = items.samples(batch, len(ids))
     return Seen(
         digest=items.combine(parts),
         leaves=parts[:32],
@@ -251,6 +256,14 @@ def _state_of(settings: Settings, loader: Any) -> dict[str, Any]:
         return dict(loader.state_dict())
     gather = settings.gather or from_midepoch("gather")
     return dict(gather(loader))
+
+
+def read_views(
+    settings: Settings, options: Mapping[str, Any], passes: int, paddings: Sequence[naming.Column]
+) -> tuple[list[naming.View], list[naming.Column], list[str]]:
+    """`naming.read_columns` of a fresh loader."""
+    with open_loader(settings, options) as loader:
+        return naming.read_columns(loader, passes, settings.max_batches, paddings)
 
 
 def length_of(loader: Any) -> int | None:

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from .examine import Examination
 
-__all__ = ["HOLDS", "Law", "LawError", "Outcome", "Report", "Verdict", "combined", "law", "names_all"]
+__all__ = [
+    "HOLDS",
+    "InapplicableError",
+    "Law",
+    "LawError",
+    "Outcome",
+    "Report",
+    "Verdict",
+    "combined",
+    "law",
+    "names_all",
+]
 
 Status = Literal["holds", "refused clearly", "not applicable", "failed"]
 
@@ -55,6 +66,10 @@ class LawError(AssertionError):
             f"  cure:     {self.cure}",
         ]
         return "\n".join(lines)
+
+
+class InapplicableError(Exception):
+    """A law cannot be examined further; the message says why."""
 
 
 @dataclass(frozen=True)

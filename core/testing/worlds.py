@@ -95,6 +95,7 @@ def _check_cover(
 
     ``batch`` is the largest number of samples in a batch, which decides what ``drop_last`` leaves over.
     """
+    examination.need_names()
     settings = examination.settings
     unit = _unit(examination)
     left_over = batch if unit == 1 else unit
