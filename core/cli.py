@@ -136,6 +136,10 @@ def check(
     ] = True,
     laws: Annotated[str | None, typer.Option(help="Names of laws with commas between them; else all.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
+    options: Annotated[
+        str | None,
+        typer.Option(help="Which of make_loader's parameters may be used, with commas; else all known ones."),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
 ) -> None:
     """Examine your own loader: is it resumed exactly, wherever it is cut, on any number of processes?
@@ -164,6 +168,7 @@ def check(
             identify=None if identify is None else find_target(identify),
             elastic_content=elastic_content,
             timeout=timeout,
+            options=None if options is None else tuple(_names(options)),
         )
         with _sigterm_unwinds():
             found = examine(settings, target, None if laws is None else _names(laws), report)

@@ -269,6 +269,30 @@ def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
         assert report[law].reason == "no leaf of the batch names the sample; give identify"
 
 
+# Parameters that mean something else.
+
+
+def of_images(rank: int = 0, world_size: int = 1, size: int = 224, items: int = 10) -> ReferenceLoader:
+    return ReferenceLoader(rank, world_size, size=items)
+
+
+def test_a_law_says_what_it_took_a_parameter_for() -> None:
+    report = check(of_images, quick=True, laws=["refusal", "any item"])
+    assert [error.law for error in report.failures] == ["refusal", "any item"]
+    size, items = report.failures
+    assert "size for the number of samples in the data set" in size.cure
+    assert "items for a list of what the source is to deliver" in items.cure
+    assert "leave it out of options=" in size.cure
+
+
+def test_a_parameter_may_be_left_alone() -> None:
+    report = check(of_images, quick=True, laws=["refusal", "partition", "any item"], options=("rank", "world_size"))
+    assert report.holds, str(report)
+    assert report["partition"].status == "holds"
+    assert report["any item"].reason == "the factory takes no items"
+    assert "size not applicable: the factory takes no size" in report["refusal"].reason
+
+
 # What the examination itself must survive.
 
 
@@ -313,6 +337,7 @@ def test_a_resumed_epoch_without_end_is_cut_short() -> None:
         ({"epochs": 0}, ValueError, "epochs"),
         ({"tail": "cut"}, ValueError, "tail"),
         ({"timeout": 0}, ValueError, "timeout"),
+        ({"options": ("rank", "colour")}, ValueError, r"options must be some of rank, .*got \['colour'\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -469,6 +494,16 @@ def test_equal_items_have_equal_digests() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.arange(6).reshape(2, 3).T.contiguous())
     assert digest(torch.tensor([1 + 2j]).conj()) == digest(torch.tensor([1 - 2j]))
+
+
+class Box:
+    def __init__(self, number: int) -> None:
+        self.words = {f"{word} {number}" for word in ("one", "two", "three", "four")}
+
+
+def test_an_object_with_a_set_has_the_same_digest_in_each_process() -> None:
+    digests = shared_pool().run([Call(process, digest, (Box(1),)) for process in range(3)], timeout=60)
+    assert set(digests) == {digest(Box(1))} != {digest(Box(2))}
 
 
 def test_what_cannot_be_compared_is_named() -> None:

@@ -13,6 +13,7 @@ from . import items
 from .naming import UNNAMED, Column, Naming, View, choose, with_contents
 from .pool import Call, ProcessError, ProcessPool, shared_pool
 from .record import (
+    OPTIONS,
     Failure,
     Finding,
     Plan,
@@ -44,6 +45,7 @@ class Examination:
         self.pool = pool or shared_pool()
         self._parameters = inspect.signature(settings.make_loader).parameters
         self.broken: list[str] = []  # the laws that were found broken so far
+        self._varied: dict[str, Any] = {}  # options of make_loader that the law has set
         self._memory: dict[Hashable, Any] = {}
         self._law = ""
         self._cause = ""
@@ -52,8 +54,9 @@ class Examination:
     # What make_loader can do.
 
     def takes(self, option: str) -> bool:
-        """Whether make_loader has a parameter of this name. A ``**keywords`` does not count: it may go anywhere."""
-        return option in self._parameters
+        """Whether make_loader has a parameter of this name that may be used. A ``**keywords`` does not count."""
+        allowed = self.settings.options is None or option in self.settings.options
+        return allowed and option in self._parameters
 
     def default(self, option: str) -> Any:
         """The default of a parameter of make_loader; None where it has none."""
@@ -63,6 +66,7 @@ class Examination:
     def options(self, rank: int = 0, world_size: int = 1, **more: Any) -> dict[str, Any]:
         """The keywords for make_loader."""
         place = {"rank": rank, "world_size": world_size}
+        self._varied.update(more)
         return {name: value for name, value in place.items() if self.takes(name)} | more
 
     @property
@@ -132,6 +136,7 @@ class Examination:
     def begin(self, law: str, cause: str, cure: str) -> None:
         """From here on failures are those of ``law``."""
         self._law, self._cause, self._cure = law, cause, cure
+        self._varied.clear()
 
     def error(
         self,
@@ -147,7 +152,11 @@ class Examination:
         return LawError(self._law, epoch, batch, expected, got, cause or self._cause, cure or self._cure)
 
     def explained(self, error: LawError) -> LawError:
-        """``error``, with a word on the process's seeds where they decide what a fresh loader gives."""
+        """``error``, with a word on what make_loader's parameters were taken for, and on the process's seeds."""
+        taken = "; ".join(f"{name} for {OPTIONS[name]}" for name in self._varied)
+        if taken:
+            told = f"Of make_loader's parameters were taken: {taken}. Leave out of options= what means something else"
+            error = dataclasses.replace(error, cure=f"{error.cure}. {told}")
         heads = self._memory.get(("heads", 1, False))
         if not heads or heads[0].failure is not None:
             return error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import math
 import pickle
@@ -42,7 +43,7 @@ def digest(item: Any) -> str:
     Types, dtypes and shapes count (``1``, ``True`` and ``1.0`` differ, a list is not a tuple), NaN equals the same
     NaN, ``-0.0`` is not ``0.0``, and the order of a dict's keys does not count. A device does not count either.
     Tensors, numpy arrays, dicts, sequences, named tuples, dataclasses and scalars are looked into; anything else is
-    compared by its pickle. Raises ``TypeError`` for what cannot be pickled.
+    compared by its pickle, in which sets have no order. Raises ``TypeError`` for what cannot be pickled.
     """
     return combine(leaves(item))
 
@@ -207,10 +208,19 @@ def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
     return _leaf(path, kind, data, map(repr, flat[:_SHOWN_VALUES].tolist()))
 
 
+class _Pickler(pickle.Pickler):
+    """Writes a set by its items' digests, in order: its own order is that of hashes, which each process seeds anew."""
+
+    def persistent_id(self, item: Any) -> Any:
+        return (type(item).__name__, sorted(map(digest, item))) if type(item) in (set, frozenset) else None
+
+
 def _pickled(item: Any, path: str, name: str) -> Leaf:
+    file = io.BytesIO()
     try:
-        data = pickle.dumps(item, protocol=5)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        _Pickler(file, protocol=5).dump(item)
+        data = file.getvalue()
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise TypeError(
             f"an item holds a {type(item).__module__}.{name} at '{path}', which cannot be compared because it cannot "
             f"be pickled; let make_loader give batches of tensors, arrays, numbers, strings and containers of them"

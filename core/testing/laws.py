@@ -62,6 +62,7 @@ def check_resumable(
     reseal: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     state_bytes: int = 16384,
     timeout: float = 120.0,
+    options: Sequence[str] | None = None,
     raise_on_failure: bool = True,
 ) -> Report:
     """Examine the loaders that ``make_loader`` builds against the laws, resuming them in spawned processes.
@@ -94,6 +95,8 @@ def check_resumable(
         reseal: state -> state with its checksum renewed; None: ``midepoch.reseal``.
         state_bytes: the largest JSON that a state may be.
         timeout: seconds that one request to a spawned process may take.
+        options: which of make_loader's parameters named above may be used, where others mean something else (``size``
+            that of an image, say); None: all.
         raise_on_failure: raise when laws fail; otherwise read `Report.failures`.
 
     Raises:
@@ -119,6 +122,7 @@ def check_resumable(
         reseal=reseal,
         state_bytes=state_bytes,
         timeout=timeout,
+        options=None if options is None else tuple(options),
     )
     report = Report(tuple(judge(Examination(settings), laws)))
     if raise_on_failure and report.failures:
@@ -905,7 +909,7 @@ def cost(examination: Examination) -> Outcome:
     if not reads[0]:
         raise ValueError(
             "make_loader takes read_log, but its dataset wrote nothing to it; append one line for each "
-            "sample that is read, or leave the parameter out"
+            "sample that is read, leave the parameter out, or leave read_log out of options="
         )
     # What a fresh loader reads beyond what it delivers (a first look at the dataset, say) is not the resume's.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]

@@ -22,6 +22,7 @@ from . import items, naming
 
 __all__ = [
     "CAPABILITIES",
+    "OPTIONS",
     "Failure",
     "Finding",
     "Pass",
@@ -43,6 +44,19 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+
+
+OPTIONS = {
+    "rank": "the number of a process",
+    "world_size": "the number of processes",
+    "num_workers": "the number of worker processes",
+    "batch_size": "the number of samples in a batch",
+    "seed": "the seed of the order and of all random streams",
+    "size": "the number of samples in the data set",
+    "read_log": "a file to which the data set appends a line for each sample that it reads",
+    "items": "a list of what the source is to deliver, one a batch",
+}
+"""What each parameter of make_loader is taken for."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class Settings:
     state_bytes: int = 16384
     max_batches: int = 100_000
     timeout: float = 120.0
+    options: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.make_loader):
@@ -83,6 +98,9 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
         if self.tail not in ("pad", "drop", "uneven"):
             raise ValueError(f"tail must be 'pad', 'drop' or 'uneven'; got {self.tail!r}")
+        unknown = set(self.options or ()) - set(OPTIONS)
+        if unknown:
+            raise ValueError(f"options must be some of {', '.join(OPTIONS)}; got {sorted(unknown)}")
         if not self.timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
 

@@ -43,6 +43,7 @@ class ResumableTests:
     reseal: ClassVar[Any] = None
     state_bytes: ClassVar[int] = 16384
     timeout: ClassVar[float] = 120.0
+    options: ClassVar[Sequence[str] | None] = None
     not_applicable: ClassVar[frozenset[str]] = frozenset()
 
     def test_determinism(self) -> None:
@@ -148,6 +149,7 @@ class ResumableTests:
             reseal=self._function("reseal"),
             state_bytes=self.state_bytes,
             timeout=self.timeout,
+            options=None if self.options is None else tuple(self.options),
         )
 
     def _function(self, name: str) -> Any:
