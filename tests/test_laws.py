@@ -282,7 +282,7 @@ def test_a_law_says_what_it_took_a_parameter_for() -> None:
     size, items = report.failures
     assert "size for the number of samples in the data set" in size.cure
     assert "items for a list of what the source is to deliver" in items.cure
-    assert "leave it out of options=" in size.cure
+    assert "Leave out of options= what means something else" in size.cure
 
 
 def test_a_parameter_may_be_left_alone() -> None:
