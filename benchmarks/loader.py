@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import Interval, median_between
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import midepoch
@@ -66,15 +67,9 @@ def ratio(times: list[float], base: list[float]) -> float:
     return statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
 
 
-def between(times: list[float], base: list[float]) -> str:
-    """The median of the rounds' ratios, and the interval that holds the true median in 95 of 100 runs.
-
-    The interval is of order statistics (the sign test's), so that it assumes nothing of how times are spread.
-    """
-    ratios = sorted(mine / theirs for mine, theirs in zip(times, base, strict=True))
-    count = len(ratios)
-    out = max(0, int(count / 2 - 0.98 * count**0.5))
-    return f"{statistics.median(ratios):.3f} ({ratios[out]:.3f} to {ratios[count - 1 - out]:.3f})"
+def between(times: list[float], base: list[float]) -> Interval:
+    """The median of the rounds' ratios, and its interval, which assumes nothing of how times are spread."""
+    return median_between([mine / theirs for mine, theirs in zip(times, base, strict=True)])
 
 
 def overhead(rounds: int, batches: int) -> None:
@@ -179,13 +174,17 @@ def sampler(rounds: int) -> None:
     )
 
 
-def boring(rounds: int, batches: int) -> None:
-    """An epoch of Lightning's BoringModel: batches of one, a linear layer; the worst case that was published."""
+def boring(rounds: int, batches: int) -> list[dict[str, Any]]:
+    """An epoch of Lightning's BoringModel: batches of one, a linear layer; the worst case that was published.
+
+    Microseconds a step of each loader, and the interval of its ratio to the plain DataLoader.
+    """
     import logging
     import warnings
 
     import lightning
     from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -202,10 +201,11 @@ def boring(rounds: int, batches: int) -> None:
 
     dataset = RandomDataset(32, batches)
     makers: dict[str, Callable[[], Any]] = {
-        "plain": lambda: DataLoader(dataset),
-        "none": lambda: midepoch.wrap(DataLoader(dataset), randomness="none"),
-        "sample": lambda: midepoch.wrap(DataLoader(dataset)),
-        "plain once more": lambda: DataLoader(dataset),
+        "plain DataLoader": lambda: DataLoader(dataset),
+        "midepoch without streams": lambda: midepoch.wrap(DataLoader(dataset), randomness="none"),
+        "midepoch": lambda: midepoch.wrap(DataLoader(dataset)),
+        "torchdata StatefulDataLoader": lambda: StatefulDataLoader(dataset),
+        "plain DataLoader once more": lambda: DataLoader(dataset),
     }
     for make in makers.values():
         epoch(make())
@@ -213,12 +213,21 @@ def boring(rounds: int, batches: int) -> None:
     for turn in range(rounds):
         for name in list(makers)[:: 1 if turn % 2 else -1]:
             times[name].append(epoch(makers[name]()) / batches * 1e6)
-    base = times["plain"]
-    print(
-        f"\nLightning's BoringModel, batch size 1, {rounds} rounds of {batches} steps: {statistics.median(base):.0f} "
-        f"µs a step plain; of that, wrapped without streams {between(times['none'], base)}, with streams "
-        f"{between(times['sample'], base)}, plain once more {between(times['plain once more'], base)}."
-    )
+    found = []
+    for name, values in times.items():
+        middle, low, high = between(values, times["plain DataLoader"])
+        row = {"peer": name, "microseconds": statistics.median(values), "ratio": middle, "low": low, "high": high}
+        found.append(row | {"rounds": rounds, "steps": batches})
+    return found
+
+
+def boring_table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"Lightning's BoringModel, batch size 1, {rows[0]['rounds']} rounds of {rows[0]['steps']} steps:", ""]
+    lines += ["| loader | µs a step | ratio to the plain one (95 %) |", "|---|---|---|"]
+    for row in rows:
+        ratio = Interval(row["ratio"], row["low"], row["high"])
+        lines.append(f"| {row['peer']} | {row['microseconds']:.0f} | {ratio} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -237,7 +246,7 @@ def main() -> None:
     state()
     memory()
     sampler(arguments.rounds)
-    boring(10 * arguments.rounds, 300)
+    print(f"\n{boring_table(boring(10 * arguments.rounds, 300))}")
 
 
 def _pages() -> int:

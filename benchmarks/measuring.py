@@ -5,20 +5,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
-def between(ratios: Sequence[float]) -> str:
-    """The geometric mean of the rounds' ratios, and the interval that holds the true one in 95 of 100 runs."""
+class Interval(NamedTuple):
+    """A figure, and between what the true one lies in 95 of 100 runs."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def between(ratios: Sequence[float]) -> Interval:
+    """The geometric mean of the rounds' ratios, and its interval."""
     logs = [math.log(ratio) for ratio in ratios]
     middle, reach = statistics.mean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
-    return f"{math.exp(middle):.3f} ({math.exp(middle - reach):.3f} to {math.exp(middle + reach):.3f})"
+    return Interval(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach))
 
 
-def median_between(ratios: list[float]) -> str:
-    """Their median and the interval that holds the true one in 95 of 100 runs, for times with a long tail, as of disks.
+def median_between(ratios: Sequence[float]) -> Interval:
+    """Their median and its interval, for times with a long tail, as of disks.
 
     The interval's ends are order statistics: how many of n values lie below the median is binomial.
     """
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low, high = max(0, int(len(ratios) / 2 - half)), min(len(ratios) - 1, math.ceil(len(ratios) / 2 + half))
-    return f"{statistics.median(ratios):.3f} ({ordered[low]:.3f} to {ordered[high]:.3f})"
+    return Interval(statistics.median(ratios), ordered[low], ordered[high])
