@@ -1,0 +1,750 @@
+"""midepoch and its peers, measured in one run: what they cost, how they resume, and what they then get wrong.
+
+Run ``python benchmarks/compare.py``: figures, Markdown and plots go to docs/benchmarks/. With ``--only`` or
+``--question`` part of it is measured and, unless ``--output`` says where, only printed. ``--check`` measures midepoch's
+ratios again and compares them with those in results.json. benchmarks/peers.py has the peers, each of which runs in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import select
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measuring import Interval, between
+from peers import PEERS, Peer
+
+PLAIN = "plain DataLoader"
+OUTPUT = Path(__file__).parents[1] / "docs" / "benchmarks"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    rounds: int = 15
+    batches: tuple[tuple[str, int], ...] = (("integers", 408), ("jpeg", 56))
+    progress: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.9, 0.99)
+    memory_size: int = 10**6
+    file_size: int = 10**5
+    sizes: tuple[int, ...] = (10**4, 10**5, 10**6, 10**7, 10**8, 10**9)
+    state_sizes: tuple[int, ...] = (10**4, 10**6, 10**9)
+    repeats: int = 9
+    samples: int = 5760  # divides by 2 and by 3 ranks' batches, before the cut and after it
+    boring: tuple[int, int] = (30, 300)
+    limit: float = 60
+    memory: int = 8 << 30
+
+
+QUICK = Plan(
+    rounds=2, batches=(("integers", 40), ("jpeg", 12)), memory_size=10**4, file_size=1000, sizes=(10**3, 10**4),
+    state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30), limit=20,
+)  # fmt: skip
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+class Unmanaged(Exception):  # noqa: N818  # an answer
+    """A peer did not manage; says why."""
+
+
+class Server:
+    """A process with one peer."""
+
+    def __init__(self, name: str, plan: Plan, world: dict[str, str] | None = None) -> None:
+        self.name, self.plan, self.world = name, plan, world or {}
+        self.scratch = tempfile.mkdtemp() if world is None else world["MIDEPOCH_BENCHMARKS_SCRATCH"]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Returns at once; the first question waits until it is ready."""
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("peers.py")), self.name, "--memory", str(self.plan.memory)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, start_new_session=True,
+            env={**os.environ, "MIDEPOCH_BENCHMARKS_SCRATCH": self.scratch, **self.world},
+        )  # fmt: skip
+        self.ready = False
+
+    def ask(self, do: str, spec: Row, limit: float = 600, **arguments: Any) -> Any:
+        self.send(do, spec, **arguments)
+        return self.receive(limit)
+
+    def send(self, do: str, spec: Row, **arguments: Any) -> None:
+        if self.process is None:
+            self.start()
+        assert self.process is not None and self.process.stdin is not None
+        if not self.ready:
+            self._line(600)
+            self.ready = True
+        with suppress(BrokenPipeError):
+            print(json.dumps({"do": do, "spec": spec, **arguments}), file=self.process.stdin, flush=True)
+
+    def receive(self, limit: float) -> Any:
+        answer = self._line(limit)
+        if "error" not in answer:
+            return answer["value"]
+        if answer["error"] == "MemoryError" or "allocate memory" in answer["message"]:
+            raise Unmanaged(self._beyond_memory())
+        raise Unmanaged(f"{answer['error']}: {answer['message'][:100]}")
+
+    def _line(self, limit: float) -> Any:
+        assert self.process is not None and self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], limit)[0]:
+            self.stop(0)
+            raise Unmanaged(f"more than {limit:.0f} s")
+        line = self.process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self.errors.seek(0)
+        said = self.errors.read()[-2000:]
+        code = self.process.wait()
+        self.stop(0)
+        if "bad_alloc" in said or "MemoryError" in said or code == -signal.SIGKILL:
+            raise Unmanaged(self._beyond_memory())
+        raise Unmanaged(f"ended with status {code}: {said.strip()[-200:]}")
+
+    def _beyond_memory(self) -> str:
+        return f"more than {self.plan.memory / 2**30:.0f} GiB"
+
+    def stop(self, patience: float = 10) -> None:
+        """Lets it end by itself, since some peers have shared memory to remove; then ends its whole session."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(OSError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        self.errors.close()
+
+
+@contextmanager
+def servers(names: Sequence[str], plan: Plan) -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        made = [Server(name, plan) for name in names]
+        for server in made:
+            stack.callback(shutil.rmtree, server.scratch, ignore_errors=True)
+            stack.callback(server.stop)
+            server.start()
+        yield made
+
+
+@contextmanager
+def world(name: str, size: int, plan: Plan) -> Iterator[list[Server]]:
+    """The servers of all ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                  "GLOO_SOCKET_IFNAME": "lo", "MIDEPOCH_BENCHMARKS_SCRATCH": scratch}  # fmt: skip
+        ranks = [
+            Server(name, plan, {key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
+            for rank in range(size)
+        ]
+        for server in ranks:
+            stack.callback(server.stop, 2)
+            server.start()
+        yield ranks
+
+
+# --- overhead --------------------------------------------------------------------------------------------------------
+
+
+def with_bases(names: Sequence[str]) -> list[str]:
+    """The peers that these are compared with, too; in the order of all."""
+    wanted = {*names, *(PEERS[name].base for name in names)}
+    return [name for name in PEERS if name in wanted]
+
+
+def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
+    """Short stretches of live loaders in turn, every other round backwards; the ratios are of the same round."""
+    rows: list[Row] = []
+    with servers(with_bases(names), plan) as live:
+        for work, batches in plan.batches:
+            for workers in (0, 2):
+                spec = {"work": work, "size": 32 * batches, "workers": workers}
+                times: dict[str, list[float]] = {}
+                for server in live:
+                    if not workers or PEERS[server.name].workers:
+                        server.ask("prepare", spec)
+                        times[server.name] = []
+                        tell(f"overhead, {work}, {workers} workers: {server.name}")
+                for turn in range(plan.rounds + 1):
+                    for server in live[:: 1 if turn % 2 else -1]:
+                        if server.name in times:
+                            taken = server.ask("stretch", spec)
+                            if turn:  # the first one builds the loader
+                                times[server.name].append(taken)
+                for name, taken in times.items():
+                    base = PEERS[name].base
+                    pairs = zip(taken, times[base], strict=True)
+                    ratio = between([mine / theirs for mine, theirs in pairs])
+                    middle, (low, *_, high) = statistics.median(taken), sorted(taken)
+                    rows.append({"peer": name, "work": work, "workers": workers, "microseconds": middle,
+                                 "lowest": low, "highest": high, "base": base, "ratio": ratio.middle,
+                                 "low": ratio.low, "high": ratio.high})  # fmt: skip
+    return rows
+
+
+# --- resume ----------------------------------------------------------------------------------------------------------
+
+
+def cells(peer: type[Peer], plan: Plan) -> list[tuple[int, float]]:
+    """Sizes and progresses at which a resume is measured."""
+    size = min(plan.file_size if peer.files else plan.memory_size, peer.limit)
+    return list(dict.fromkeys([(size, each) for each in plan.progress] + [(each, 0.9) for each in plan.sizes]))
+
+
+def resume(names: Sequence[str], plan: Plan) -> list[Row]:
+    """Seconds to the first batch, once, and again in turns where that is quick."""
+    rows: list[Row] = []
+    for name in names:
+        with servers([name], plan) as (server,):
+            forged = server.ask("check_forged", {"size": 640}, batches=10)
+            tell(f"resume: {name}{'' if forged else ', whose states cannot be made up'}")
+            states: dict[tuple[int, float], str] = {}
+            found: dict[tuple[int, float], Row] = {}
+            for size, progress in cells(PEERS[name], plan):
+                row = found[size, progress] = {"peer": name, "size": size, "progress": progress, "times": [], "why": ""}
+                if size > PEERS[name].limit:
+                    row["why"] = "needs files"
+                    continue
+                try:
+                    spec = {"size": size}
+                    server.ask("prepare", spec)
+                    batches = int(size * progress) // 32
+                    state = server.ask("forge", spec, plan.limit if forged else 600, batches=batches)
+                    row["times"].append(server.ask("first_batch", spec, plan.limit, state=state))
+                    states[size, progress] = state
+                except Unmanaged as why:
+                    row["why"] = str(why)
+            for turn in range(1, plan.repeats):
+                for (size, progress), state in list(states.items())[:: 1 if turn % 2 else -1]:
+                    times = found[size, progress]["times"]
+                    if times[0] < 1:
+                        times.append(server.ask("first_batch", {"size": size}, plan.limit, state=state))
+        rows += found.values()
+    for row in rows:
+        row["seconds"] = statistics.median(row["times"]) if row["times"] else None
+    return rows
+
+
+def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
+    """First batch at 90 % of the progress's size to that at 0 %."""
+    size = next((row["size"] for row in rows if row["peer"] == name and row["progress"] == 0), None)
+    times = {row["progress"]: row["times"] for row in rows if (row["peer"], row["size"]) == (name, size)}
+    early, late = times.get(0, []), times.get(0.9, [])
+    pairs = [b / a for a, b in zip(early, late, strict=False)]
+    return between(pairs) if len(pairs) > 1 else None
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def state(names: Sequence[str], plan: Plan) -> list[Row]:
+    """Bytes and microseconds at the largest size but the last, and peak memory over that of the smallest."""
+    rows: list[Row] = []
+    for name in names:
+        tell(f"state: {name}")
+        with servers([name], plan) as (server,):
+            found: list[Row] = []
+            why = ""
+            for size in plan.state_sizes:
+                capped = min(size, PEERS[name].limit)
+                if found and capped == found[-1]["size"]:
+                    why = "needs files"
+                    break
+                try:
+                    server.ask("prepare", {"size": capped})
+                    found.append(server.ask("measure_state", {"size": capped}, plan.limit) | {"size": capped})
+                except Unmanaged as error:
+                    why = str(error)
+                    break
+        more = {str(row["size"]): row["peak_mib"] - found[0]["peak_mib"] for row in found[1:]}
+        rows.append({"peer": name, **{key: found[1][key] for key in ("bytes", "form", "microseconds")},
+                     "more_mib": more, "why": why})  # fmt: skip
+    return rows
+
+
+# --- exactness -------------------------------------------------------------------------------------------------------
+
+
+QUESTIONS = {
+    "random": "random numbers after a resume",
+    "workers 2 to 0": "workers 2 → 0",
+    "workers 0 to 3": "workers 0 → 3",
+    "world 2 to 3": "ranks 2 → 3",
+    "longer": "10 % more samples",
+    "halved": "batch size halved",
+    "last batch": "state at an epoch's last batch",
+}
+Batches = list[tuple[list[int], str]]
+
+
+def numbers(batches: Batches) -> list[int]:
+    return [number for batch, _ in batches for number in batch]
+
+
+def interleaved(ranks: Sequence[Batches]) -> list[int]:
+    """What all ranks read, step by step."""
+    return [number for step in zip_longest(*ranks) for batch in step if batch for number in batch[0]]
+
+
+def blocks(found: list[int], size: int) -> list[list[int]]:
+    return [sorted(found[start : start + size]) for start in range(0, len(found), size)]
+
+
+def verdict(before: list[int], after: list[int], expected: list[int], everything: int, block: int = 1) -> str:
+    """What became of an epoch's samples; `block` is how many are in no particular order."""
+    if blocks(after, block) == blocks(expected, block):
+        return "exact"
+    counts = Counter(before + after)
+    lost = sum(number not in counts for number in range(everything))
+    repeated = sum(count - 1 for count in counts.values())
+    if not lost and not repeated:
+        return "complete, another order"
+    return f"loses {lost:,}, repeats {repeated:,} silently"
+
+
+def refused(answer: Row) -> str | None:
+    """What an error of a resumed run says, if there is one."""
+    if "error" not in answer:
+        return None
+    batches = sum(map(len, answer["passes"]))
+    return f"refused: {answer['error']}" if not batches else f"{answer['error']} after {batches} batches"
+
+
+class Exactness:
+    """The questions for one peer; states are saved in one process and loaded in another."""
+
+    def __init__(self, saving: Server, loading: Server) -> None:
+        self.saving, self.loading = saving, loading
+        self.name, self.plan, self.samples = saving.name, saving.plan, saving.plan.samples
+        self.cut = self.samples * 2 // 5 // 32
+
+    def ask(self, question: str) -> str:
+        if "workers" in question and not PEERS[self.name].workers:
+            return "has none"
+        try:
+            return str(getattr(self, "_" + question.replace(" ", "_"))())
+        except Unmanaged as why:
+            return "hangs" if str(why).startswith("more than") and str(why).endswith(" s") else str(why)
+
+    def _run(self, server: Server, spec: Row, **arguments: Any) -> Row:
+        spec = {"size": self.samples, **spec}
+        if not server.world:
+            server.ask("prepare", spec)
+        answer: Row = server.ask("run", spec, 2 * self.plan.limit, **arguments)
+        return answer
+
+    def _reference(self, spec: Row, save_at: int, passes: int = 1) -> Row:
+        answer = self._run(self.saving, spec, save_at=save_at, passes=passes)
+        if "error" in answer:
+            raise Unmanaged(f"does not run: {answer['error']}: {answer['message'][:100]}")
+        return answer
+
+    def _cut_and_changed(self, saved: Row, loaded: Row) -> str:
+        before = self._reference(saved, self.cut)
+        after = self._run(self.loading, loaded, state=before["state"])
+        whole = before["passes"][0]
+        return refused(after) or verdict(
+            numbers(whole[: self.cut]), numbers(after["passes"][0]), numbers(whole[self.cut :]), self.samples
+        )
+
+    def _random(self) -> str:
+        before = self._reference({"work": "draws"}, self.cut)
+        after = self._run(self.loading, {"work": "draws"}, state=before["state"])
+        whole, rest = before["passes"][0], after["passes"][0] if after["passes"] else []
+        if "error" not in after and numbers(rest) == numbers(whole[self.cut :]):
+            return "exact" if rest == whole[self.cut :] else "other numbers"
+        return refused(after) or "other samples"
+
+    def _workers_2_to_0(self) -> str:
+        return self._cut_and_changed({"workers": 2}, {"workers": 0})
+
+    def _workers_0_to_3(self) -> str:
+        return self._cut_and_changed({"workers": 0}, {"workers": 3})
+
+    def _longer(self) -> str:
+        return self._cut_and_changed({}, {"size": self.samples * 11 // 10})
+
+    def _halved(self) -> str:
+        return self._cut_and_changed({}, {"batch_size": 16})
+
+    def _last_batch(self) -> str:
+        before = self._reference({}, self.samples // 32, passes=2)
+        after = self._run(self.loading, {}, state=before["state"], passes=2)
+        if "error" in after:
+            return str(refused(after))
+        epochs = [numbers(each) for each in before["passes"]]
+        first, second = (numbers(each) for each in after["passes"])
+        found, prefix = (first, "") if first else (second, "0 batches, then ")
+        if found == epochs[0] != epochs[1]:
+            return f"{prefix}epoch 0 again"
+        return prefix + verdict([], found, epochs[1], self.samples)
+
+    def _world_2_to_3(self) -> str:
+        self.saving.ask("prepare", {"size": self.samples})
+        answers: list[list[Row]] = []
+        for size in (2, 3):
+            with world(self.name, size, self.plan) as ranks:
+                for rank, server in enumerate(ranks):
+                    arguments: Row = (
+                        {"save_at": self.cut // 2} if size == 2 else {"state": answers[0][rank % 2]["state"]}
+                    )
+                    server.send("run", {"size": self.samples}, **arguments)
+                answers.append([])
+                for server in ranks:
+                    answers[-1].append(server.receive(2 * self.plan.limit))
+                    if "error" in answers[-1][-1]:
+                        said = str(refused(answers[-1][-1]))  # the other ranks may wait for this one for ever
+                        return said if size == 3 else f"does not run: {said}"
+        two, three = ([answer["passes"][0] for answer in each] for each in answers)
+        half = self.cut // 2
+        before, expected = (interleaved([rank[part] for rank in two]) for part in (slice(half), slice(half, None)))
+        return verdict(before, interleaved(three), expected, self.samples, 6 * 32)
+
+
+def exactness(names: Sequence[str], plan: Plan) -> list[Row]:
+    rows = []
+    for name in names:
+        with servers([name, name], plan) as (saving, loading):
+            asked = Exactness(saving, loading)
+            for question in QUESTIONS:
+                rows.append({"peer": name, "question": question, "verdict": asked.ask(question)})
+                tell(f"exactness: {name}, {question}: {rows[-1]['verdict']}")
+    return rows
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], question: str) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    drawn = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f'{title}:\n\n{drawn}\n\nOne row: `python benchmarks/compare.py --question {question} --only "NAME"`\n'
+
+
+def pivot(
+    rows: Sequence[Row], columns: Sequence[Any], column: Callable[[Row], Any], cell: Callable[[Row], str]
+) -> list[list[str]]:
+    """A line for each peer; "-" where nothing was measured."""
+    found: dict[str, dict[Any, str]] = {}
+    for row in rows:
+        found.setdefault(row["peer"], {})[column(row)] = cell(row)
+    return [[name, *(cells.get(each, "-") for each in columns)] for name, cells in found.items()]
+
+
+def told_overhead(rows: Sequence[Row]) -> str:
+    def column(row: Row) -> tuple[str, int]:
+        return row["work"], row["workers"]
+
+    def cell(row: Row) -> str:
+        itself = row["peer"] == row["base"]
+        ratio = "" if itself else f"; {Interval(row['ratio'], row['low'], row['high'])}"
+        return f"{row['microseconds']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f}){ratio}"
+
+    columns = list(dict.fromkeys(map(column, rows)))
+    head = ["peer", *(f"{work}, {workers} workers" for work, workers in columns), "compared with"]
+    lines = [[*line, PEERS[line[0]].base] for line in pivot(rows, columns, column, cell)]
+    title = "µs a batch of 32: median (lowest to highest); ratio (95 %) to what it is compared with, in the same round"
+    return table(title, head, lines, "overhead")
+
+
+def first_batch_cell(row: Row) -> str:
+    return str(row["why"]) if row["seconds"] is None else duration(row["seconds"])
+
+
+def at_progress(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the size at which several progresses were measured."""
+    sizes = {row["peer"]: row["size"] for row in rows if row["progress"] == 0}
+    return [row for row in rows if row["size"] == sizes.get(row["peer"])]
+
+
+def told_resume(rows: Sequence[Row]) -> str:
+    progressing, at_90 = at_progress(rows), [row for row in rows if row["progress"] == 0.9]
+    progress = list(dict.fromkeys(row["progress"] for row in progressing))
+    sizes = sorted({row["size"] for row in at_90})
+    samples = {row["peer"]: f"{row['size']:,}" for row in progressing}
+    lines = pivot(progressing, progress, lambda row: row["progress"], first_batch_cell)
+    lines = [[line[0], samples[line[0]], *line[1:]] for line in lines]
+    first = table(
+        "Time to the first batch after a resume, at so much of the epoch",
+        ["peer", "samples", *(f"{each:.0%}" for each in progress)], lines, "resume",
+    )  # fmt: skip
+    second = table(
+        "The same at 90 %, of so many samples",
+        ["peer", *(f"{each:,}" for each in sizes)],
+        pivot(at_90, sizes, lambda row: row["size"], first_batch_cell),
+        "resume",
+    )
+    return f"{first}\n{second}"
+
+
+def told_state(rows: Sequence[Row]) -> str:
+    sizes = list(dict.fromkeys(size for row in rows for size in row["more_mib"]))
+    head = ["peer", "bytes", "as", "µs to save", *(f"MiB more at {int(size):,}" for size in sizes)]
+    lines = [
+        [row["peer"], f"{row['bytes']:,}", row["form"], f"{row['microseconds']:.3g}"]
+        + [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else row["why"] for size in sizes]
+        for row in rows
+    ]
+    return table("A state, and peak memory beyond that with the smallest data set", head, lines, "state")
+
+
+def told_exactness(rows: Sequence[Row], samples: int) -> str:
+    lines = pivot(rows, list(QUESTIONS), lambda row: row["question"], lambda row: str(row["verdict"]))
+    title = f"What becomes of an epoch of {samples:,} samples, cut at 40 % and continued"
+    return table(title, ["peer", *QUESTIONS.values()], lines, "exactness")
+
+
+def told_boring(rows: list[Row]) -> str:
+    from loader import boring_table
+
+    return f"{boring_table(rows)}\n\nThis table: `python benchmarks/compare.py --question boring`\n"
+
+
+def markdown(results: Row) -> str:
+    machine, versions = results["machine"], results["versions"]
+    said = [
+        f"Measured on {results['date']}: Python {results['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f"; {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.\n"
+    ]
+    if results["overhead"]:
+        said.append(told_overhead(results["overhead"]))
+    if results["first_batch"]:
+        said.append(told_resume(results["first_batch"]))
+    if results["state"]:
+        said.append(told_state(results["state"]))
+    if results["exactness"]:
+        said.append(told_exactness(results["exactness"], results["samples"]))
+    if results["boring"]:
+        said.append(told_boring(results["boring"]))
+    return "\n".join(said)
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("midepoch")
+
+
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def style(names: Sequence[str]) -> dict[str, Row]:
+    """midepoch's lines in one strong colour, the others pale, each with a marker of its own."""
+    import matplotlib
+
+    pale = iter(matplotlib.colormaps["tab20"].colors[::2] * 2)  # type: ignore[attr-defined]
+    markers = dict(zip(PEERS, "os^vD<>PX*hpdH8", strict=True))
+    return {
+        name: {"marker": markers[name], "markersize": 5, "label": name}
+        | ({"color": "#c2185b", "linewidth": 2.5, "zorder": 3} if is_ours(name) else
+           {"color": next(pale), "linewidth": 1.2, "alpha": 0.7})
+        for name in names
+    }  # fmt: skip
+
+
+def plot_lines(rows: Sequence[Row], key: str, title: str, label: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for name, look in style(list(dict.fromkeys(row["peer"] for row in rows))).items():
+        points = sorted((row[key], row["seconds"]) for row in rows if row["peer"] == name and row["seconds"])
+        if points:
+            axes.plot(*zip(*points, strict=True), **look)
+    if key == "size":
+        axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set(yscale="log", xlabel=label, ylabel="seconds to the first batch", title=title)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot_overhead(rows: Sequence[Row], path: Path) -> None:
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["peer"] for row in rows))[::-1]
+    works = list(dict.fromkeys(row["work"] for row in rows))
+    figure, panels = pyplot.subplots(
+        1, len(works), figsize=(10, 1.5 + 0.4 * len(names)), sharey=True, layout="constrained"
+    )
+    for axes, work in zip(panels, works, strict=True):
+        for workers, shift, alpha in ((0, 0.2, 1.0), (2, -0.2, 0.5)):
+            for row in (row for row in rows if (row["work"], row["workers"]) == (work, workers)):
+                colour = "#c2185b" if is_ours(row["peer"]) else "#78909c"
+                bar = axes.barh(names.index(row["peer"]) + shift, row["microseconds"], 0.38, color=colour, alpha=alpha)
+                axes.bar_label(bar, fmt="{:,.0f}", padding=2, fontsize=7)
+        values = [row["microseconds"] for row in rows if row["work"] == work]
+        axes.set(
+            xscale="log",
+            xlim=(10 ** math.floor(math.log10(min(values))), 3 * max(values)),
+            xlabel="µs a batch of 32",
+            title=f"{work} (above: no workers; below, pale: 2)",
+        )
+        axes.set_yticks(range(len(names)), names)
+        axes.xaxis.set_minor_formatter("")
+        axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def plot(results: Row, folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    first_batch = results["first_batch"]
+    if first_batch:
+        sizes = sorted({row["size"] for row in at_progress(first_batch)}, reverse=True)
+        plot_lines(
+            at_progress(first_batch), "progress",
+            f"First batch after a resume ({sizes[0]:,} samples; {sizes[-1]:,} where there are files)",
+            "of the epoch", folder / "first_batch_progress.png",
+        )  # fmt: skip
+        plot_lines(
+            [row for row in first_batch if row["progress"] == 0.9], "size", "First batch after a resume at 90 %",
+            "samples", folder / "first_batch_size.png",
+        )  # fmt: skip
+    if results["overhead"]:
+        plot_overhead(results["overhead"], folder / "overhead.png")
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+def boring(names: Sequence[str], plan: Plan) -> list[Row]:
+    from loader import boring
+
+    tell("boring")
+    return boring(*plan.boring)
+
+
+MEASURED: dict[str, tuple[str, Callable[[Sequence[str], Plan], list[Row]]]] = {
+    "overhead": ("overhead", overhead),
+    "resume": ("first_batch", resume),
+    "state": ("state", state),
+    "exactness": ("exactness", exactness),
+    "boring": ("boring", boring),
+}
+
+
+def measure(names: Sequence[str], questions: Sequence[str], plan: Plan) -> Row:
+    distributions = dict.fromkeys(
+        ["torch", "midepoch", *(each for name in names for each in PEERS[name].distributions)]
+    )
+    results: Row = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "versions": {each: importlib.metadata.version(each) for each in distributions},
+        "machine": {
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "gpu": "a GPU" if shutil.which("nvidia-smi") else "no GPU",
+        },
+        "samples": plan.samples,
+    }
+    for question, (key, function) in MEASURED.items():
+        results[key] = function(names, plan) if question in questions else []
+    return results
+
+
+def worse(published: Row, now: Row) -> list[str]:
+    """midepoch's ratios that are more than 10 % above those published, beyond the intervals of both."""
+    found = []
+
+    def compare(what: str, new: Interval | None, old: Interval | None) -> None:
+        if new is not None and old is not None and new.low > 1.1 * old.high:
+            found.append(f"{what}: {new}, published as {old}")
+
+    old_rows = {(row["peer"], row["work"], row["workers"]): row for row in published["overhead"]}
+    for row in now["overhead"]:
+        old = old_rows.get((row["peer"], row["work"], row["workers"]))
+        if is_ours(row["peer"]) and old is not None:
+            what = f"{row['peer']}, {row['work']}, {row['workers']} workers, time a batch to that of {row['base']}"
+            compare(what, *(Interval(each["ratio"], each["low"], each["high"]) for each in (row, old)))
+    for name in dict.fromkeys(row["peer"] for row in now["first_batch"]):
+        ratios = (resume_ratio(each["first_batch"], name) for each in (now, published))
+        compare(f"{name}, first batch at 90 % to that at 0 %", *ratios)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="peers, with commas between them")
+    parser.add_argument("--question", action="append", choices=MEASURED, help="may be given several times")
+    parser.add_argument("--rounds", type=int, help="of the overhead, at least 2")
+    parser.add_argument("--quick", action="store_true", help="small sizes: whether it works, not how fast it is")
+    parser.add_argument("--check", action="store_true", help="whether midepoch's ratios are as published")
+    parser.add_argument("--output", type=Path, help=f"folder, by default {OUTPUT}")
+    parser.add_argument("--time-limit", type=float, help="seconds for a first batch")
+    parser.add_argument("--memory-limit", type=float, help="GiB of data for a process")
+    options = parser.parse_args()
+    plan, names = QUICK if options.quick else Plan(), options.only.split(",") if options.only else list(PEERS)
+    if unknown := set(names) - set(PEERS):
+        parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    if options.check:
+        plan = replace(plan, rounds=min(plan.rounds, 5), repeats=min(plan.repeats, 5), progress=(0, 0.9), sizes=())
+    stated = {"rounds": options.rounds, "limit": options.time_limit}
+    stated["memory"] = int(options.memory_limit * 2**30) if options.memory_limit else None
+    plan = replace(plan, **{key: value for key, value in stated.items() if value is not None})
+    if options.check:
+        published = json.loads(((options.output or OUTPUT) / "results.json").read_text())
+        found = worse(published, measure([name for name in names if is_ours(name)], ("overhead", "resume"), plan))
+        print("\n".join(found) or "no ratio is worse than published")
+        sys.exit(bool(found))
+    results = measure(names, options.question or list(MEASURED), plan)
+    said = markdown(results)
+    print(said)
+    complete = not (options.only or options.question or options.quick)
+    folder = options.output or (OUTPUT if complete else None)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / "results.md").write_text(said)
+        plot(results, folder)
+
+
+if __name__ == "__main__":
+    main()

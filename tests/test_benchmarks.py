@@ -1,0 +1,114 @@
+"""The comparison with midepoch's peers: it runs, its answers are measured, and what has become worse is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchdata", reason="torchdata is not installed (pip install midepoch[torchdata])")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install midepoch[demo])")
+pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import compare
+
+PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, compare.__file__, "--quick", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    questions = [part for each in compare.MEASURED if each != "boring" for part in ("--question", each)]
+    done = run("--only", ",".join(NAMES), "--output", str(folder), *questions)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "results.md").read_text().strip() == done.stdout.strip()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / "results.json").read_text())
+    return found
+
+
+def test_markdown_and_plots_are_written(output: Path) -> None:
+    said = (output / "results.md").read_text()
+    assert all(f"| {name} |" in said for name in NAMES)
+    assert said.count("One row: `python benchmarks/compare.py --question") == 5
+    for name in ("first_batch_progress", "first_batch_size", "overhead"):
+        assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
+    assert len(results["overhead"]) == 3 * 2 * 2
+    assert all(0 < row["lowest"] <= row["microseconds"] <= row["highest"] for row in results["overhead"])
+    assert all(row["low"] <= row["ratio"] <= row["high"] for row in results["overhead"])
+    assert all(0 < row["seconds"] < 5 and not row["why"] for row in results["first_batch"])
+    progress = {row["progress"] for row in results["first_batch"]}
+    assert progress == {0, 0.25, 0.5, 0.75, 0.9, 0.99}
+    size = {row["peer"]: row["bytes"] for row in results["state"]}
+    assert size[PLAIN] < size[OURS] < size[TORCHDATA]
+
+
+def verdicts(results: dict[str, Any], name: str) -> dict[str, str]:
+    return {row["question"]: row["verdict"] for row in results["exactness"] if row["peer"] == name}
+
+
+def test_midepoch_is_exact_or_refuses(results: dict[str, Any]) -> None:
+    found = verdicts(results, OURS)
+    assert found.pop("longer") == "refused: StateMismatchError"
+    assert set(found.values()) == {"exact"} and len(found) == len(compare.QUESTIONS) - 1
+
+
+def test_what_others_lose_is_found_by_measuring(results: dict[str, Any]) -> None:
+    for name in (PLAIN, TORCHDATA):
+        found = verdicts(results, name)
+        assert found["world 2 to 3"].startswith("loses ") and found["longer"].startswith("loses ")
+        assert found["last batch"].startswith("0 batches, then ")
+    assert verdicts(results, PLAIN)["random"] == "exact" and verdicts(results, TORCHDATA)["random"] != "exact"
+
+
+def test_a_verdict_counts_what_is_lost_and_repeated() -> None:
+    assert compare.verdict([0, 1], [2, 3], [2, 3], 4) == "exact"
+    assert compare.verdict([0, 1], [3, 2], [2, 3], 4) == "complete, another order"
+    assert compare.verdict([0, 1], [3, 2], [2, 3], 4, block=2) == "exact"
+    assert compare.verdict([0, 1], [1, 2], [2, 3], 4) == "loses 1, repeats 1 silently"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forged_state_equals_a_real_one(name: str) -> None:
+    with compare.servers([name], compare.QUICK) as (server,):
+        assert server.ask("check_forged", {"size": 320}, batches=7) is True
+
+
+def scaled(results: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The same, with ratios of midepoch's that are so many times as high."""
+    changed: dict[str, Any] = json.loads(json.dumps(results))
+    for row in changed["overhead"]:
+        row |= {key: row[key] * factor for key in ("ratio", "low", "high")}
+    for row in changed["first_batch"]:
+        row["times"] = [time * factor if row["progress"] == 0.9 else time for time in row["times"]]
+    return changed
+
+
+def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path) -> None:
+    generous = scaled(results, 100)
+    assert compare.worse(generous, results) == []
+    row = next(row for row in generous["overhead"] if (row["peer"], row["work"], row["workers"]) == (OURS, "jpeg", 0))
+    row |= {"ratio": 0.01, "low": 0.01, "high": 0.01}
+    (tmp_path / "results.json").write_text(json.dumps(generous))
+    done = run("--check", "--only", OURS, "--output", str(tmp_path))
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
+    slower = compare.worse(scaled(results, 0.001), results)
+    assert f"{OURS}, first batch at 90 % to that at 0 %" in {line.split(":")[0] for line in slower}
