@@ -61,7 +61,7 @@ class Plan:
 
 QUICK = Plan(
     rounds=2, batches=(("integers", 40), ("jpeg", 12)), memory_size=10**4, file_size=1000, sizes=(10**3, 10**4),
-    state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30), limit=20,
+    state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30),
 )  # fmt: skip
 
 
@@ -236,7 +236,8 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
             states: dict[tuple[int, float], str] = {}
             found: dict[tuple[int, float], Row] = {}
             for size, progress in cells(PEERS[name], plan):
-                row = found[size, progress] = {"peer": name, "size": size, "progress": progress, "times": [], "why": ""}
+                row: Row = {"peer": name, "size": size, "progress": progress, "forged": forged, "times": [], "why": ""}
+                found[size, progress] = row
                 if size > PEERS[name].limit:
                     row["why"] = "needs files"
                     continue
@@ -273,7 +274,7 @@ def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
 
 
 def state(names: Sequence[str], plan: Plan) -> list[Row]:
-    """Bytes and microseconds at the largest size but the last, and peak memory over that of the smallest."""
+    """Bytes and microseconds at the second size, and peak memory at each over that at the first."""
     rows: list[Row] = []
     for name in names:
         tell(f"state: {name}")
@@ -287,13 +288,17 @@ def state(names: Sequence[str], plan: Plan) -> list[Row]:
                     break
                 try:
                     server.ask("prepare", {"size": capped})
-                    found.append(server.ask("measure_state", {"size": capped}, plan.limit) | {"size": capped})
+                    found.append(
+                        server.ask("measure_state", {"size": capped}, plan.limit) | {"asked": size, "size": capped}
+                    )
                 except Unmanaged as error:
                     why = str(error)
                     break
-        more = {str(row["size"]): row["peak_mib"] - found[0]["peak_mib"] for row in found[1:]}
-        rows.append({"peer": name, **{key: found[1][key] for key in ("bytes", "form", "microseconds")},
-                     "more_mib": more, "why": why})  # fmt: skip
+        row: Row = {"peer": name, "bytes": None, "form": "", "microseconds": None, "more_mib": {}, "why": why}
+        if found:
+            row |= {key: found[:2][-1][key] for key in ("bytes", "form", "microseconds")}
+            row["more_mib"] = {str(each["asked"]): each["peak_mib"] - found[0]["peak_mib"] for each in found[1:]}
+        rows.append(row)
     return rows
 
 
@@ -521,14 +526,19 @@ def told_resume(rows: Sequence[Row]) -> str:
 
 
 def told_state(rows: Sequence[Row]) -> str:
-    sizes = list(dict.fromkeys(size for row in rows for size in row["more_mib"]))
+    sizes = sorted({size for row in rows for size in row["more_mib"]}, key=int)
     head = ["peer", "bytes", "as", "µs to save", *(f"MiB more at {int(size):,}" for size in sizes)]
-    lines = [
-        [row["peer"], f"{row['bytes']:,}", row["form"], f"{row['microseconds']:.3g}"]
-        + [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else row["why"] for size in sizes]
-        for row in rows
-    ]
-    return table("A state, and peak memory beyond that with the smallest data set", head, lines, "state")
+    lines = []
+    for row in rows:
+        measured = [f"{row['bytes']:,}", row["form"], f"{row['microseconds']:.3g}"] if row["form"] else [row["why"]] * 3
+        more = [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else row["why"] for size in sizes]
+        lines.append([row["peer"], *measured, *more])
+    return table(
+        "A state, and peak memory beyond that with the smallest data set, at so many samples (or all in files)",
+        head,
+        lines,
+        "state",
+    )
 
 
 def told_exactness(rows: Sequence[Row], samples: int) -> str:
