@@ -241,6 +241,8 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
                 if size > PEERS[name].limit:
                     row["why"] = "needs files"
                     continue
+                if PEERS[name].hoards:
+                    server.stop()
                 try:
                     spec = {"size": size}
                     server.ask("prepare", spec)
@@ -251,10 +253,16 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
                 except Unmanaged as why:
                     row["why"] = str(why)
             for turn in range(1, plan.repeats):
+                if PEERS[name].hoards:
+                    server.stop()
                 for (size, progress), state in list(states.items())[:: 1 if turn % 2 else -1]:
                     times = found[size, progress]["times"]
-                    if times[0] < 1:
+                    if times[0] >= 1:
+                        continue
+                    try:
                         times.append(server.ask("first_batch", {"size": size}, plan.limit, state=state))
+                    except Unmanaged:
+                        server.stop()  # the next question starts a new one
         rows += found.values()
     for row in rows:
         row["seconds"] = statistics.median(row["times"]) if row["times"] else None
@@ -585,13 +593,13 @@ def style(names: Sequence[str]) -> dict[str, Row]:
     import matplotlib
 
     pale = iter(matplotlib.colormaps["tab20"].colors[::2] * 2)  # type: ignore[attr-defined]
-    markers = dict(zip(PEERS, "os^vD<>PX*hpdH8", strict=True))
+    markers = dict(zip(PEERS, "os^v<>PX^*Dpvho", strict=True))
+    strong = {"color": "#c2185b", "linewidth": 2.5, "zorder": 3, "markersize": 8, "markerfacecolor": "white"}
     return {
-        name: {"marker": markers[name], "markersize": 5, "label": name}
-        | ({"color": "#c2185b", "linewidth": 2.5, "zorder": 3} if is_ours(name) else
-           {"color": next(pale), "linewidth": 1.2, "alpha": 0.7})
+        name: {"marker": markers[name], "label": name}
+        | (strong if is_ours(name) else {"color": next(pale), "linewidth": 1.2, "markersize": 5, "alpha": 0.7})
         for name in names
-    }  # fmt: skip
+    }
 
 
 def plot_lines(rows: Sequence[Row], key: str, title: str, label: str, path: Path) -> None:

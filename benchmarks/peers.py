@@ -143,6 +143,7 @@ class Peer:
         limit: the largest data set it can be asked about.
         files: whether it needs files.
         workers: whether it has worker processes.
+        hoards: whether a process gives back what its loaders took only when it ends.
         compiles: whether a loader compiles, and is therefore used again.
         varying: keys of a state that are not a matter of the position.
     """
@@ -153,6 +154,7 @@ class Peer:
     limit: ClassVar[int] = 10**9
     files: ClassVar[bool] = False
     workers: ClassVar[bool] = True
+    hoards: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     varying: ClassVar[tuple[str, ...]] = ()
 
@@ -314,7 +316,7 @@ class Accelerate(ByHand):
 class Streaming(Peer):
     name = "Streaming"
     distributions = ("mosaicml-streaming",)
-    files, limit = True, 10**6
+    files, limit, hoards = True, 10**6, True
     links = count()
 
     def write(self, folder: Path, spec: Spec) -> None:
