@@ -9,6 +9,8 @@ process of its own.
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import importlib.metadata
 import json
 import math
@@ -72,12 +74,19 @@ class Unmanaged(Exception):  # noqa: N818  # an answer
     """A peer did not manage; says why."""
 
 
+@functools.cache
+def scratch() -> str:
+    """A folder that all servers of this run share."""
+    folder = tempfile.mkdtemp(prefix="midepoch-compare-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 class Server:
     """A process with one peer."""
 
     def __init__(self, name: str, plan: Plan, world: dict[str, str] | None = None) -> None:
         self.name, self.plan, self.world = name, plan, world or {}
-        self.scratch = tempfile.mkdtemp() if world is None else world["MIDEPOCH_BENCHMARKS_SCRATCH"]
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -86,7 +95,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("peers.py")), self.name, "--memory", str(self.plan.memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, start_new_session=True,
-            env={**os.environ, "MIDEPOCH_BENCHMARKS_SCRATCH": self.scratch, **self.world},
+            env={**os.environ, "MIDEPOCH_BENCHMARKS_SCRATCH": scratch(), **self.world},
         )  # fmt: skip
         self.ready = False
 
@@ -153,7 +162,6 @@ def servers(names: Sequence[str], plan: Plan) -> Iterator[list[Server]]:
     with ExitStack() as stack:
         made = [Server(name, plan) for name in names]
         for server in made:
-            stack.callback(shutil.rmtree, server.scratch, ignore_errors=True)
             stack.callback(server.stop)
             server.start()
         yield made
@@ -165,9 +173,9 @@ def world(name: str, size: int, plan: Plan) -> Iterator[list[Server]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+    with ExitStack() as stack:
         shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                  "GLOO_SOCKET_IFNAME": "lo", "MIDEPOCH_BENCHMARKS_SCRATCH": scratch}  # fmt: skip
+                  "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
         ranks = [
             Server(name, plan, {key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()})
             for rank in range(size)

@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 import midepoch
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-SCRATCH = Path(os.environ.get("MIDEPOCH_BENCHMARKS_SCRATCH") or tempfile.mkdtemp())  # the same for all ranks
+SCRATCH = Path(os.environ.get("MIDEPOCH_BENCHMARKS_SCRATCH") or tempfile.mkdtemp())  # the same for all servers
 SHARDS = 12  # of a WebDataset, so that 2 and 3 processes have the same number
 
 
@@ -338,7 +338,7 @@ class Streaming(Peer):
                 return sample(spec.work, super().__getitem__(at))
 
         # Streaming takes two data sets in one folder for a mistake, and all ranks must name the same folder.
-        link = SCRATCH / str(next(self.links))
+        link = SCRATCH / f"streaming-{os.environ.get('MASTER_PORT', os.getpid())}-{next(self.links)}"
         with suppress(FileExistsError):
             link.symlink_to(self.folder(spec) / "data")
         # It looks for a free name of shared memory and then takes it; in a world, its ranks wait for each other.
@@ -366,8 +366,12 @@ class LitData(Peer):
         import cpu_torchvision  # noqa: F401  # before litdata, which imports torchvision
         import litdata
 
+        # Its states name the folder: a data set that has grown has the same one.
+        folder, draft = SCRATCH / "litdata", SCRATCH / f"litdata-{os.getpid()}"
+        draft.symlink_to(self.folder(spec))
+        draft.replace(folder)
         made = functools.partial(sample, spec.work)
-        dataset = litdata.StreamingDataset(str(self.folder(spec)), shuffle=True, seed=0, transform=made)
+        dataset = litdata.StreamingDataset(str(folder), shuffle=True, seed=0, transform=made)
         return litdata.StreamingDataLoader(dataset, batch_size=spec.batch_size, num_workers=spec.workers)
 
     def forge(self, spec: Spec, batches: int) -> Any:
