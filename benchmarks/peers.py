@@ -19,6 +19,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -362,16 +363,24 @@ class LitData(Peer):
         made = functools.partial(record, spec.work)
         litdata.optimize(made, list(range(spec.size)), str(folder), chunk_bytes="16MB", num_workers=1)
 
+    def folder(self, spec: Spec) -> Path:
+        """Always the same, since states name it: a data set that has grown lies where the smaller one lay."""
+        from filelock import FileLock
+
+        written, folder, marker = super().folder(spec), SCRATCH / "litdata", SCRATCH / "litdata.holds"
+        with FileLock(SCRATCH / "litdata.lock"):
+            if not marker.exists() or marker.read_text() != written.name:
+                shutil.rmtree(folder, ignore_errors=True)
+                shutil.copytree(written, folder, copy_function=os.link)
+                marker.write_text(written.name)
+        return folder
+
     def source(self, spec: Spec) -> Any:
         import cpu_torchvision  # noqa: F401  # before litdata, which imports torchvision
         import litdata
 
-        # Its states name the folder: a data set that has grown has the same one.
-        folder, draft = SCRATCH / "litdata", SCRATCH / f"litdata-{os.getpid()}"
-        draft.symlink_to(self.folder(spec))
-        draft.replace(folder)
         made = functools.partial(sample, spec.work)
-        dataset = litdata.StreamingDataset(str(folder), shuffle=True, seed=0, transform=made)
+        dataset = litdata.StreamingDataset(str(self.folder(spec)), shuffle=True, seed=0, transform=made)
         return litdata.StreamingDataLoader(dataset, batch_size=spec.batch_size, num_workers=spec.workers)
 
     def forge(self, spec: Spec, batches: int) -> Any:
@@ -754,6 +763,7 @@ class Server:
     def first_batch(self, spec: Spec, state: str) -> float:
         """Seconds from nothing to the first batch after a resume."""
         loaded = decode(state)
+        self.prepare(spec)
         if self.peer.compiles:
             next(self.peer.iterate(self.peer.build(spec)))
         gc.collect()
