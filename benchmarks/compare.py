@@ -757,7 +757,8 @@ def main() -> None:
     plan = replace(plan, **{key: value for key, value in stated.items() if value is not None})
     if options.check:
         published = json.loads(((options.output or OUTPUT) / "results.json").read_text())
-        found = worse(published, measure([name for name in names if is_ours(name)], ("overhead", "resume"), plan))
+        ours, questions = [name for name in names if is_ours(name)], options.question or ("overhead", "resume")
+        found = worse(published, measure(ours, questions, plan))
         print("\n".join(found) or "no ratio is worse than published")
         sys.exit(bool(found))
     results = measure(names, options.question or list(MEASURED), plan)

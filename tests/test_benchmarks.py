@@ -120,7 +120,7 @@ def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path)
     row = next(row for row in generous["overhead"] if (row["peer"], row["work"], row["workers"]) == (OURS, "jpeg", 0))
     row |= {"ratio": 0.01, "low": 0.01, "high": 0.01}
     (tmp_path / "results.json").write_text(json.dumps(generous))
-    call = command("--check", "--only", OURS, "--output", str(tmp_path))
+    call = command("--check", "--question", "overhead", "--only", OURS, "--output", str(tmp_path))
     done = subprocess.run(call, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
