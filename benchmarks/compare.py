@@ -572,14 +572,18 @@ def told_boring(rows: list[Row]) -> str:
 def markdown(results: Row) -> str:
     machine, versions = results["machine"], results["versions"]
     said = [
+        "# Beside its peers\n\n`make bench` writes this page; how it is measured says the [first page](index.md).\n",
         f"Measured on {results['date']}: Python {results['python']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.\n"
     ]
     if results["overhead"]:
         said.append(told_overhead(results["overhead"]))
+        said.append("![What a batch costs](overhead.png)\n")
     if results["first_batch"]:
         said.append(told_resume(results["first_batch"]))
+        said.append("![Time to the first batch against progress](first_batch_progress.png)\n")
+        said.append("![Time to the first batch against the number of samples](first_batch_size.png)\n")
     if results["state"]:
         said.append(told_state(results["state"]))
     if results["exactness"]:

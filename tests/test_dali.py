@@ -114,6 +114,33 @@ def test_laws_of_a_factory(root: str) -> None:
     assert report.holds, str(report)
 
 
+def test_pipelines_are_ended_when_they_are_let_go_not_when_garbage_is_collected(root: str) -> None:
+    """Somebody else refers to each, as garbage in a cycle does. Their threads would call Python for ever."""
+    make = sources.MakeCallback("python", root, False)
+    made: list[Any] = []
+
+    def factory(checkpointing: dict[str, Any]) -> Any:
+        made.append(make(checkpointing))
+        return made[-1]
+
+    def ended() -> list[bool]:
+        return [pipeline._pipe is None for iterator in made for pipeline in iterator._pipes]
+
+    loader = midepoch.wrap(dali.factory(factory))
+    batches = iter(loader)
+    next(batches)
+    state, length = loader.state_dict(), len(loader)
+    second = content(next(batches))
+    assert ended() == [False]
+    loader.load_state_dict(state)
+    next(iter(loader))
+    assert ended() == [True, False]
+    loader.close()
+    assert ended() == [True, True]
+    loader.load_state_dict(state)  # what the pipelines said of their readers is known
+    assert len(loader) == length and content(next(iter(loader))) == second
+
+
 def lambda_free_identify(batch: Any) -> list[int]:
     return [abs(label) for label in identify(batch)]
 

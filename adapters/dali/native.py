@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 from collections import deque
@@ -149,7 +150,7 @@ class NativeAdapter(Adapter):
             "last_batch": template._last_batch_policy.name.lower(),
             "graph": "/".join(sorted({graph.digest for graph in self._graphs})),
         }
-        meta = template._pipes[0].reader_meta() if self._graphs[0].readers else {}
+        meta = self._reader_metas[0]
         for reader in self._graphs[0].readers:
             name = reader.name
             described[f"{name}.data"] = identity(reader, meta.get(name, {}).get("epoch_size", 0))
@@ -219,12 +220,18 @@ class NativeAdapter(Adapter):
             self._epochs[key] = _Epochs(self._template, self._metas(world))
         return self._epochs[key]
 
+    @functools.cached_property
+    def _reader_metas(self) -> list[dict[str, Any]]:
+        """What each pipeline says of its readers, by their names."""
+        pairs = zip(self._template._pipes, self._graphs, strict=True)
+        return [pipeline.reader_meta() if graph.readers else {} for pipeline, graph in pairs]
+
     def _metas(self, world: World) -> list[dict[str, Any]]:
         """What `Pipeline.reader_meta` will say of the main reader of each pipeline."""
         name = self._template._reader_name
         if not name:
             return [{} for _ in self._graphs]
-        metas = [dict(pipeline.reader_meta(name)) for pipeline in self._template._pipes]
+        metas = [dict(meta[name]) for meta in self._reader_metas]
         shards = self._shards(world)
         if shards:
             self._serialized(world)  # refuses shards that are others'
@@ -284,7 +291,8 @@ class NativeAdapter(Adapter):
             snapshot = Snapshot.opened(run.detail, place, run.seed, run.world)
         live, self._live = self._live, None
         if live is None or not live.stands(snapshot):
-            live = None  # lets go of its memory before another is made
+            if live is not None:
+                self._end(live)  # lets go of its memory before another is made
             live = self._make(snapshot.checkpoints, snapshot.at, snapshot.ended, run)
         while live.place < place:
             live = self._skipped(live, place, run)
@@ -341,6 +349,7 @@ class NativeAdapter(Adapter):
                 for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
             )
             over = wanted is None and not padded
+            self._end(live)
             live = self._make(checkpoints, (epoch + 1, 0) if over else (epoch, position + skipped * ranks), over, run)
         if padded:
             live.run(1, ranks)
@@ -350,7 +359,14 @@ class NativeAdapter(Adapter):
 
     def close(self) -> None:
         """The pipelines' threads and memory."""
-        self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            self._end(live)
+
+    def _end(self, live: _Live) -> None:
+        if live.iterator is self._template:
+            self._reader_metas  # noqa: B018  # as long as it can be asked
+        live.end()
 
 
 class _Live:
@@ -385,6 +401,15 @@ class _Live:
             batch = next(self.iterator)
         self.ended = False
         return batch
+
+    def end(self) -> None:
+        """Stop the pipelines' threads, here and now.
+
+        Of a graph that calls Python, one of these threads may else collect the garbage that its pipeline has become. It
+        cannot wait for its own end, and the process is aborted ("Resource deadlock avoided").
+        """
+        for pipeline in self.iterator._pipes:
+            pipeline._shutdown()
 
     def settle(self) -> None:
         """Tell DALI of the end of the epoch before."""
@@ -441,6 +466,7 @@ class _NativeSession(Session):
             ) from None
         except Exception as error:
             self._broken, self._live = True, None
+            self._adapter._end(live)
             raise SourceError(
                 f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
                 f"ranks) or, without exec_dynamic, shortly after it: {_first_line(error)}. Mend the data, or skip the "
