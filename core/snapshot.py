@@ -209,7 +209,8 @@ class Snapshot:
             self._leaving = True  # who is told so a second time has nothing more to do: its signals stay with it
             for part in self._parts.values():
                 if (loader := loader_of(part)) is not None:
-                    loader.close()  # else multiprocessing ends its workers, and torch calls that an error
+                    with contextlib.suppress(Exception):  # whatever it is, the snapshot is there, and it is time to go
+                        loader.close()  # else multiprocessing ends its workers, and torch calls that an error
             if ranks.size > 1:
                 atexit.register(_end_here, self._exit_status)
             raise SystemExit(self._exit_status)
