@@ -69,7 +69,10 @@ NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"reader": "numpy", "policy": "DROP", "stick_to_shard": True, "state_shards": True}, {"world_sizes": (2,)}),
     ({"reader": "webdataset", "size": 40, "batch_size": 5, "pipelines": 2}, {"laws": "few"}),
     ({"reader": "file", "shuffle_after_epoch": True, "pipeline": {"exec_dynamic": False}}, {"laws": "few"}),
-]
+    ({"prepare": False, "state_shards": True, "pipeline": {"enable_checkpointing": True}}, {"world_sizes": (1, 2)}),
+    ({"prepare": False, "kind": "ragged", "pipeline": {"enable_checkpointing": True, "exec_dynamic": False},
+      "pipelines": 2, "size": 20, "pad_last_batch": True, "policy": "PARTIAL"}, {"laws": "few"}),
+]  # fmt: skip
 FEW = ("determinism", "tail", "next epoch", "boundary", "observer", "delivery")
 
 
@@ -277,6 +280,140 @@ def test_epochs_go_on_in_the_same_pipeline(root: str, monkeypatch: pytest.Monkey
     assert len(built) == 1
     list(loader)
     assert len(built) == 2
+
+
+@pytest.fixture
+def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The graphs of the pipelines that midepoch builds beside the user's own, each of which reads all lists anew."""
+    from midepoch.adapters.dali import graph
+    from midepoch.adapters.dali import native as module
+
+    built: list[bytes] = []
+
+    def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:
+        built.append(serialized)
+        return graph.build(serialized, checkpoint, settings)
+
+    monkeypatch.setattr(module, "build", build)
+    return built
+
+
+UNREAD: dict[str, Any] = {"prepare": False, "pipeline": {"enable_checkpointing": True}}
+"""What lets midepoch take the pipelines that the user has built."""
+
+
+@pytest.mark.parametrize("fill", [1, 7])
+def test_pipelines_that_have_not_run_are_taken_over_and_not_built_again(
+    root: str, rebuilt: list[bytes], fill: int
+) -> None:
+    plain = functools.partial(native, root=root, size=17, initial_fill=fill)
+    taken = functools.partial(plain, **UNREAD)
+    with plain() as loader:
+        whole = [content(batch) for _ in range(3) for batch in loader]
+    assert len(rebuilt) == 1
+    with taken() as loader:
+        assert [content(batch) for _ in range(3) for batch in loader] == whole
+    assert len(rebuilt) == 1
+    for save, go_on in ((plain, taken), (taken, plain), (taken, taken)):
+        for cut in (0, 1, 4, 6, 8, 11):
+            with save() as before:
+                list(zip(range(cut), endless(before), strict=False))
+                state = before.state_dict()
+            del rebuilt[:]
+            with go_on() as after:
+                after.load_state_dict(state)
+                assert after.state_dict() == state
+                rest = [content(batch) for _ in range(2) for batch in after]
+                assert rest[: len(whole) - cut] == whole[cut:][: len(rest)], (cut, state)
+                assert len(rebuilt) == (go_on is plain)
+                after.load_state_dict(state)  # the pipelines have run
+                assert content(next(iter(after))) == whole[cut]
+                assert len(rebuilt) == (go_on is plain) + 1
+
+
+def test_pipelines_are_rebuilt_where_the_user_s_own_would_give_other_batches(root: str, rebuilt: list[bytes]) -> None:
+    ran = {"pipeline": {"enable_checkpointing": True}}
+    for rank, world_size, options in (
+        (0, 1, {}), (0, 1, {"prepare": False}), (0, 1, ran), (0, 1, {**UNREAD, "seed": 5}), (1, 2, UNREAD),
+        (0, 1, {**UNREAD, "pipeline": {"enable_checkpointing": True, "seed": None}}),
+    ):  # fmt: skip
+        del rebuilt[:]
+        with native(rank, world_size, root=root, **options) as loader:
+            next(iter(loader))
+        assert len(rebuilt) == 1, options
+
+
+def test_a_seek_builds_no_pipeline_twice(root: str, rebuilt: list[bytes]) -> None:
+    whole = ids(native(root=root))
+    for options, builds in (({}, 1), (UNREAD, 0)):
+        del rebuilt[:]
+        with native(root=root, **options) as loader:
+            loader.seek(position=4)
+            assert ids(loader) == whole[4:]
+        assert len(rebuilt) == builds
+
+
+def test_a_factory_s_pipelines_are_made_once_if_they_have_not_run(root: str) -> None:
+    made: list[Any] = []
+
+    def make(prepare: bool, checkpointing: dict[str, Any]) -> Any:
+        pipeline = sources.callback_pipeline("python", root, False, **checkpointing)
+        made.append(
+            DALIGenericIterator([pipeline], ["label", "random"], reader_name="Reader", prepare_first_batch=prepare)
+        )
+        return made[-1]
+
+    with midepoch.wrap(dali.factory(functools.partial(make, True))) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        rest = [content(batch) for batch in iterator] + [content(batch) for batch in loader]
+    for prepare in (True, False):
+        del made[:]
+        with midepoch.wrap(dali.factory(functools.partial(make, prepare))) as loader:
+            loader.load_state_dict(state)
+            assert [content(batch) for _ in range(2) for batch in loader] == rest
+        assert len(made) == 1 + prepare
+
+
+def test_an_iterator_whose_pipelines_were_taken_says_so(root: str, rebuilt: list[bytes]) -> None:
+    iterator = DALIGenericIterator(
+        [sources.classification_pipeline(root, batch_size=5, enable_checkpointing=True)], ["data", "label"],
+        reader_name="Reader", prepare_first_batch=False,
+    )  # fmt: skip
+    first, second = midepoch.wrap(iterator), midepoch.wrap(iterator)
+    whole = [content(batch) for batch in first]
+    assert not rebuilt
+    for use in (lambda: midepoch.wrap(iterator), lambda: next(iterator), iterator.checkpoints):
+        with pytest.raises(Unsupported, match="belong to the loader"):
+            use()
+    first.close()
+    assert [content(batch) for batch in second] == whole
+    assert len(rebuilt) == 1
+    second.close()
+
+
+def test_a_folder_is_told_by_all_names_in_it(root: str, tmp_path: Path) -> None:
+    """As by a plain walk, of which states of earlier versions hold the checksum."""
+    from midepoch.adapters.dali import graph
+
+    for name in ("a/x.jpg", "a/b/z.jpg", "a/b.jpg", "a.jpg", "b/.hidden", "\udcff/1.jpg", "é.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(sources.images(root, 1)[0], tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "z").symlink_to("nowhere")
+
+    def walk(folder: Path) -> Iterator[bytes]:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name.encode("utf-8", "surrogateescape")):
+            name = path.name.encode("utf-8", "surrogateescape")
+            yield name + b"\n"
+            if path.is_dir():
+                yield from (name + b"/" + line for line in walk(path))
+
+    lines = list(walk(tmp_path))
+    assert b"".join(graph._content(tmp_path)) == tmp_path.name.encode() + b"".join(lines)
+    assert len(lines) == 18
 
 
 def test_a_break_and_a_later_epoch_skip_without_reading(root: str, tmp_path: Path) -> None:

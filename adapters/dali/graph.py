@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import os
 import zlib
@@ -15,7 +16,7 @@ from nvidia.dali import backend as dali_backend
 
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "identity", "serialize", "settings_of"]
+__all__ = ["Graph", "Operator", "build", "identity", "restore", "serialize", "settings_of"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -171,7 +172,7 @@ def identity(reader: Operator, size: int) -> str:
 def _content(path: Path) -> Iterator[bytes]:
     yield os.fsencode(path.name)
     if path.is_dir():
-        yield from _names(os.fspath(path), b"")
+        yield from _names(os.fsencode(path), b"")
     elif path.is_file():
         size = path.stat().st_size
         yield b"%d" % size
@@ -179,13 +180,23 @@ def _content(path: Path) -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def _names(folder: str, prefix: bytes) -> Iterator[bytes]:
+def _names(folder: bytes, prefix: bytes) -> Iterator[bytes]:
+    """A line for each name, those in a folder behind its own; in few pieces, since there may be a million."""
     with os.scandir(folder) as entries:
-        found = sorted((os.fsencode(entry.name), entry.is_dir(), entry.path) for entry in entries)
-    for name, is_folder, path in found:
-        yield prefix + name + b"\n"
-        if is_folder:
-            yield from _names(path, prefix + name + b"/")
+        found = list(entries)
+    names = sorted([entry.name for entry in found])
+    folders = sorted([entry.name for entry in found if entry.is_dir()])
+    begin = 0
+    for name in folders:
+        end = bisect.bisect_left(names, name, begin) + 1
+        yield _lines(names[begin:end], prefix)
+        yield from _names(os.path.join(folder, name), prefix + name + b"/")  # noqa: PTH118  # a Path is of str
+        begin = end
+    yield _lines(names[begin:], prefix)
+
+
+def _lines(names: list[bytes], prefix: bytes) -> bytes:
+    return prefix + (b"\n" + prefix).join(names) + b"\n" if names else b""
 
 
 # --- building --------------------------------------------------------------------------------------------------------
@@ -246,3 +257,9 @@ def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any])
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)
     return pipeline
+
+
+def restore(pipeline: Any, checkpoint: bytes) -> None:
+    """Let a pipeline that is built and has not run go on from a checkpoint: DALI's own last step in building it."""
+    pipeline._checkpoint = checkpoint
+    pipeline._restore_state_from_checkpoint()

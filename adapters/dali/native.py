@@ -20,7 +20,7 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.dali.checkpoint import Place, Snapshot, moved_on
-from midepoch.adapters.dali.graph import Graph, build, identity, serialize, settings_of
+from midepoch.adapters.dali.graph import Graph, build, identity, restore, serialize, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.keys import derive_key
 from midepoch.protocol import Capabilities, Capability
@@ -76,7 +76,8 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
 
     Args:
         make: gets, for each pipeline, the keywords ``enable_checkpointing`` and ``checkpoint`` to build it with, and
-            returns the iterator. Called when wrapped, and again when a state is loaded.
+            returns the iterator. Called when wrapped, and again when a state is loaded, unless it returned an iterator
+            that has not run (``prepare_first_batch=False``).
         pipelines: how many pipelines the iterator has.
     """
     return Factory(make, pipelines)
@@ -90,7 +91,8 @@ class NativeAdapter(Adapter):
     """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines.
 
     The unit is a batch of one process. Serialized and rebuilt with checkpointing on, so the user's iterator stays as
-    it was built, and is not used.
+    it was built, and is not used; but for pipelines that keep checkpoints and have not run. These are taken from it,
+    since a reader of a long list needs as long to be built as to be restored.
     """
 
     name: ClassVar[str] = "dali"
@@ -106,8 +108,8 @@ class NativeAdapter(Adapter):
             template = self._factory(())
             self._live = _Live(template, (0, 0), False)
         else:
-            template = source
-            _check_unused(template)
+            _check_unused(source)
+            template = copy.copy(source)  # keeps the pipelines when they are taken from the user's
         self._template = template
         self._batch_size = template.batch_size
         self._graphs = [Graph(serialize(pipeline)) for pipeline in template._pipes]
@@ -290,10 +292,10 @@ class NativeAdapter(Adapter):
         if run.detail:
             snapshot = Snapshot.opened(run.detail, place, run.seed, run.world)
         live, self._live = self._live, None
+        if live is None:
+            live = self._taken_over(run)
         if live is None or not live.stands(snapshot):
-            if live is not None:
-                self._end(live)  # lets go of its memory before another is made
-            live = self._make(snapshot.checkpoints, snapshot.at, snapshot.ended, run)
+            live = self._moved(live, snapshot.checkpoints, snapshot.at, snapshot.ended, run)
         while live.place < place:
             live = self._skipped(live, place, run)
         return live
@@ -301,6 +303,36 @@ class NativeAdapter(Adapter):
     def keep(self, live: _Live) -> None:
         """Take back the iterator of a session that is over."""
         self._live = live
+
+    def _taken_over(self, run: Run) -> _Live | None:
+        """The user's own pipelines, where rebuilt ones would be the same; None where they would not, or are gone."""
+        source, template = self.source, self._template
+        if self._factory is not None or not template._enable_checkpointing or not _is_new(source):
+            return None
+        if any(settings["seed"] is None for settings in self._settings) or self.options.seed is not None:
+            return None
+        if self._serialized(run.world) != [graph.serialized for graph in self._graphs]:
+            return None
+        pipelines = template._pipes
+        source._pipes = [_TakenOver() for _ in pipelines]
+        return _Live(_with_pipelines(template, pipelines), (0, 0), False)
+
+    def _moved(
+        self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Place, ended: bool, run: Run
+    ) -> _Live:
+        """An iterator that goes on from these checkpoints: this one's pipelines if they have not run, or new ones."""
+        if live is not None and checkpoints and _is_new(live.iterator):
+            pipelines = live.iterator._pipes
+            try:
+                for pipeline, checkpoint in zip(pipelines, checkpoints, strict=True):
+                    restore(pipeline, checkpoint)
+            except RuntimeError as error:
+                self._end(live)
+                raise _cannot_build(error) from error
+            return _Live(_with_pipelines(self._template, pipelines), place, ended)
+        if live is not None:
+            self._end(live)  # lets go of its memory before another is made
+        return self._make(checkpoints, place, ended, run)
 
     def _make(self, checkpoints: tuple[bytes, ...], place: Place, ended: bool, run: Run) -> _Live:
         if self._factory is not None:
@@ -319,7 +351,7 @@ class NativeAdapter(Adapter):
                 pipelines.append(build(serialized, checkpoint, settings))
             except RuntimeError as error:
                 if "checkpoint" not in str(error).lower() or checkpoints:
-                    raise SourceError(f"DALI cannot build the pipeline: {_first_line(error)}") from error
+                    raise _cannot_build(error) from error
                 raise UnsupportedSourceError(
                     f"DALI cannot keep checkpoints of this pipeline ({_first_line(error)}): leave that operator out, "
                     "or feed the pipeline by midepoch's own readers (midepoch.adapters.dali.readers)"
@@ -349,8 +381,8 @@ class NativeAdapter(Adapter):
                 for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
             )
             over = wanted is None and not padded
-            self._end(live)
-            live = self._make(checkpoints, (epoch + 1, 0) if over else (epoch, position + skipped * ranks), over, run)
+            reached = (epoch + 1, 0) if over else (epoch, position + skipped * ranks)
+            live = self._moved(live, checkpoints, reached, over, run)
         if padded:
             live.run(1, ranks)
         if live.place[0] == epoch and wanted is None:
@@ -364,8 +396,7 @@ class NativeAdapter(Adapter):
             self._end(live)
 
     def _end(self, live: _Live) -> None:
-        if live.iterator is self._template:
-            self._reader_metas  # noqa: B018  # as long as it can be asked
+        self._reader_metas  # noqa: B018  # as long as the template's pipelines, which these may be, can be asked
         live.end()
 
 
@@ -521,6 +552,27 @@ def _check_unused(iterator: Any) -> None:
         )
 
 
+def _is_new(iterator: Any) -> bool:
+    """Whether its pipelines stand where DALI restores a checkpoint: they are built, and nothing has run."""
+    return not iterator._ever_scheduled and all(
+        not isinstance(pipeline, _TakenOver)
+        and pipeline._first_iter
+        and pipeline._epoch_idx == 0
+        and not pipeline.is_restored_from_checkpoint
+        for pipeline in iterator._pipes
+    )
+
+
+class _TakenOver:
+    """In an iterator whose pipelines a loader has taken: its user would take batches from that loader."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedSourceError(
+            "the pipelines of this DALI iterator belong to the loader that midepoch.wrap made of it: take batches from "
+            "that one, or make another iterator"
+        )
+
+
 def _with_pipelines(template: Any, pipelines: list[Any]) -> Any:
     """An iterator like `template`, of the same class, over other pipelines."""
     iterator = copy.copy(template)
@@ -613,6 +665,10 @@ class _Epochs:
         self._found.append(batches)
         iterator._counter += batches * step
         iterator.reset()
+
+
+def _cannot_build(error: RuntimeError) -> SourceError:
+    return SourceError(f"DALI cannot build the pipeline: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:
