@@ -852,6 +852,35 @@ def test_the_files_and_labels_are_those_that_dali_finds(root: str, tmp_path: Pat
             assert (batch["data"][number].numpy()[: len(expected)] == expected[: batch["data"].shape[1]]).all()
 
 
+def test_lists_and_folders_are_told_as_by_earlier_versions(tmp_path: Path) -> None:
+    """Their checksums stand in states."""
+    from midepoch.adapters.dali import readers
+
+    root = tmp_path / "data"
+    for name in ("b/1.jpg", "b/2.JPG", "a/3.txt", "a/é.png", "c.d/x.jpg.wav", "c.d/folder.jpg/4.jpg"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    filters = readers._FILTERS
+    found = readers._found(str(root), filters, None, False)
+    assert found == ([f"{root}/{name}" for name in ("a/é.png", "b/1.jpg", "b/2.JPG", "c.d/x.jpg.wav")], [0, 1, 1, 2])
+    assert readers._found(f"{root}/", ["*.JPG", "?.txt"], ["[ab]"], True)[0] == [f"{root}/a/3.txt", f"{root}/b/2.JPG"]
+    assert readers._found(str(root), filters, [], False) == ([], [])
+    labels = np.array(found[1], np.int32)
+    files = readers._Files("file", found[0], str(root), labels)
+    assert (files.crc, files.name(3)) == ("9c9826eb", f"{root}/c.d/x.jpg.wav")
+    listing = tmp_path / "list.txt"
+    listing.write_text(" a b.jpg \t 3 \n\n  \n/abs/c.jpg -4\nd.jpg 05\n")
+    listed = readers._listed(listing, "base")
+    assert listed == (["base/a b.jpg", "/abs/c.jpg", "base/d.jpg"], [3, -4, 5])
+    assert readers._Files("file", listed[0], "", np.array(listed[1], np.int32)).crc == "f6090fe5"
+    for wrong in ("a.jpg", "7", "a.jpg x", "a.jpg 1.5"):
+        listing.write_text(f"a.jpg 1\n{wrong}\n")
+        with pytest.raises(ValueError, match=r"list\.txt, line 2: expected a path and a label, got"):
+            readers._listed(listing, "base")
+    with pytest.raises(ValueError, match="NUL"):
+        readers._Files("file", ["a\0b"], "", None)
+
+
 def dali_files(pipeline: Any) -> Any:
     from midepoch.adapters.dali.feed import feed_of
 
