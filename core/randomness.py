@@ -8,7 +8,9 @@ others, or whether the epoch was interrupted before.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import functools
 import gc
 import itertools
@@ -334,6 +336,33 @@ _STATES = {
 """Names by which code gets at the state of a global generator, which then decides without a number being drawn."""
 
 
+def _reads_states(value: Any) -> bool:
+    """Whether this may be code that looks at the state of a global generator, by its name and those that it uses."""
+    if not isinstance(value, types.FunctionType):
+        return getattr(value, "__name__", None) in _STATES
+    if not _STATES.isdisjoint(_names(value.__code__)):
+        return True
+    # How objects are pickled is written down in many classes, such as PIL's images, and has nothing to do with
+    # generators where it gets at nothing but the object itself.
+    return value.__name__ in _STATES and not (value.__name__ == "__getstate__" and _is_of_itself(value))
+
+
+def _is_of_itself(function: types.FunctionType) -> bool:
+    """True for code that takes all from its arguments, its closure and the built-in types."""
+    codes = [function.__code__]
+    for code in codes:
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        for instruction in dis.get_instructions(code):
+            kind, name = instruction.opname, instruction.argval
+            if "IMPORT" in kind:
+                return False
+            if ("GLOBAL" in kind or kind.endswith("_NAME")) and (
+                name in function.__globals__ or not isinstance(getattr(builtins, name, None), type)
+            ):
+                return False
+    return True
+
+
 def find_generators(*roots: object) -> Found:
     """The generator objects reachable from `roots`, and the paths of those that cannot be keyed.
 
@@ -373,10 +402,7 @@ def find_generators(*roots: object) -> Found:
             else:
                 found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
             continue
-        if getattr(value, "__name__", None) in _STATES or (
-            isinstance(value, types.FunctionType) and not _STATES.isdisjoint(_names(value.__code__))
-        ):
-            reads_states = True
+        reads_states = reads_states or _reads_states(value)
         queue.extend([(path + step, child) for step, child in _children(value)])
     return Found(found, hopeless, reads_states)
 

@@ -19,6 +19,7 @@ import albumentations
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -772,6 +773,78 @@ def test_code_that_puts_generators_back_is_not_taken_for_code_that_draws_nothing
     whole = sources.taken(make())
     assert len({number for _, number in sources.flat(whole)}) == 30
     for cut in range(15):
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
+class Pickled(sources.Indices):
+    """Says how it is pickled, as a dataset does that has a file open."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("file", None)
+        return state | {"names": [name for name in list(state)]}  # noqa: C416  # code of its own
+
+
+class PickledByHelp(sources.Indices):
+    def __getstate__(self) -> Any:
+        return HELP(self)
+
+
+class PickledByImport(sources.Indices):
+    def __getstate__(self) -> Any:
+        import some_helpers as helpers  # type: ignore[import-not-found]
+
+        return helpers.help(self)
+
+
+class PickledGlobals(sources.Indices):
+    def __getstate__(self) -> Any:
+        return random.getstate()
+
+
+class PicklesGlobals(sources.Indices):
+    def __init__(self, look: Any) -> None:
+        super().__init__(3)
+        self.look = look
+
+
+HELP: Any = np.random.get_state  # under a name that says nothing
+
+
+class OfPictures(sources.Indices):
+    """Names a module whose classes say how they are pickled, and draws from time to time."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = Image.new("L", (1, 1), index)
+        return image.getpixel((0, 0)), random.random() if index > self.size - 3 else 0.0
+
+
+def test_how_objects_are_pickled_says_nothing_of_generators_unless_it_gets_at_them() -> None:
+    assert not find_generators(Pickled(3)).reads_states
+    assert not find_generators(OfPictures(3)).reads_states
+    assert find_generators(PickledByHelp(3)).reads_states
+    assert find_generators(PickledByImport(3)).reads_states
+    assert find_generators(PickledGlobals(3)).reads_states
+    for look in (
+        random.Random.__getstate__, random.Random(1).__getstate__, np.random.mtrand._rand.__getstate__,
+        torch.default_generator.get_state,
+    ):  # fmt: skip
+        assert find_generators(PicklesGlobals(look)).reads_states, look
+
+
+def test_samples_of_pictures_that_draw_nothing_are_read_without_streams() -> None:
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(OfPictures(30), batch_size=2, shuffle=True, collate_fn=list), seed=1)
+
+    streams = Streams(OfPictures(30))
+    streams.refresh()
+    assert streams.can_rest
+    random.seed(3)
+    state = random.getstate()
+    whole = sources.taken(make())
+    assert random.getstate() == state
+    assert len({number for _, number in sources.flat(whole) if number}) == 2
+    for cut in range(0, 15, 2):
         assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 
