@@ -45,13 +45,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """How much is measured.
 
-    rounds: int = 15
+    Attributes:
+        rounds: of the overhead, each with processes of its own.
+        stretches: that each process is measured for, in turn with the others.
+        pictures: in the data set of which a resume at 0 and 90 % is measured too.
+    """
+
+    rounds: int = 7
+    stretches: int = 2
     batches: tuple[tuple[str, int], ...] = (("integers", 408), ("jpeg", 56))
     progress: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.9, 0.99)
     memory_size: int = 10**6
     file_size: int = 10**5
+    pictures: int = 10**4
     sizes: tuple[int, ...] = (10**4, 10**5, 10**6, 10**7, 10**8, 10**9)
     state_sizes: tuple[int, ...] = (10**4, 10**6, 10**9)
     repeats: int = 9
@@ -62,8 +70,8 @@ class Plan:
 
 
 QUICK = Plan(
-    rounds=2, batches=(("integers", 40), ("jpeg", 12)), memory_size=10**4, file_size=1000, sizes=(10**3, 10**4),
-    state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30),
+    rounds=2, stretches=1, batches=(("integers", 40), ("jpeg", 12)), memory_size=10**4, file_size=1000, pictures=320,
+    sizes=(10**3, 10**4), state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30),
 )  # fmt: skip
 
 
@@ -196,42 +204,63 @@ def with_bases(names: Sequence[str]) -> list[str]:
 
 
 def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
-    """Short stretches of live loaders in turn, every other round backwards; the ratios are of the same round."""
+    """Short stretches of live loaders in turn, every other time backwards; the ratios are of the same round.
+
+    Each round has processes of its own, since how a process's memory happens to lie makes all that it decodes faster or
+    slower by a fifth and more for as long as it lives: what varies between processes must be in the interval.
+    """
+    peers = with_bases(names)
+    times: dict[tuple[str, int, str], list[float]] = {
+        (work, workers, name): []
+        for work, _ in plan.batches
+        for workers in (0, 2)
+        for name in peers
+        if not workers or PEERS[name].workers
+    }
+    for turn in range(plan.rounds):
+        tell(f"overhead: round {turn + 1} of {plan.rounds}")
+        with servers(peers, plan) as live:
+            for work, batches in plan.batches:
+                for workers in (0, 2):
+                    spec = {"work": work, "size": 32 * batches, "workers": workers}
+                    asked = [server for server in live if (work, workers, server.name) in times]
+                    for name, microseconds in stretches(asked, spec, plan.stretches, backwards=turn % 2).items():
+                        times[work, workers, name].append(microseconds)
     rows: list[Row] = []
-    with servers(with_bases(names), plan) as live:
-        for work, batches in plan.batches:
-            for workers in (0, 2):
-                spec = {"work": work, "size": 32 * batches, "workers": workers}
-                times: dict[str, list[float]] = {}
-                for server in live:
-                    if not workers or PEERS[server.name].workers:
-                        server.ask("prepare", spec)
-                        times[server.name] = []
-                        tell(f"overhead, {work}, {workers} workers: {server.name}")
-                for turn in range(plan.rounds + 1):
-                    for server in live[:: 1 if turn % 2 else -1]:
-                        if server.name in times:
-                            taken = server.ask("stretch", spec)
-                            if turn:  # the first one builds the loader
-                                times[server.name].append(taken)
-                for name, taken in times.items():
-                    base = PEERS[name].base
-                    pairs = zip(taken, times[base], strict=True)
-                    ratio = between([mine / theirs for mine, theirs in pairs])
-                    middle, (low, *_, high) = statistics.median(taken), sorted(taken)
-                    rows.append({"peer": name, "work": work, "workers": workers, "microseconds": middle,
-                                 "lowest": low, "highest": high, "base": base, "ratio": ratio.middle,
-                                 "low": ratio.low, "high": ratio.high})  # fmt: skip
+    for (work, workers, name), taken in times.items():
+        base = PEERS[name].base
+        pairs = zip(taken, times[work, workers, base], strict=True)
+        ratio = between([mine / theirs for mine, theirs in pairs])
+        rows.append({"peer": name, "work": work, "workers": workers, "microseconds": statistics.median(taken),
+                     "lowest": min(taken), "highest": max(taken), "base": base, "ratio": ratio.middle,
+                     "low": ratio.low, "high": ratio.high})  # fmt: skip
     return rows
+
+
+def stretches(live: Sequence[Server], spec: Row, number: int, backwards: int) -> dict[str, float]:
+    """Microseconds a batch in each process; a first stretch builds the loader and does not count."""
+    times: dict[str, list[float]] = {server.name: [] for server in live}
+    for server in live:
+        server.ask("prepare", spec)
+    for turn in range(number + 1):
+        for server in live[:: 1 if (turn + backwards) % 2 else -1]:
+            taken = server.ask("stretch", spec)
+            if turn:
+                times[server.name].append(taken)
+    return {name: statistics.geometric_mean(taken) for name, taken in times.items()}
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------
 
 
-def cells(peer: type[Peer], plan: Plan) -> list[tuple[int, float]]:
-    """Sizes and progresses at which a resume is measured."""
+Cell = tuple[str, int, float]
+
+
+def cells(peer: type[Peer], plan: Plan) -> list[Cell]:
+    """Works, sizes and progresses at which a resume is measured."""
     size = min(plan.file_size if peer.files else plan.memory_size, peer.limit)
-    return list(dict.fromkeys([(size, each) for each in plan.progress] + [(each, 0.9) for each in plan.sizes]))
+    integers = dict.fromkeys([(size, each) for each in plan.progress] + [(each, 0.9) for each in plan.sizes])
+    return [("integers", *each) for each in integers] + [("jpeg", plan.pictures, each) for each in (0, 0.9)]
 
 
 def resume(names: Sequence[str], plan: Plan) -> list[Row]:
@@ -241,34 +270,37 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
         with servers([name], plan) as (server,):
             forged = server.ask("check_forged", {"size": 640}, batches=10)
             tell(f"resume: {name}{'' if forged else ', whose states cannot be made up'}")
-            states: dict[tuple[int, float], str] = {}
-            found: dict[tuple[int, float], Row] = {}
-            for size, progress in cells(PEERS[name], plan):
-                row: Row = {"peer": name, "size": size, "progress": progress, "forged": forged, "times": [], "why": ""}
-                found[size, progress] = row
+            states: dict[Cell, str] = {}
+            found: dict[Cell, Row] = {}
+            for cell in cells(PEERS[name], plan):
+                work, size, progress = cell
+                row: Row = {"peer": name, "work": work, "size": size, "progress": progress, "forged": forged,
+                            "times": [], "why": ""}  # fmt: skip
+                found[cell] = row
                 if size > PEERS[name].limit:
                     row["why"] = "needs files"
                     continue
                 if PEERS[name].hoards:
                     server.stop()
                 try:
-                    spec = {"size": size}
+                    spec = {"work": work, "size": size}
                     server.ask("prepare", spec)
                     batches = int(size * progress) // 32
                     state = server.ask("forge", spec, plan.limit if forged else 600, batches=batches)
                     row["times"].append(server.ask("first_batch", spec, plan.limit, state=state))
-                    states[size, progress] = state
+                    states[cell] = state
                 except Unmanaged as why:
                     row["why"] = str(why)
             for turn in range(1, plan.repeats):
                 if PEERS[name].hoards:
                     server.stop()
-                for (size, progress), state in list(states.items())[:: 1 if turn % 2 else -1]:
-                    times = found[size, progress]["times"]
+                for cell, state in list(states.items())[:: 1 if turn % 2 else -1]:
+                    times = found[cell]["times"]
                     if times[0] >= 1:
                         continue
                     try:
-                        times.append(server.ask("first_batch", {"size": size}, plan.limit, state=state))
+                        spec = {"work": cell[0], "size": cell[1]}
+                        times.append(server.ask("first_batch", spec, plan.limit, state=state))
                     except Unmanaged:
                         server.stop()  # the next question starts a new one
         rows += found.values()
@@ -277,8 +309,13 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
     return rows
 
 
+def of_integers(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["work"] == "integers"]
+
+
 def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
     """First batch at 90 % of the progress's size to that at 0 %."""
+    rows = of_integers(rows)
     size = next((row["size"] for row in rows if row["peer"] == name and row["progress"] == 0), None)
     times = {row["progress"]: row["times"] for row in rows if (row["peer"], row["size"]) == (name, size)}
     early, late = times.get(0, []), times.get(0.9, [])
@@ -516,13 +553,14 @@ def first_batch_cell(row: Row) -> str:
 
 
 def at_progress(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the size at which several progresses were measured."""
+    """The rows of integers of the size at which several progresses were measured."""
+    rows = of_integers(rows)
     sizes = {row["peer"]: row["size"] for row in rows if row["progress"] == 0}
     return [row for row in rows if row["size"] == sizes.get(row["peer"])]
 
 
 def told_resume(rows: Sequence[Row]) -> str:
-    progressing, at_90 = at_progress(rows), [row for row in rows if row["progress"] == 0.9]
+    progressing, at_90 = at_progress(rows), [row for row in of_integers(rows) if row["progress"] == 0.9]
     progress = list(dict.fromkeys(row["progress"] for row in progressing))
     sizes = sorted({row["size"] for row in at_90})
     samples = {row["peer"]: f"{row['size']:,}" for row in progressing}
@@ -538,7 +576,12 @@ def told_resume(rows: Sequence[Row]) -> str:
         pivot(at_90, sizes, lambda row: row["size"], first_batch_cell),
         "resume",
     )
-    return f"{first}\n{second}"
+    pictures = [row for row in rows if row["work"] == "jpeg"]
+    third = table(
+        f"The same with {pictures[0]['size']:,} pictures that are decoded",
+        ["peer", "0%", "90%"], pivot(pictures, (0, 0.9), lambda row: row["progress"], first_batch_cell), "resume",
+    )  # fmt: skip
+    return f"{first}\n{second}\n{third}"
 
 
 def told_state(rows: Sequence[Row]) -> str:
@@ -674,8 +717,8 @@ def plot(results: Row, folder: Path) -> None:
             "of the epoch", folder / "first_batch_progress.png",
         )  # fmt: skip
         plot_lines(
-            [row for row in first_batch if row["progress"] == 0.9], "size", "First batch after a resume at 90 %",
-            "samples", folder / "first_batch_size.png",
+            [row for row in of_integers(first_batch) if row["progress"] == 0.9], "size",
+            "First batch after a resume at 90 %", "samples", folder / "first_batch_size.png",
         )  # fmt: skip
     if results["overhead"]:
         plot_overhead(results["overhead"], folder / "overhead.png")

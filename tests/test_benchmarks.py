@@ -16,6 +16,7 @@ pytest.importorskip("PIL", reason="pillow, which writes the images, is not insta
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import compare
+import measuring
 import peers
 
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
@@ -51,7 +52,7 @@ def results(output: Path) -> dict[str, Any]:
 def test_markdown_and_plots_are_written(output: Path) -> None:
     said = (output / "results.md").read_text()
     assert all(f"| {name} |" in said for name in NAMES)
-    assert said.count("One row: `python benchmarks/compare.py --question") == 4
+    assert said.count("One row: `python benchmarks/compare.py --question") == 5
     for name in ("first_batch_progress", "first_batch_size", "overhead"):
         assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -65,6 +66,12 @@ def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
     assert progress == {0, 0.25, 0.5, 0.75, 0.9, 0.99}
     size = {row["peer"]: row["bytes"] for row in results["state"]}
     assert size[PLAIN] < size[OURS] < size[TORCHDATA]
+
+
+def test_students_distribution() -> None:
+    """Printed in every table of it: 3, 6 and 14 degrees of freedom, and many."""
+    found = [measuring.student(freedom) for freedom in (3, 6, 14, 10**6)]
+    assert found == pytest.approx([3.182, 2.447, 2.145, 1.960], rel=1e-2)
 
 
 def verdicts(results: dict[str, Any], name: str) -> dict[str, str]:

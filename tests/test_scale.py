@@ -215,28 +215,27 @@ def test_a_loader_that_begins_its_epoch_anew_loses_half_an_epoch() -> None:
 # --- measured resume times ---
 
 
-def row(peer: str, size: int, progress: float, seconds: float | None, why: str = "") -> dict[str, Any]:
-    return {"peer": peer, "size": size, "progress": progress, "seconds": seconds, "why": why}
+def row(
+    peer: str, progress: float, seconds: float | None, why: str = "", work: str = "jpeg", size: int = 1000
+) -> dict[str, Any]:
+    return {"peer": peer, "work": work, "size": size, "progress": progress, "seconds": seconds, "why": why}
 
 
-def test_of_each_peer_the_farthest_resume_of_the_largest_size_is_taken(tmp_path: Path) -> None:
+def test_what_skipping_a_picture_costs_is_carried_on_to_half_an_epoch(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     rows = [
-        row("all", 10**9, 0.9, 0.5),
-        row("all", 10**9, 0.0, 0.25),
-        row("all", 10**6, 0.9, 0.125),
-        row("no large one", 10**9, 0.0, 3.0),  # a start is no resume
-        row("no large one", 10**9, 0.9, None, "out of memory"),
-        row("no large one", 10**6, 0.9, 200.0),
-        row("half way", 10**9, 0.5, 20.0),
-        row("none", 10**9, 0.0, 1.0),
-        row("none", 10**9, 0.9, None, "it has no state"),
+        row("skips", 0, 0.25),
+        row("skips", 0.9, 0.25 + 900 * 0.5),
+        row("skips", 0.9, 1e-6, work="integers", size=10**9),
+        row("jumps", 0, 0.5),
+        row("jumps", 0.9, 0.25),  # luck
+        row("none", 0, 1.0),
+        row("none", 0.9, None, "it has no state"),
     ]
     path.write_text(json.dumps({"first_batch": rows, "other": 1}))
-    assert scale.peers_in(path) == [
-        scale.Peer("all: 500 ms", 0.5),
-        scale.Peer("no large one: 200 s at 90% of 1,000,000 samples", 200.0),
-        scale.Peer("half way: 20 s at 50% of 1,000,000,000 samples", 20.0),
+    assert scale.peers_in(path, 8000) == [
+        scale.Peer("skips: 2,000 s", 0.25 + 4000 * 0.5),
+        scale.Peer("jumps: 500 ms", 0.5),
         scale.Peer("none: epoch anew (it has no state)", None),
     ]
 
@@ -246,7 +245,7 @@ def test_without_measurements_times_are_assumed_and_say_so(text: str | None, tmp
     path = tmp_path / "results.json"
     if text is not None:
         path.write_text(text)
-    peers = scale.peers_in(path)
+    peers = scale.peers_in(path, 10**6)
     assert [peer.seconds for peer in peers] == [0.01, 1, 10, 60, 600, 3600]
     assert all(peer.label.endswith(" (assumed)") for peer in peers)
 
@@ -256,7 +255,8 @@ def test_without_measurements_times_are_assumed_and_say_so(text: str | None, tmp
 
 def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times, figures, plot = (tmp_path / name for name in ("times.json", "figures.json", "goodput.png"))
-    times.write_text(json.dumps({"first_batch": [row("ours", 10**9, 0.9, 0.5), row("theirs", 10**9, 0.9, None, "no")]}))
+    rows = [row("ours", 0, 0.5), row("ours", 0.9, 0.5), row("theirs", 0, 0.5), row("theirs", 0.9, None, "no")]
+    times.write_text(json.dumps({"first_batch": rows}))
     files = ["--json", str(figures), "--plot", str(plot), "--resume-times", str(times)]
     small = ["--rounds=1", "--indices=2000", "--ranks=16", "--windows=1", "--largest-size=5", "--largest-world=3"]
     scale.main([*small, *files])
