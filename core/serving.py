@@ -7,13 +7,13 @@ come back in the order of the requests.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
@@ -139,18 +139,16 @@ signals_in_hand: set[int] = set()
 """Signals that the main process answers at its next batch, such as a Snapshot's."""
 
 
-@functools.cache
-def _leaving() -> Any:
-    """A number that worker processes share: 1 once the main process is on its way out, and ends those that are left."""
+@functools.lru_cache(maxsize=1)
+def _leaving(process: int) -> Any:
+    """A number that a process shares with its workers: 1 once it is on its way out, and ends those that are left."""
     shared = RawValue("b", 0)
-    process = os.getpid()
 
     def leave() -> None:
-        if os.getpid() == process:
-            shared.value = 1
+        shared.value = 1
 
-    # Called before multiprocessing's own, which was registered when it was imported.
-    atexit.register(leave)
+    # Before multiprocessing ends what is left, in processes that it started too, where nothing of atexit's is called.
+    Finalize(None, leave, exitpriority=100)
     return shared
 
 
@@ -174,7 +172,7 @@ class _WorkerInit:
         self._outlived, self._leaving = tuple(signals_in_hand), None
         if self._outlived:
             try:
-                self._leaving = _leaving()
+                self._leaving = _leaving(os.getpid())
             except OSError:  # no shared memory to be had: workers die of signals, as torch's do
                 self._outlived = ()
 

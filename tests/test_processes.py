@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -98,3 +99,25 @@ def test_a_loader_wrapped_before_the_processes_are_spawned(tmp_path: Path) -> No
     loader.load_state_dict(found[1]["state"])
     whole = sources.flat(sources.taken(midepoch.wrap(sources.noisy_loader(), seed=5)))
     assert sources.flat(sources.taken(loader)) == whole[16:]
+
+
+# --- processes that multiprocessing started ---
+
+
+def fail_in_an_epoch(path: str) -> None:
+    loader = midepoch.wrap(sources.noisy_loader(num_workers=2), seed=1)
+    with midepoch.Snapshot(path, data=loader) as snapshot:
+        for _ in loader:
+            snapshot.step()
+            raise ValueError("out of order")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_rank_that_multiprocessing_started_ends_with_its_workers_when_it_fails(method: str, tmp_path: Path) -> None:
+    """Workers outlive signals as long as their rank wants them; nothing of atexit's runs in such a process."""
+    rank = multiprocessing.get_context(method).Process(target=fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
+    rank.start()
+    rank.join(60)
+    ended = rank.exitcode
+    rank.kill()
+    assert ended == 1
