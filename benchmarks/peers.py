@@ -478,7 +478,9 @@ class Dali(ByHand):
                 return numbers, fn.crop(fn.decoders.image(encoded), crop=(224, 224), **place)
             return numbers, encoded
 
-        return DALIGenericIterator([pipeline(**keywords)], ["number", "data"], reader_name="Reader", auto_reset=True)
+        return DALIGenericIterator(
+            [pipeline(**keywords)], ["number", "data"], reader_name="Reader", auto_reset=True, prepare_first_batch=False
+        )
 
     def source(self, spec: Spec) -> Any:
         return self.iterator(spec)
@@ -641,6 +643,9 @@ class WrappedStreaming(Wrapped, Streaming):
 class WrappedDali(Wrapped, Dali):
     name, base = "midepoch DALI", "DALI"
     seed = None  # the pipeline's
+
+    def bare(self, spec: Spec) -> Any:
+        return self.iterator(spec, enable_checkpointing=True)  # so that midepoch need not build it once more
 
 
 class WrappedFfcv(Wrapped, Ffcv):

@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-# One thread each: FFCV's compiled code comes from the process that forks, and threads do not survive a fork.
-os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "lo"}
 # Restarted workers must not find the addresses of those before them, as they would in the agent's store.
 os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
@@ -72,7 +71,6 @@ class Backend:
         prepare: writes the data into a folder, in a process of its own.
         worlds, workers: what is drawn from.
         seed: of the wrapped loader; None for the source's own.
-        compiled: whether sources are made, and used once, before anything is forked.
     """
 
     source: Callable[[Path, int, int, int], Any]
@@ -81,7 +79,6 @@ class Backend:
     worlds: tuple[int, ...] = (1, 2, 3)
     workers: tuple[int, ...] = (0, 1, 2)
     seed: int | None = 5
-    compiled: bool = False
 
 
 def drawn(number: int) -> torch.Tensor:
@@ -127,7 +124,7 @@ def stateful(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     sampler: Any = DistributedSampler(range(SIZE), seed=3)  # type: ignore[arg-type]
-    return StatefulDataLoader(range(SIZE), batch, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+    return StatefulDataLoader(range(SIZE), batch, sampler=sampler, num_workers=workers)
 
 
 def write_shards(folder: Path) -> None:
@@ -223,12 +220,12 @@ def of_dali(batch: Any) -> Samples:
 
 def write_beton(folder: Path) -> None:
     import ffcv_sources
+    from ffcv.fields import IntField, RGBImageField
 
-    fields = {"image": ffcv_sources.RGBImageField(), "label": ffcv_sources.IntField()}
+    fields = {"image": RGBImageField(), "label": IntField()}
     ffcv_sources.write(folder / "data.beton", ffcv_sources.Images(SIZE, 16), fields)
 
 
-@functools.cache
 def ffcv(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
@@ -252,8 +249,29 @@ BACKENDS = {
     "streaming": Backend(streaming, of_numbers, write_mds, worlds=(1, 2), seed=None),
     "dali": Backend(dali_sampled, of_dali, write_pictures, workers=(0,)),
     "dali-native": Backend(dali_native, of_dali, write_pictures, worlds=(2,), workers=(0,), seed=None),
-    "ffcv": Backend(ffcv, of_pairs, write_beton, workers=(0,), compiled=True),
+    "ffcv": Backend(ffcv, of_pairs, write_beton, workers=(0,)),
 }
+
+
+def skipping(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    """Goes on one batch too late after a load."""
+    loader = midepoch.wrap(dataloader(folder, batch, world_size, 0), seed=5)
+    load = loader.load_state_dict
+
+    def load_too_far(state: Any) -> None:
+        load(state)
+        loader.seek(position=min(loader.position + GLOBAL_BATCH, SIZE))
+
+    loader.load_state_dict = load_too_far  # type: ignore[method-assign]
+    return loader
+
+
+def changing(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    """Gives other bits each time."""
+    return midepoch.wrap(DataLoader(Noisy(), batch, shuffle=True), seed=5, randomness="none")
+
+
+BROKEN = {"skipping": Backend(skipping, of_rows), "changing": Backend(changing, of_rows)}
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -286,6 +304,8 @@ class Board:
 
 class Model(torch.nn.Module):
     """Sums up all samples it sees, step by step, in integers that wrap around: equal on every number of ranks."""
+
+    total: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +457,8 @@ class Chaos:
     """Jobs of one backend in a folder that is removed at the end."""
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
-        self.backend, self.random, self.folder, self.board = BACKENDS[name], random.Random(seed), folder, Board()
+        self.backend, self.random = (BACKENDS | BROKEN)[name], random.Random(seed)
+        self.folder, self.board = folder, Board()
         self.tally = Tally()
         self.data = folder / "data"
         self.data.mkdir()
@@ -445,13 +466,10 @@ class Chaos:
         # Writers fork and start threads, which must not be in the process that everything is forked from.
         command = [sys.executable, __file__, "--prepare", str(self.data), "--backend", name]
         subprocess.run(command, check=True, timeout=300)
-        if self.backend.compiled:
-            for size in self.backend.worlds:
-                for _ in self.backend.source(self.data, GLOBAL_BATCH // size, size, 0):
-                    pass
         whole = folder / "whole"
         whole.mkdir()
-        self.whole, self.total = {}, 0
+        self.whole: dict[int, Samples] = {}
+        self.total: int | None = None
         if len(self.backend.worlds) > 1:
             run = functools.partial(train, self.backend, self.data, whole, 0, self.board)
             if os.waitpid(in_a_child(run, whole / "output"), 0)[1]:
@@ -478,13 +496,15 @@ class Chaos:
         )
         return in_a_child(launched, folder / "output")
 
-    def wait(self, agent: int, folder: Path, seconds: float = 60) -> None:
+    def wait(self, agent: int, folder: Path, seconds: float = 60, patient: bool = True) -> None:
         """Until its launch is over; whatever is left of it is killed."""
         until = time.monotonic() + seconds
         while os.waitpid(agent, os.WNOHANG)[0] == 0:
             if time.monotonic() > until:
                 os.killpg(agent, signal.SIGKILL)
                 os.waitpid(agent, 0)
+                if not patient:
+                    return
                 raise Wrong(f"a launch did not end within {seconds:.0f} s: {(folder / 'output').read_text()[-3000:]}")
             time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
@@ -513,7 +533,12 @@ class Chaos:
             for _ in range(1 + restarts):
                 if self.tally.kills < kills:
                     self.disturb(agent)
-            self.wait(agent, folder)
+            # Whoever is left is killed after a moment, as most schedulers do it, or notices by itself. A rank's worker
+            # processes keep its connections open for some seconds after it.
+            if not restarts and self.random.random() < 0.75 and self.tally.kills < kills:
+                self.wait(agent, folder, self.random.uniform(0, 0.5), patient=False)
+            else:
+                self.wait(agent, folder)
         if total != self.total or done != self.whole:
             raise Wrong(f"a job ended with {total}, and not with {self.total}")
         self.tally.jobs += 1
@@ -597,14 +622,14 @@ def run(name: str, kills: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--backend", choices=[*BACKENDS, *BROKEN], required=True)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the counts are written to")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.prepare:
-        BACKENDS[options.backend].prepare(options.prepare)
+        (BACKENDS | BROKEN)[options.backend].prepare(options.prepare)
         return
     try:
         counts = run(options.backend, options.kills, options.seed)

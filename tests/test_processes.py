@@ -115,7 +115,8 @@ def fail_in_an_epoch(path: str) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_rank_that_multiprocessing_started_ends_with_its_workers_when_it_fails(method: str, tmp_path: Path) -> None:
     """Workers outlive signals as long as their rank wants them; nothing of atexit's runs in such a process."""
-    rank = multiprocessing.get_context(method).Process(target=fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
+    context: Any = multiprocessing.get_context(method)
+    rank = context.Process(target=fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
     rank.start()
     rank.join(60)
     ended = rank.exitcode

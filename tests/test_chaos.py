@@ -1,0 +1,52 @@
+"""Training jobs of each backend, killed until they are done, 500 times in the long form: see chaos.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import chaos
+
+LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
+NEEDED = {"stateful": "torchdata", "webdataset": "webdataset", "streaming": "streaming", "dali": "nvidia.dali",
+          "dali-native": "nvidia.dali", "ffcv": "ffcv"}  # fmt: skip
+
+
+def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
+    needed = NEEDED.get(backend)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", str(kills), "--seed", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(folder / "counts.json")], capture_output=True, text=True, timeout=60 + 10 * kills
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    counts: dict[str, Any] = json.loads((folder / "counts.json").read_text())
+    return counts
+
+
+@pytest.mark.parametrize("backend", chaos.BACKENDS)
+def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backend: str, tmp_path: Path) -> None:
+    kills = 500 if LONG else 8
+    counts = survived(backend, kills, tmp_path)
+    assert counts["kills"] >= kills and counts["samples"] >= chaos.SIZE * chaos.EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"), [("skipping", "has other samples, or other bits"), ("changing", "differs when it is made")]
+)
+def test_a_loader_that_is_wrong_is_found_and_how_to_see_it_again_is_said(backend: str, problem: str) -> None:
+    command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", "30", "--seed", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert problem in done.stderr or "has other samples, or other bits" in done.stderr
+    assert f"Again: python tests/chaos.py --backend {backend} --kills 30 --seed 2" in done.stderr
