@@ -21,6 +21,7 @@ from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError
 from midepoch.keys import derive_key
 from midepoch.protocol import Capabilities, Capability
 from midepoch.randomness import Purpose, Streams
+from midepoch.serving import WorkerAnswers
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
@@ -228,7 +229,7 @@ class _StreamingSession(Session):
         self._loader, self._detail = loader, detail
         # torch's own, without Streaming's guess of how many samples a batch has.
         self._iterator: Any = DataLoader.__iter__(loader)
-        self.take = self._iterator.__next__
+        self.take = WorkerAnswers(self._iterator).__next__
 
     def detail(self, back: int, finished: bool) -> str:
         """The plan."""

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .adapter import Options, Run
+from .errors import SourceError
 from .keys import derive_key
 from .randomness import Purpose
 
-__all__ = ["Server", "signals_in_hand"]
+__all__ = ["Server", "WorkerAnswers", "signals_in_hand"]
 
 
 def _nothing() -> None:
@@ -64,7 +66,7 @@ class Server:
             # The base seed of the worker processes comes from it, not from the caller's generator.
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
         answers = iter(ours)
-        return answers, _nothing if theirs.persistent_workers else _Shutdown(answers)
+        return WorkerAnswers(answers), _nothing if theirs.persistent_workers else _Shutdown(answers)
 
     def _make(self, reader: Any) -> DataLoader[Any]:
         theirs = self._loader
@@ -92,6 +94,46 @@ class Server:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_persistent": {}}
+
+
+class WorkerAnswers:
+    """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
+
+    torch raises RuntimeError for that, as for many other things, and does not say what may be done about it.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._next = iterator.__next__
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._next()
+        except RuntimeError as error:
+            cure = next((cure for told, cure in _CURES.items() if told.search(str(error))), None)
+            if cure is None:
+                raise
+            reason = str(error).strip().rstrip(".")
+            raise SourceError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+
+
+# By what torch says. A worker's own error is shown with its traceback and begins with other words.
+_CURES = {
+    re.compile(r"^DataLoader timed out"): "see what the dataset waits for, or give the DataLoader a longer timeout",
+    re.compile(r"^DataLoader worker \(.*\) is killed by signal: (Bus error|.*shared memory)"): (
+        "shared memory ran out, most likely; give /dev/shm more room (docker run --shm-size), or use fewer workers or "
+        "a smaller prefetch_factor"
+    ),
+    re.compile(r"^DataLoader worker \(.*\) (is killed by signal: (Killed|Aborted)|exited unexpectedly)"): (
+        "the system ends processes that take too much memory (dmesg names them); use fewer workers, smaller batches or "
+        "a smaller prefetch_factor"
+    ),
+    re.compile(r"^(DataLoader worker \(.*\) is killed|Pin memory thread exited)"): (
+        "see what ended it, in the output above or in dmesg"
+    ),
+}
 
 
 class _Shutdown:

@@ -715,7 +715,7 @@ def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
 
 
 def index_files(cache: Path) -> list[Path]:
-    return sorted(cache.glob("webdataset/*.index"))
+    return sorted(cache.glob("webdataset-*/*.index"))
 
 
 def counted_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -743,7 +743,7 @@ def test_an_index_is_built_once_and_again_where_a_shard_has_changed(
     write_shard(Path(urls[1]), range(100, 103))
     assert flat(midepoch.wrap(numbers(urls))) == [*range(4), 100, 101, 102, *range(10, 20)]
     assert scanned[5:] == [urls[1]]
-    assert not list(cache.glob("webdataset/*.part"))
+    assert not list(cache.glob("webdataset-*/*.part"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "flipped", "empty", "other version"])
@@ -795,7 +795,7 @@ def test_a_full_disk_costs_the_index_only(tmp_path: Path, cache: Path, caplog: p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert flat(loader) == list(range(300))
-    assert index_files(cache) == [] and not list(cache.glob("webdataset/*.part"))
+    assert index_files(cache) == [] and not list(cache.glob("webdataset-*/*.part"))
     assert "cannot be kept" in caplog.text
 
 

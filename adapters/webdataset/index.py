@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import sys
 import tempfile
 import threading
@@ -36,6 +37,7 @@ __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 1  # of the files in the cache
+_DRAFT = ".part"
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # tar_file_iterator's own: what webdataset takes for metadata
 
 
@@ -117,11 +119,19 @@ class Index:
 
 
 def default_cache() -> Path:
-    """Where indexes are kept: ``$MIDEPOCH_CACHE``, else ``midepoch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """The folder in which a user's own folder of indexes is.
+
+    ``$MIDEPOCH_CACHE``, else ``midepoch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, else, for a user who has no home, in
+    the folder of temporary files.
+    """
     own = os.environ.get("MIDEPOCH_CACHE")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midepoch"
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"midepoch-{os.geteuid()}"
+    return caches / "midepoch"
 
 
 # --- one shard --------------------------------------------------------------------------------------------------------
@@ -185,11 +195,17 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
     Raises:
         SourceError: it is damaged, and the handler does not go on.
     """
-    if shard.path:
-        members = index_tar(shard.path, shard.url)
-    else:
-        with open_shard(shard) as file:
-            members = index_tar(file, shard.url)
+    try:
+        if shard.path:
+            members = index_tar(shard.path, shard.url)
+        else:
+            with open_shard(shard) as file:
+                members = index_tar(file, shard.url)
+    except OSError as error:
+        raise SourceError(
+            f"{shard.url} could not be read ({type(error).__name__}: {error}): mend what it lies on, or leave it out of "
+            "the urls"
+        ) from error
     starts, lengths = _group(members, keys)
     lost = ""
     if members.damage is not None:
@@ -221,90 +237,141 @@ def _without_partial(
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def _cache_file(cache: Path, shard: Shard) -> Path:
-    where = os.path.realpath(shard.path) if shard.path else shard.url
-    return cache / "webdataset" / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.index"
+class _Cache:
+    """A folder of indexes that is this user's alone; none where there can be no such folder, which is told once.
 
+    Everything goes by a descriptor of the folder, so what was looked at is what is used, and nobody who may write to
+    the folder around it can put another in its place. No link in it is followed.
+    """
 
-def _load(file: Path, shard: Shard) -> ShardIndex | None:
-    """What the cache has for this very shard; None for anything else, damaged files included."""
-    try:
-        data = file.read_bytes()
-        line, _, body = data.partition(b"\n")
-        head = json.loads(line)
-        if (head["format"], head["size"], head["stamp"]) != (_FORMAT, shard.size, shard.stamp):
-            return None
-        if zlib.crc32(body) != head["crc"] or len(body) != 16 * head["samples"]:
-            raise ValueError("its content does not fit its checksum")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _LOG.warning("the index %s cannot be used and is built anew (%s)", file, error)
-        return None
-    starts, lengths = np.frombuffer(body, "<i8").reshape(2, -1).astype(np.int64)
-    return ShardIndex(shard, starts, lengths, head["checksum"])
+    def __init__(self, around: Path) -> None:
+        self.folder = around / f"webdataset-{os.geteuid()}"
+        self._warned = False
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = self._open()
+            self._remove_drafts()
+        except OSError as error:
+            self._warn(f"indexes cannot be kept in {self.folder} ({error.strerror or error})")
 
-
-def _save(file: Path, index: ShardIndex) -> None:
-    """Write it whole or not at all; a cache that cannot be written costs time, nothing else."""
-    body = np.stack([index.starts, index.lengths]).astype("<i8").tobytes()
-    head = {
-        "format": _FORMAT,
-        "url": index.shard.url,
-        "size": index.shard.size,
-        "stamp": index.shard.stamp,
-        "samples": len(index.starts),
-        "checksum": index.checksum,
-        "crc": zlib.crc32(body),
-    }
-    temporary = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".part")
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(json.dumps(head).encode() + b"\n" + body)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).replace(file)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-        _LOG.warning("the index of %s cannot be kept (%s): it is built anew next time", index.shard.url, error)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Let one process build an index while the others wait for it. Without locks each builds its own."""
-    lock = file.with_suffix(".lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
+    def _open(self) -> int | None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            return descriptor
         os.close(descriptor)
+        whose = f"belongs to user {found.st_uid}" if found.st_uid != os.geteuid() else "can be written by others"
+        self._warn(f"indexes in {self.folder} are not believed: the folder {whose}")
+        return None
 
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "%s; shards are indexed anew each time: let MIDEPOCH_CACHE or index_cache= name a folder with room, in "
+                "which you may make a folder of your own",
+                what,
+            )
 
-def _cached(shard: Shard, keys: Keys, handler: Callable[[Exception], Any], cache: Path) -> ShardIndex:
-    # Without a stamp nothing tells a replaced shard; with functions of the user's own the samples depend on them.
-    if not keys.plain or not shard.stamp:
-        return _index_shard(shard, keys, handler)
-    file = _cache_file(cache, shard)
-    found = _load(file, shard)
-    if found is not None:
+    def _remove_drafts(self) -> None:
+        """Drafts of processes that were killed: nobody holds the lock under which they were written."""
+        if self._descriptor is None:
+            return
+        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path is no descriptor
+            if draft.endswith(_DRAFT):
+                with contextlib.suppress(OSError), self._locked(draft.partition(".")[0], wait=False):
+                    os.unlink(draft, dir_fd=self._descriptor)
+
+    def _file(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
+
+    def get(self, shard: Shard, build: Callable[[], ShardIndex]) -> ShardIndex:
+        """The shard's index: as it was kept, else as it is built, by one process while the others wait for it."""
+        if self._descriptor is None:
+            return build()
+        where = os.path.realpath(shard.path) if shard.path else shard.url
+        key = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        found = self._load(key, shard)
+        if found is not None:
+            return found
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # without locks each builds its own
+                stack.enter_context(self._locked(key))
+            found = self._load(key, shard)
+            if found is None:
+                found = build()
+                if not found.lost:
+                    self._save(key, found)
         return found
-    with _locked(file):
-        found = _load(file, shard)
-        if found is None:
-            found = _index_shard(shard, keys, handler)
-            if not found.lost:
-                _save(file, found)
-    return found
+
+    def _load(self, key: str, shard: Shard) -> ShardIndex | None:
+        """What is kept of this very shard; None for anything else, damaged files included."""
+        name = f"{key}.index"
+        try:
+            with os.fdopen(self._file(name, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                data = file.read()
+            line, _, body = data.partition(b"\n")
+            head = json.loads(line)
+            if (head["format"], head["size"], head["stamp"]) != (_FORMAT, shard.size, shard.stamp):
+                return None
+            if zlib.crc32(body) != head["crc"] or len(body) != 16 * head["samples"]:
+                raise ValueError("its content does not fit its checksum")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _LOG.warning("the index %s cannot be used and is built anew (%s)", self.folder / name, error)
+            return None
+        starts, lengths = np.frombuffer(body, "<i8").reshape(2, -1).astype(np.int64)
+        return ShardIndex(shard, starts, lengths, head["checksum"])
+
+    def _save(self, key: str, index: ShardIndex) -> None:
+        """Write it whole or not at all; a cache that cannot be written costs time, nothing else."""
+        body = np.stack([index.starts, index.lengths]).astype("<i8").tobytes()
+        head = {
+            "format": _FORMAT,
+            "url": index.shard.url,
+            "size": index.shard.size,
+            "stamp": index.shard.stamp,
+            "samples": len(index.starts),
+            "checksum": index.checksum,
+            "crc": zlib.crc32(body),
+        }
+        draft = f"{key}.{secrets.token_hex(8)}{_DRAFT}"
+        try:
+            with os.fdopen(self._file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(json.dumps(head).encode() + b"\n" + body)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, f"{key}.index", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(draft, dir_fd=self._descriptor)
+            self._warn(f"the index of {index.shard.url} cannot be kept in {self.folder} ({error.strerror or error})")
+
+    @contextlib.contextmanager
+    def _locked(self, key: str, wait: bool = True) -> Iterator[None]:
+        descriptor = self._file(f"{key}.lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            yield
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _cached(shard: Shard, keys: Keys, handler: Callable[[Exception], Any], cache: _Cache) -> ShardIndex:
+    def build() -> ShardIndex:
+        return _index_shard(shard, keys, handler)
+
+    # Without a stamp nothing tells a replaced shard; with functions of the user's own the samples depend on them.
+    return cache.get(shard, build) if keys.plain and shard.stamp else build()
 
 
 # --- all shards -------------------------------------------------------------------------------------------------------
@@ -347,7 +414,8 @@ def build_index(
                 break
             continue
         shards.append(place)
-    indexes = _build_all(shards, keys, handlers["reading"], cache, progress)
+    with contextlib.closing(_Cache(cache)) as kept:
+        indexes = _build_all(shards, keys, handlers["reading"], kept, progress)
     return _join(indexes, missing)
 
 
@@ -363,7 +431,7 @@ def _try_locate(url: str) -> Shard | str | Exception:
 
 
 def _build_all(
-    shards: list[Shard], keys: Keys, handler: Callable[[Exception], Any], cache: Path, progress: bool | None
+    shards: list[Shard], keys: Keys, handler: Callable[[Exception], Any], cache: _Cache, progress: bool | None
 ) -> list[ShardIndex]:
     bar = _Progress(len(shards), sum(shard.size for shard in shards), progress)
 

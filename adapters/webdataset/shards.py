@@ -149,6 +149,14 @@ def _filesystem(url: str) -> tuple[Any, str]:
 _kept: dict[int, Any] = {}
 
 
+def _pread(file: int, count: int, start: int) -> bytes:
+    """So many bytes, fewer at the file's end alone: one reading may give fewer anywhere, and 2 GiB at most."""
+    data = os.pread(file, count, start)
+    while len(data) < count and (more := os.pread(file, count - len(data), start + len(data))):
+        data += more
+    return data
+
+
 class RangeReader:
     """Reads ranges of bytes of shards, in one process. A copy in another process opens its own files.
 
@@ -207,9 +215,15 @@ class RangeReader:
         file = self._files.get(number)
         if file is None:
             file = self._open(number)
-        data = self._whole(os.pread(file, length, start), number, start, length)
+        try:
+            data = _pread(file, length, start)
+        except OSError as error:
+            raise SourceError(
+                f"{self._shards[number].url} could not be read at byte {start} ({error}): mend what it lies on; the "
+                "next batch is the one that was not given"
+            ) from error
         self._check(number, os.fstat(file))
-        return data
+        return self._whole(data, number, start, length)
 
     def _check(self, number: int, state: os.stat_result) -> None:
         shard = self._shards[number]
