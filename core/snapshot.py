@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -270,7 +271,9 @@ class Snapshot:
             try:
                 self._write(states, offers, ranks.size)
             except Exception as error:  # noqa: BLE001  # the same
-                problem = str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {error}"
+                problem = str(error)
+                if not isinstance(error, SnapshotError):
+                    problem = f"{type(error).__name__}: {error}; {_cure(error, self.path.parent)}"
                 _let_go(error)
                 cause = error
         if self._largest(ranks, float(bool(problem)), 0.0)[0]:
@@ -688,6 +691,17 @@ def _seed_generators(key: int) -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 _Identity = tuple[int, int, int]
+
+
+def _cure(error: BaseException, folder: Path) -> str:
+    """What to do where a snapshot could not be written. torch, which writes most, does not say why it could not."""
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"let this process write to {folder}, or choose another path"
+    free = ""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        free = f" ({found.f_bavail * found.f_frsize >> 20} MiB are free)"
+    return f"see that {folder} can be written and has room{free} for one snapshot more than it keeps"
 
 
 def _let_go(error: BaseException) -> None:

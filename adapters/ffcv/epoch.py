@@ -22,6 +22,7 @@ import torch
 from numba.np.ufunc.parallel import NUM_THREADS
 
 from midepoch.adapter import Session
+from midepoch.adapters.ffcv.pages import Pages
 from midepoch.adapters.ffcv.pipeline import Batch, Damage, Plan, Step
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
@@ -294,13 +295,14 @@ class _Production:
 
     def _produce(self) -> None:
         work, requests = self._work, self._requests
-        schedule: Sequence[Any] = ()
-        if isinstance(work.loader.memory_manager, parts().ProcessCacheManager):
-            # It decides beforehand which pages are in memory at which batch.
+        manager = work.loader.memory_manager
+        if isinstance(manager, parts().ProcessCacheManager):
+            # Which pages are in memory at which batch is decided beforehand.
             listed = list(requests)
-            schedule, requests = [request.indices for request in listed], iter(listed)
+            requests, memory = iter(listed), Pages(manager, [request.indices for request in listed])
+        else:
+            memory = manager.schedule_epoch(())
         steps = tuple(step for step in self.plan.steps if not step.deferred)
-        memory = work.loader.memory_manager.schedule_epoch(schedule)
         memory.__enter__()
         try:
             storage = memory.state

@@ -29,6 +29,7 @@ _PARTS = {
     "allocate_query": "ffcv.pipeline.allocation_query:allocate_query",
     "AllocationQuery": "ffcv.pipeline.allocation_query:AllocationQuery",
     "ProcessCacheManager": "ffcv.memory_managers:ProcessCacheManager",
+    "compute_schedule": "ffcv.memory_managers.process_cache.schedule:compute_schedule",
     "Random": "ffcv.traversal_order:Random",
     "Sequential": "ffcv.traversal_order:Sequential",
     "QuasiRandom": "ffcv.traversal_order:QuasiRandom",

@@ -31,7 +31,7 @@ from webdataset.tariterators import base_plus_ext
 
 from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
 from midepoch.archives import TarError, TarIndex, index_tar, padded
-from midepoch.errors import SourceError
+from midepoch.errors import MidepochError, SourceError
 
 __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 
@@ -201,10 +201,12 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
         else:
             with open_shard(shard) as file:
                 members = index_tar(file, shard.url)
-    except OSError as error:
+    except MidepochError:
+        raise
+    except Exception as error:  # a network has kinds of its own
         raise SourceError(
-            f"{shard.url} could not be read ({type(error).__name__}: {error}): mend what it lies on, or leave it out of "
-            "the urls"
+            f"{shard.url} could not be read ({type(error).__name__}: {error}): mend what it lies on, or leave the "
+            "shard out of the urls"
         ) from error
     starts, lengths = _group(members, keys)
     lost = ""

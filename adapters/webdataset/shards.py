@@ -49,7 +49,7 @@ def locate(url: str) -> Shard | str:
     """The shard, or why it can only be streamed.
 
     Raises:
-        OSError: it is local and cannot be read.
+        OSError: it is local and cannot be read, or remote and does not answer now.
     """
     path = local_path(url)
     if path is None:
@@ -96,7 +96,12 @@ def _locate_remote(url: str) -> Shard | str:
         return f"reading parts of {scheme}: urls needs more ({error}): pip install 'midepoch[webdataset]'"
     except (ValueError, NotImplementedError) as error:
         return f"{url} cannot be read in parts ({error})"
-    except OSError as error:
+    except Exception as error:
+        # Streaming has another order, so what may be over in a moment must not lead to it, perhaps on one rank alone.
+        if _may_pass(error):
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        if not isinstance(error, OSError):
+            raise
         return f"{url} could not be read in parts ({type(error).__name__}: {error})"
     size = info.get("size")
     if type(size) is not int or len(beginning) != min(512, size):
@@ -105,6 +110,19 @@ def _locate_remote(url: str) -> Shard | str:
         return f"{url} is compressed"
     stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
     return Shard(url, "", size, stamp)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether an error says nothing of the object itself: a broken connection, a server that is out of order."""
+    each: BaseException | None = error
+    while each is not None:
+        status = getattr(each, "status", None)
+        if isinstance(status, int):
+            return status >= 500 or status in (408, 425, 429)
+        if isinstance(each, ConnectionError | TimeoutError) or type(each).__module__.startswith("aiohttp."):
+            return True
+        each = each.__cause__
+    return False
 
 
 # What file systems of fsspec call an object's identity, the surest first.

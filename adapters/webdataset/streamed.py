@@ -183,7 +183,16 @@ class _Shards:
         if source is None:
             _LOG.warning("%s cannot be opened: the shard is lost", url)
             return
-        data = _Bytes(source["stream"])
+        try:
+            data = _Bytes(source["stream"])
+        except _BROKEN as error:
+            with contextlib.suppress(OSError):
+                source["stream"].close()
+            damage = TarError(url, 0, f"{type(error).__name__}: {error}", True)
+            damage.__cause__ = error
+            self._handler(damage)  # raises, or the loss is accepted
+            _LOG.warning("%s: the shard is lost", url)
+            return
         try:
             yield from self._grouped(data, source, url, offset, ordinal)
         finally:
