@@ -67,6 +67,9 @@ def glance(url: str) -> str:
     """What tells a local file from another of its name, without reading it; empty for anything else.
 
     Its size, and its first and last bytes: compressed files end in a checksum of their content.
+
+    Raises:
+        SourceError: it is there and cannot be read. Passed over, that would change what states say of the shards.
     """
     path = local_path(url)
     try:
@@ -77,8 +80,8 @@ def glance(url: str) -> str:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _GLANCE))
             return f"{size}:{zlib.crc32(file.read(), zlib.crc32(first)):08x}"
-    except OSError:
-        return ""  # reading it will tell
+    except OSError as error:
+        raise SourceError(f"{url} could not be read ({error}): mend what it lies on, or leave it out of urls") from error
 
 
 _GLANCE = 512  # bytes

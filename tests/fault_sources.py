@@ -1,0 +1,275 @@
+"""Faults of a machine, made on purpose: reads that fail, a server out of order, small and read-only disks, counts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import http.server
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
+
+# --- disks ---
+
+
+@contextlib.contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
+    """A real disk of so many bytes."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"no disk could be mounted: {made.stderr.decode()}")
+    try:
+        yield folder
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "midepoch-free":
+                thread.join()
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def read_only(folder: Path, yes: bool = True) -> None:
+    subprocess.run(["mount", "-o", f"remount,{'ro' if yes else 'rw'}", str(folder)], check=True)
+
+
+# --- reads of local files ---
+
+_SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+/* FAULT_PATH: part of the paths that are meant; FAULT_WHEN: a file that says which fault there is, and at which of so
+   many reads: "eio 3". Without that file there is none. */
+static atomic_int reads, faults;
+
+static char fault_of(int file, long *pause) {
+    const char *part = getenv("FAULT_PATH"), *when = getenv("FAULT_WHEN");
+    char link[64], path[4096], kind[16];
+    int every;
+    if (!part || !when) return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 0) return 0;
+    path[length] = 0;
+    if (!strstr(path, part)) return 0;
+    FILE *said = fopen(when, "r");
+    if (!said) return 0;
+    int fields = fscanf(said, "%15s %d", kind, &every);
+    fclose(said);
+    if (fields != 2 || atomic_fetch_add(&reads, 1) % every != every - 1) return 0;
+    *pause = strcmp(kind, "slow") ? 0 : 20000000;
+    return kind[0] == 'e' && kind[1] == 'i' && kind[2] == 'n' ? 'i' : kind[0];  /* eio, eintr, short, slow */
+}
+
+#define FAULTY(call, shorter)                                       \
+    int saved = errno;                                              \
+    long pause = 0;                                                 \
+    char kind = fault_of(file, &pause);                             \
+    errno = saved;                                                  \
+    if (kind == 'e') { errno = EIO; return -1; }                    \
+    if (kind == 'i') { errno = EINTR; return -1; }                  \
+    if (pause) { struct timespec t = {0, pause}; nanosleep(&t, 0); } \
+    else if (kind == 's') { shorter; }                              \
+    return call;
+
+#define REAL(name) \
+    static __typeof__(name) *real; \
+    if (!real) real = dlsym(RTLD_NEXT, #name);
+
+ssize_t read(int file, void *to, size_t count) {
+    REAL(read)
+    FAULTY(real(file, to, count), if (count > 1) count = count / 2)
+}
+ssize_t pread(int file, void *to, size_t count, off_t at) {
+    REAL(pread)
+    FAULTY(real(file, to, count, at), if (count > 1) count = count / 2)
+}
+ssize_t pread64(int file, void *to, size_t count, off64_t at) {
+    REAL(pread64)
+    FAULTY(real(file, to, count, at), if (count > 1) count = count / 2)
+}
+size_t fread(void *to, size_t size, size_t count, FILE *stream) {
+    REAL(fread)
+    int file = fileno(stream);
+    long pause = 0;
+    if (fault_of(file, &pause) == 'e') { errno = EIO; return 0; }
+    return real(to, size, count, stream);
+}
+ssize_t preadv64v2(int file, const struct iovec *to, int parts, off64_t at, int flags) {
+    REAL(preadv64v2)
+    struct iovec first = to[0];
+    FAULTY(real(file, kind ? &first : to, kind ? 1 : parts, at, flags), if (first.iov_len > 1) first.iov_len /= 2)
+}
+ssize_t preadv64(int file, const struct iovec *to, int parts, off64_t at) {
+    REAL(preadv64)
+    struct iovec first = to[0];
+    FAULTY(real(file, kind ? &first : to, kind ? 1 : parts, at), if (first.iov_len > 1) first.iov_len /= 2)
+}
+"""
+
+
+def shim(folder: Path) -> dict[str, str]:
+    """The environment of a process whose reads can be made to fail; the file `folder`/when says how."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler, with which reads are made to fail: apt-get install gcc")
+    source, library = folder / "shim.c", folder / "shim.so"
+    if not library.exists():
+        source.write_text(_SHIM)
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library), "FAULT_WHEN": str(folder / "when")}
+
+
+# --- a server of objects that is out of order ---
+
+
+class Server:
+    """Serves a folder by ranges; each answer, by chance or as it is told, may be one of FAULTS."""
+
+    FAULTS = ("500", "reset", "cut", "stall", "whole", "empty")
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self._chance, self._root = random.Random(seed), root
+        self.often = 0.0  # how many of the answers fail
+        self.faults: tuple[str, ...] = self.FAULTS
+        self.failed: dict[str, int] = dict.fromkeys(self.FAULTS, 0)
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                outer.answer(self, False)
+
+            def do_GET(self) -> None:
+                outer.answer(self, True)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def answer(self, request: Any, with_body: bool) -> None:
+        data = (self._root / request.path.strip("/")).read_bytes()
+        with self._lock:
+            fails = self._chance.random() < self.often
+            fault = self._chance.choice(self.faults) if fails else ""
+            if fault:
+                self.failed[fault] += 1
+        first, last, status = 0, len(data) - 1, 200
+        stated = request.headers.get("Range")
+        if stated and fault != "whole":
+            begin, _, end = stated.removeprefix("bytes=").partition("-")
+            first, last, status = int(begin), min(int(end or last), last), 206
+        body = data[first : last + 1]
+        if fault == "reset":
+            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            request.close_connection = True
+            request.connection.close()
+            return
+        if fault == "stall":
+            self._ended.wait(2.0)
+        request.send_response(500 if fault == "500" else status)
+        request.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        request.send_header("Content-Length", "0" if fault in ("500", "empty") else str(len(body)))
+        if status == 206:
+            request.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+        request.end_headers()
+        if not with_body or fault in ("500", "empty"):
+            return
+        if fault == "cut":
+            body, request.close_connection = body[: len(body) // 2], True
+        with contextlib.suppress(OSError):
+            request.wfile.write(body)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+# --- what a process holds ---
+
+
+class Held(NamedTuple):
+    """What must not grow."""
+
+    files: int
+    threads: int
+    children: int
+    shared: int  # entries of /dev/shm
+    memory: int  # bytes
+
+
+def held() -> Held:
+    """Now, once what is on its way out has gone."""
+    gc.collect()
+    process = psutil.Process()
+    shared = Path("/dev/shm")
+    return Held(
+        process.num_fds(),
+        process.num_threads(),
+        len(process.children(recursive=True)),
+        len(list(shared.iterdir())) if shared.is_dir() else 0,
+        process.memory_info().rss,
+    )
+
+
+def settled(before: Held, patience: float = 5.0) -> Held:
+    """`held` when nothing but memory is more than `before`, or when patience is at its end."""
+    until = time.monotonic() + patience
+    while True:
+        now = held()
+        if all(mine <= theirs for mine, theirs in zip(now[:4], before[:4], strict=True)) or time.monotonic() > until:
+            return now
+        time.sleep(0.05)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def run_self(file: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
+    """A test's own program, in a new process."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", file, *arguments],
+        env={**os.environ, **(environment or {})}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
