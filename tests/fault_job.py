@@ -74,10 +74,12 @@ def endure(make: Callable[[], Any], when: Path, fault: str, every: int, retry: b
     """An epoch under a fault; behind an error the rest of it without, in the same loader or in a new one."""
     got: list[Any] = []
     when.write_text(f"{fault} {every}")
-    loader = None
+    loader, batches = None, iter(())
     try:
         loader = make()
-        got.extend(known(batch) for batch in loader)
+        batches = iter(loader)
+        for batch in batches:
+            got.append(known(batch))
         return got, []
     except Exception as error:  # noqa: BLE001  # they are what is looked for
         told = f"{type(error).__name__}: {error}" if not isinstance(error, MidepochError) else type(error).__name__
@@ -90,8 +92,9 @@ def endure(make: Callable[[], Any], when: Path, fault: str, every: int, retry: b
         loader = make()
         if state is not None:
             loader.load_state_dict(state)
+        batches = iter(loader)
     if state is None or state["epoch"] == 0:
-        got.extend(known(batch) for batch in loader)
+        got.extend(known(batch) for batch in batches)
     loader.close()
     return got, [told]
 
@@ -140,7 +143,7 @@ def main() -> None:
     for turn in range(int(turns)):
         fault = FAULTS[turn % len(FAULTS)]
         every = 2 + 3 * (turn // len(FAULTS))  # a read that is always interrupted never ends
-        got, errors = endure(make, when, fault, every, retry=bool(turn // 2 % 2))
+        got, errors = endure(make, when, fault, every, retry=bool(turn // len(FAULTS) % 2))
         outcomes[f"{fault}: {errors[0][:200] if errors else 'exact'}"] += 1
         wrong += got != whole
     print(json.dumps({"outcomes": outcomes, "wrong": wrong, "batches": len(whole)}))

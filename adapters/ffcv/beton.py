@@ -116,13 +116,10 @@ def describe(reader: Any) -> str:
     entries = reader.alloc_table
     places = np.sort(entries["ptr"])[np.linspace(0, len(entries) - 1, min(_PROBES, len(entries)), dtype=np.int64)]
     try:
-        with Path(reader.file_name).open("rb", buffering=0) as file:
+        with Path(reader.file_name).open("rb", buffering=_PROBE) as file:
             for place in places.tolist():
-                probe = b""
-                # One reading may give fewer bytes; another content would be another file.
-                while len(probe) < _PROBE and (more := os.pread(file.fileno(), _PROBE - len(probe), place + len(probe))):
-                    probe += more
-                crc = zlib.crc32(probe, crc)
+                file.seek(place)
+                crc = zlib.crc32(file.read(_PROBE), crc)
     except OSError as error:
         raise SourceError(f"{reader.file_name} could not be read ({error}): mend what it lies on") from error
     return f"{reader.num_samples}:{crc:08x}"

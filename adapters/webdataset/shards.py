@@ -81,7 +81,7 @@ def glance(url: str) -> str:
             file.seek(max(0, size - _GLANCE))
             return f"{size}:{zlib.crc32(file.read(), zlib.crc32(first)):08x}"
     except OSError as error:
-        raise SourceError(f"{url} could not be read ({error}): mend what it lies on, or leave it out of urls") from error
+        raise SourceError(f"{url} could not be read ({error}): mend what it lies on, or leave it out") from error
 
 
 _GLANCE = 512  # bytes
