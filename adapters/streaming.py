@@ -8,11 +8,13 @@ size that is guessed from the first field.
 
 from __future__ import annotations
 
+import atexit
 import re
 import zlib
 from typing import Any, ClassVar, NamedTuple
 
 from streaming import StreamingDataLoader, StreamingDataset
+from streaming.base.shared import SharedMemory
 from torch.utils.data import DataLoader
 
 from midepoch import promises
@@ -208,6 +210,7 @@ class StreamingAdapter(Adapter):
         self.sharing(run.world)  # refuses another world
         plan = self._plan(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
+        _let_go_of_places(dataset)
         # A pass looks at both: it takes the place for stale if its epoch is not the next one.
         dataset.next_epoch = run.epoch
         dataset.load_state_dict(
@@ -222,6 +225,39 @@ class StreamingAdapter(Adapter):
         # torch draws the worker processes' seed, which is none of the caller's business.
         with self._opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch)):
             return _StreamingSession(loader, str(plan))
+
+
+def _let_go_of_places(dataset: StreamingDataset) -> None:
+    """Close what earlier passes have opened to say or to read a place: four files a pass, until the process ends.
+
+    The block itself stays, by its name: who made it removes it.
+    """
+    last = getattr(dataset, "_resume_shm", None)
+    if last is not None:
+        places = _Places(last.shm.name)
+        atexit.unregister(places)
+        for memory in places.found:
+            memory.cleanup()
+
+
+class _Places:
+    """Equal to each function, registered with atexit, that closes a shared block of this name that was only opened.
+
+    Nothing else refers to those of Streaming, which makes one at each pass.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.found: list[SharedMemory] = []
+
+    __hash__ = None  # type: ignore[assignment]  # it is only compared
+
+    def __eq__(self, other: object) -> bool:
+        memory = getattr(other, "__self__", None)
+        equal = isinstance(memory, SharedMemory) and not memory.created_shms and memory.shm.name == self._name
+        if equal:
+            self.found.append(memory)
+        return equal
 
 
 class _StreamingSession(Session):

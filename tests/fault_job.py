@@ -74,7 +74,8 @@ def endure(make: Callable[[], Any], when: Path, fault: str, every: int, retry: b
     """An epoch under a fault; behind an error the rest of it without, in the same loader or in a new one."""
     got: list[Any] = []
     when.write_text(f"{fault} {every}")
-    loader, batches = None, iter(())
+    loader: Any = None
+    batches: Any = iter(())
     try:
         loader = make()
         batches = iter(loader)

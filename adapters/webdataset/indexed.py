@@ -136,6 +136,10 @@ class IndexedReader:
                     return answer
         return answer
 
+    def close(self) -> None:
+        """Close the shards that are open in this process; reading opens them again."""
+        self._ranges.close()
+
     def _places(self, request: _Request, start: int, stop: int) -> tuple[npt.NDArray[np.int64], list[int]]:
         """Numbers of the samples at some positions, and the keys of their streams."""
         positions = request.base + np.arange(start, stop, dtype=np.int64) % request.size
@@ -378,7 +382,8 @@ class IndexedAdapter(Adapter):
         return _RefilledSession(answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._index)
 
     def close(self) -> None:
-        """Persistent worker processes."""
+        """Persistent worker processes, and the files of this one."""
+        self._reader.close()
         if self._server is not None:
             self._server.close()
 

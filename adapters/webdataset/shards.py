@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -178,6 +179,13 @@ def _pread(file: int, count: int, start: int) -> bytes:
     return data
 
 
+def _close_files(files: dict[int, int], process: int) -> None:
+    if os.getpid() == process:
+        for file in files.values():
+            os.close(file)
+    files.clear()
+
+
 class RangeReader:
     """Reads ranges of bytes of shards, in one process. A copy in another process opens its own files.
 
@@ -187,8 +195,7 @@ class RangeReader:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._pid = os.getpid()
+        self._forget()
         self._windowed, self._window = -1, (b"", 0, 0)
 
     def takers(self, ranges: Sequence[tuple[int, int, int]]) -> list[Take]:
@@ -201,7 +208,7 @@ class RangeReader:
             SourceError: a shard has changed since it was indexed, or cannot be read.
         """
         if os.getpid() != self._pid:
-            self._files, self._pid = OrderedDict(), os.getpid()
+            self._forget()
         remote = [each for each in ranges if not self._shards[each[0]].path]
         fetched = iter(self._read_remote(remote) if remote else ())
         return [
@@ -210,6 +217,13 @@ class RangeReader:
             else partial(_slice, self._whole(next(fetched), *each))
             for each in ranges
         ]
+
+    def _forget(self) -> None:
+        """No file is open in this process; those that will be are closed when this reader goes."""
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._pid = os.getpid()
+        self._closed = weakref.finalize(self, _close_files, self._files, self._pid)
+        self._closed.atexit = False  # the system sees to that
 
     def _take_local(self, number: int, start: int, length: int, offset: int, count: int) -> bytes:
         """Bytes of a range; neighbouring small ones come out of one reading."""
@@ -285,10 +299,10 @@ class RangeReader:
 
     def close(self) -> None:
         """Close the files of this process."""
-        if os.getpid() == self._pid:
-            for file in self._files.values():
-                os.close(file)
-        self._files.clear()
+        _close_files(self._files, self._pid)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict(), "_pid": 0, "_windowed": -1, "_window": (b"", 0, 0)}
+        return {"_shards": self._shards}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_shards"])  # type: ignore[misc]  # nothing is open in this process
