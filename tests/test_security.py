@@ -221,14 +221,14 @@ def test_a_folder_that_others_may_have_filled_is_not_believed(
 def test_links_in_the_folder_are_not_followed(tmp_path: Path) -> None:
     urls = urls_in(tmp_path)
     whole = indexed(urls, tmp_path / "cache")
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    for each in own_folder(tmp_path / "cache").iterdir():
+    planted(tmp_path / "elsewhere", urls, tmp_path)
+    content = {each.name: each.read_bytes() for each in (tmp_path / "elsewhere").iterdir()}
+    for each in own_folder(tmp_path / "cache").glob("*.index"):
         each.unlink()
-        each.symlink_to(precious)
-    assert indexed(urls, tmp_path / "cache") == whole
-    assert precious.read_text() == "mine"
-    assert indexed(urls, tmp_path / "cache") == whole
+        each.symlink_to(tmp_path / "elsewhere" / each.name)
+    for _ in range(2):
+        assert indexed(urls, tmp_path / "cache") == whole
+    assert {each.name: each.read_bytes() for each in (tmp_path / "elsewhere").iterdir()} == content
 
 
 @AS_ROOT
