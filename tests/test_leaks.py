@@ -21,8 +21,8 @@ import fault_sources as faults
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 MEMORY = 24 << 20  # bytes that allocators may keep, whatever the number of epochs; a leaked batch an epoch is more
 
-# Of a DALI pipeline that is made and closed, some 60 KiB stay with the allocators of its native code, and every third epoch
-# makes one. Epochs of one pipeline leave nothing: 4 KiB in 600.
+# Of a DALI pipeline that is made and closed, some 60 KiB stay with the allocators of its native code, and every third
+# epoch makes one. Epochs of one pipeline leave nothing: 4 KiB in 600.
 MEMORY_OF = {"dali": MEMORY + 333 * (96 << 10)}
 
 pytestmark = [
