@@ -353,7 +353,7 @@ def test_a_worker_that_is_killed_loses_no_batch_and_gives_none_twice(persistent:
     whole = lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
     generator = random.Random(5)
     errors = 0
-    for kill in range(100 if CHAOS else 4):
+    for kill in range(12 if CHAOS else 4):
         loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=2, persistent_workers=persistent), seed=1)
         batches, got = iter(loader), []
         victims = 2 if kill % 4 == 3 else 1
@@ -364,6 +364,8 @@ def test_a_worker_that_is_killed_loses_no_batch_and_gives_none_twice(persistent:
                 if len(got) == at:
                     for worker in generator.sample(workers_of(), victims):
                         worker.kill()
+                    if victims == 2:
+                        time.sleep(0.1)  # else torch may raise the second error out of this test's own lines below
         except SourceError as error:
             errors += 1
             assert "DataLoader worker" in str(error) and "use fewer workers, smaller batches" in str(error)
