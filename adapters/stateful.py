@@ -35,6 +35,7 @@ class StatefulAdapter(Adapter):
     """
 
     name: ClassVar[str] = "stateful"
+    seals_detail = True
     rank_independent = False
     elastic = False
     remembers = False

@@ -58,6 +58,7 @@ class StreamingAdapter(Adapter):
     """A DataLoader over a StreamingDataset, Streaming's own or torch's."""
 
     name: ClassVar[str] = "streaming"
+    seals_detail = True
     jumps: ClassVar[bool] = True
 
     def __init__(self, source: Any, options: Options) -> None:

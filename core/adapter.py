@@ -134,6 +134,8 @@ class Adapter(ABC):
         seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
             one the user must then state one.
         remembers: a session knows its detail of some batches ago, if only of one.
+        seals_detail: the detail says a place of its own, which must be the state's. It is sealed with that, so that a
+            state that was edited by hand is refused rather than continued where the detail leads.
         continuous: an epoch begins where the one before was left, so a detail leads from one to the next.
         settings: names of the keywords of `wrap` that only this adapter knows; it checks their values itself.
     """
@@ -144,6 +146,7 @@ class Adapter(ABC):
     seed_is_shared: bool = True
     elastic: bool = True
     jumps: ClassVar[bool] = False
+    seals_detail: bool = False
     remembers: bool = True
     continuous: bool = False
 

@@ -165,7 +165,7 @@ class _Place(NamedTuple):
     """What the detail of a combination's state holds.
 
     Attributes:
-        at: the combination's own (epoch, position), so that neither can be edited alone.
+        at: the combination's own (epoch, position).
         bases: the parts' epochs when the combination's epoch began.
         ended: bits of the parts that are known to have ended since.
         leaving: bits of the parts that begin their next epoch when they are next read, and not sooner, because only
@@ -190,27 +190,20 @@ class _Place(NamedTuple):
         """Whether a part has ended in the combination's epoch."""
         return bool(self.ended >> number & 1) or self.states[number]["epoch"] > self.bases[number]
 
-    def sealed(self) -> str:
-        """As text, with a checksum that `midepoch.reseal` does not renew."""
+    def as_text(self) -> str:
+        """What `read` takes."""
         values = [values_of(state) for state in self.states]
-        text = json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
-        return f"{zlib.crc32(text.encode()):08x}{text}"
+        return json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
 
     @classmethod
-    def opened(cls, detail: str, parts: int) -> _Place:
-        """What was sealed.
+    def read(cls, detail: str, parts: int) -> _Place:
+        """What `as_text` gave.
 
         Raises:
-            StateCorruptError: it was damaged, or is of another number of parts.
+            StateCorruptError: it is something else, or is of another number of parts.
         """
-        text = detail[8:]
-        if detail[:8] != f"{zlib.crc32(text.encode(errors='replace')):08x}":
-            raise StateCorruptError(
-                "the checksum of the parts' states does not fit: the state was damaged, or edited around them; use an "
-                "older one"
-            )
         try:
-            epoch, position, bases, ended, leaving, values = json.loads(text)
+            epoch, position, bases, ended, leaving, values = json.loads(detail)
             states, numbers = [from_values(each) for each in values], [*bases, ended, leaving]
         except (ValueError, TypeError, RecursionError) as error:
             raise StateCorruptError(f"the parts' states cannot be read ({error}): use an undamaged state") from error
@@ -224,6 +217,7 @@ class CombinedAdapter(Adapter):
 
     name: ClassVar[str] = "combined"
     jumps: ClassVar[bool] = True
+    seals_detail = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -280,7 +274,7 @@ class CombinedAdapter(Adapter):
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """The steps that are left, where each part knows its own."""
         self._check_world(world)
-        place = _Place.opened(detail, len(self.parts)) if detail else None
+        place = _Place.read(detail, len(self.parts)) if detail else None
         if position == 0:
             if place is not None and place.at[0] == epoch:
                 epochs = place.bases
@@ -380,7 +374,7 @@ class CombinedAdapter(Adapter):
     def upcoming(self, epoch: int) -> str:
         """The detail at the beginning of an epoch: parts that are in the middle of one of theirs begin their next."""
         states = [self._moved_on(number, self.live_state(number)) for number in range(len(self.parts))]
-        return _Place.beginning(epoch, states).sealed()
+        return _Place.beginning(epoch, states).as_text()
 
     def _moved_on(self, number: int, state: State, epoch: int | None = None) -> State:
         """A part's state at the beginning of an epoch, by default the next one if this one has begun."""
@@ -399,12 +393,7 @@ class CombinedAdapter(Adapter):
         """It is whole, belongs to this place, and each part accepts its own state."""
         if not detail:
             raise StateCorruptError("the state of a combination lacks those of its parts: use an undamaged state")
-        place = _Place.opened(detail, len(self.parts))
-        if place.at != (epoch, position):
-            raise StateCorruptError(
-                f"the state stands at epoch {epoch}, position {position}, its parts were saved at epoch {place.at[0]}, "
-                f"position {place.at[1]}: seek the parts themselves, and combine them anew"
-            )
+        place = _Place.read(detail, len(self.parts))
         for name, part, state in zip(self.names, self.parts, place.states, strict=True):
             try:
                 part._check_state(state)
@@ -419,7 +408,7 @@ class CombinedAdapter(Adapter):
                 "within an epoch a combination stands where its parts stand: seek the parts before they are combined, "
                 "or load a state"
             )
-        place = _Place.opened(detail or self.upcoming(here[0]), len(self.parts))
+        place = _Place.read(detail or self.upcoming(here[0]), len(self.parts))
         states = []
         for number, (base, state) in enumerate(zip(place.bases, place.states, strict=True)):
             if epoch == here[0] + 1:
@@ -428,7 +417,7 @@ class CombinedAdapter(Adapter):
                 states.append(self._moved_on(number, state, base))
             else:
                 states.append(self._moved_on(number, state, epoch))
-        return _Place.beginning(epoch, states).sealed()
+        return _Place.beginning(epoch, states).as_text()
 
     # --- sessions ---
 
@@ -439,7 +428,7 @@ class CombinedAdapter(Adapter):
 
     def _arrive(self, run: Run) -> None:
         """Let the parts stand where the run begins, and have a pass of each."""
-        place = _Place.opened(run.detail, len(self.parts)) if run.detail else None
+        place = _Place.read(run.detail, len(self.parts)) if run.detail else None
         for number, part in enumerate(self.parts):
             if place is not None:
                 state, leaving = place.states[number], bool(place.leaving >> number & 1)
@@ -602,7 +591,7 @@ class _CombinedSession(Session):
         # As they were after that step: what was found out since is found out again.
         marks = self._log[-back - 1][1] if back < len(self._log) else self._first_marks
         ended, leaving = marks & (1 << len(states)) - 1, marks >> len(states)
-        return _Place((self._run.epoch, self._step - back), adapter.bases, ended, leaving, states).sealed()
+        return _Place((self._run.epoch, self._step - back), adapter.bases, ended, leaving, states).as_text()
 
     def _begin_again(self, number: int) -> None:
         """Have a part that has ended begin its next epoch."""

@@ -223,16 +223,19 @@ class Loader:
         adapter = self._adapter
         if not detail and not position:
             detail = adapter.beginning(epoch, world)
+        size, own = adapter.size(seed, epoch, world, detail), not adapter.rank_independent
+        if adapter.seals_detail:
+            detail = states.seal_detail(detail, epoch, position, seed, world.rank if own else 0)
         return states.build(
             adapter=adapter.name,
             epoch=epoch,
             position=position,
             seed=seed,
-            size=adapter.size(seed, epoch, world, detail),
+            size=size,
             world_size=world.world_size,
             batch_size=adapter.batch_size,
             fingerprint=self._fingerprint,
-            detail=states.single_part(world.rank, detail) if detail and not adapter.rank_independent else detail,
+            detail=states.single_part(world.rank, detail) if detail and own else detail,
         )
 
     def _place(self, in_flight: int) -> tuple[int, int, str]:
@@ -311,8 +314,7 @@ class Loader:
             )
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         world = self._current_world()
-        detail = checked["detail"]
-        inside = checked["position"] > 0 or detail
+        inside = checked["position"] > 0 or checked["detail"]
         if inside and not adapter.elastic and checked["world_size"] != world.world_size:
             _mismatch(
                 "the world size",
@@ -320,8 +322,7 @@ class Loader:
                 world.world_size,
                 f"run on {checked['world_size']} processes ({adapter.capabilities().elastic_world.reason})",
             )
-        if detail and not adapter.rank_independent:
-            detail = adapter.part(detail, checked["world_size"], world)
+        detail = self._detail_in(checked, world)
         adapter.prepare(checked["seed"], checked["epoch"])
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
@@ -332,10 +333,12 @@ class Loader:
     # --- for combinations: where this loader would stand, and leaving an epoch behind ---
 
     def _detail_in(self, state: State, world: World) -> str:
-        detail: str = state["detail"]
-        if detail and not self._adapter.rank_independent:
-            detail = self._adapter.part(detail, state["world_size"], world)
-        return detail
+        adapter, detail = self._adapter, state["detail"]
+        if adapter.seals_detail:
+            detail = states.unseal_detail(state, adapter.rank_independent)
+        if detail and not adapter.rank_independent:
+            return adapter.part(detail, state["world_size"], world)
+        return str(detail)
 
     def _batches_left_at(self, state: State) -> int | None:
         """`batches_left` of a loader that stands at `state`; None where it cannot be known."""

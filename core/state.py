@@ -37,7 +37,9 @@ __all__ = [
     "part_of",
     "parts_in",
     "reseal",
+    "seal_detail",
     "single_part",
+    "unseal_detail",
     "values_of",
 ]
 
@@ -242,6 +244,48 @@ def parts_in(detail: str) -> dict[int, str]:
         if parsed.keys() == {"rank", "part"} and type(rank) is int and isinstance(part, str):
             return {rank: part}
     raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
+
+
+# --- details that say a place of their own ---------------------------------------------------------------------------
+
+_SEAL = 8  # hexadecimal digits
+
+
+def _seal_of(text: str, epoch: int, position: int, seed: int, rank: int) -> str:
+    return f"{zlib.crc32(json.dumps([text, epoch, position, seed, rank]).encode()):08x}"
+
+
+def seal_detail(text: str, epoch: int, position: int, seed: int, rank: int) -> str:
+    """A detail with a checksum that `reseal` does not renew: else a place edited by hand would not be where it leads.
+
+    Empty at the very beginning, where nothing has been read that it could tell of.
+    """
+    return _seal_of(text, epoch, position, seed, rank) + text if text or epoch or position else ""
+
+
+def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
+    """The detail of a state, or of each rank, without the checksums of `seal_detail`.
+
+    Raises:
+        StateCorruptError: one does not fit, so the detail is damaged or of another place.
+    """
+    detail: str = state["detail"]
+
+    def opened(sealed: str, rank: int) -> str:
+        epoch, position, text = state["epoch"], state["position"], sealed[_SEAL:]
+        if not sealed and not epoch and not position:
+            return ""
+        if not sealed or sealed[:_SEAL] != _seal_of(text, epoch, position, state["seed"], rank):
+            raise StateCorruptError(
+                "the source's own part of the state was damaged, or is not of the state's place (epoch "
+                f"{epoch}, position {position}): use an undamaged state, or loader.seek to go elsewhere"
+            )
+        return text
+
+    if rank_independent or not detail:
+        return opened(detail, 0)
+    parts = {rank: opened(part, rank) for rank, part in parts_in(detail).items()}
+    return join_parts(list(parts.values())) if "parts" in json.loads(detail) else single_part(*next(iter(parts.items())))
 
 
 def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | None = None, in_flight: int = 0) -> State:

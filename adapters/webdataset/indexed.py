@@ -229,6 +229,7 @@ class IndexedAdapter(Adapter):
         self._limit = pipeline.limit
         self.continuous = self._limit is not None or self._refill
         self.elastic = self.rank_independent = not self._refill
+        self.seals_detail = self._counted or self._refill
         self._whole = not self._refill and not pipeline.late_sample_stages
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, self._whole)
         self._finish = Finish(pipeline, options.streams, self._whole)

@@ -557,6 +557,7 @@ class StreamedAdapter(Adapter):
     """A pipeline over shards that can only be read from their start. The unit is a batch."""
 
     name: ClassVar[str] = "webdataset-streams"
+    seals_detail = True
     rank_independent = False
 
     def __init__(
