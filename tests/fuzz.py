@@ -5,12 +5,15 @@ bound on its memory, while this one watches: a crash or a mutation that takes to
 the next process goes on behind it. The same seed and number are the same mutation, alone too::
 
     python tests/fuzz.py --target dataloader --seed 1 --first 4711 --count 1
+
+What only shows in a loader that others have been loaded into takes those before it: ``--count 4712``.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import mmap
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +74,29 @@ class Outcome:
         return {**dataclasses.asdict(self), "repeat": self.command}
 
 
-def targets() -> dict[str, float]:
-    """All that can be fuzzed, with the seconds that one mutation may take."""
+def targets() -> list[str]:
+    """All that can be fuzzed."""
     import fuzz_files
     import fuzz_states
 
-    return {name: target.patience for name, target in (*fuzz_states.TARGETS.items(), *fuzz_files.TARGETS.items())}
+    return [*fuzz_states.TARGETS, *fuzz_files.TARGETS]
+
+
+def fuzzer_of(target: str) -> Any:
+    """What makes the mutations of a target and looks at what becomes of them."""
+    import fuzz_files
+    import fuzz_states
+
+    return fuzz_files.FUZZERS[target](target) if target in fuzz_files.FUZZERS else fuzz_states.Fuzzer(target)
+
+
+def _settings(target: str) -> tuple[float, int]:
+    """Seconds that one mutation may take, and mutations that one process makes."""
+    import fuzz_files
+    import fuzz_states
+
+    found: Any = fuzz_states.TARGETS.get(target) or fuzz_files.TARGETS.get(target) or fuzz_files.Target()
+    return found.patience, getattr(found, "together", 1 << 62)
 
 
 # --- the process that makes mutations ---
@@ -89,37 +110,43 @@ def _resident(name: str) -> float:
     raise RuntimeError(f"/proc/self/status does not tell {name}")
 
 
+@contextlib.contextmanager
+def bounded_memory(mebibytes: int) -> Iterator[None]:
+    """A MemoryError for who asks for more than so much, even if it would not be used."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(_resident("VmData") + mebibytes) * MEBIBYTE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def work(target: str, seed: int, first: int, count: int, progress: str, limit: int) -> None:
     """Mutations one after the other; a line of JSON for each that failed, and one for all at the end."""
-    import fuzz_files
-    import fuzz_states
-
     with open(progress, "r+b") as file:  # noqa: PTH123  # mapped
         place = mmap.mmap(file.fileno(), 0)
-    fuzzer: Any = fuzz_files.FUZZERS[target]() if target in fuzz_files.TARGETS else fuzz_states.Fuzzer(target)
+    fuzzer = fuzzer_of(target)
     outcomes: collections.Counter[str] = collections.Counter()
     for number in range(first, first + 3):
         fuzzer.mutation(seed, number)  # what the first ones import and start counts to nobody
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark of memory begins here
-    before = _resident("VmHWM")
-    bound = int(_resident("VmData") * MEBIBYTE) + limit * MEBIBYTE
-    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-    failures = 0
-    done = first
-    for number in range(first, first + count):
-        struct.pack_into("q", place, 0, number)
-        done = number + 1
-        try:
-            outcomes[fuzzer.check(seed, number)] += 1
-        except Exception:  # noqa: BLE001  # put down, whatever it is
-            failures += 1
-            print(json.dumps({"number": number, "failure": traceback.format_exc(limit=8)[-3500:]}), flush=True)
-            if failures >= _MOST_FAILURES:
-                break
-            fuzzer = type(fuzzer)(target)
-        if number % 500 == 499:
-            print(json.dumps({"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
-            outcomes.clear()
+    before, failures, done = _resident("VmHWM"), 0, first
+    with bounded_memory(limit):
+        for number in range(first, first + count):
+            struct.pack_into("q", place, 0, number)
+            done = number + 1
+            try:
+                outcomes[fuzzer.check(seed, number)] += 1
+            except Exception:  # noqa: BLE001  # put down, whatever it is
+                failures += 1
+                print(json.dumps({"number": number, "failure": traceback.format_exc(limit=8)[-3500:]}), flush=True)
+                if failures >= _MOST_FAILURES:
+                    break
+                fuzzer = fuzzer_of(target)
+            if number % 500 == 499:
+                told = {"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}
+                print(json.dumps(told), flush=True)
+                outcomes.clear()
     print(json.dumps({"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
     os._exit(0)  # backends' threads may take their time
 
@@ -136,10 +163,10 @@ def run(target: str, seed: int, count: int, first: int = 0, limit: int = 1024, p
     """
     outcome = Outcome(target, seed, first)
     begun = time.monotonic()
-    patience = targets()[target] if patience is None else patience
+    usual, together = _settings(target)
     start, stop = first, first + count
     while start < stop and len(outcome.failures) < _MOST_FAILURES:
-        start = _one_process(outcome, start, stop, limit, patience)
+        start = _one_process(outcome, start, min(stop, start + together), limit, patience or usual)
     outcome.mutations = start - first
     outcome.seconds = round(time.monotonic() - begun, 1)
     return outcome
@@ -181,13 +208,8 @@ def _one_process(outcome: Outcome, start: int, stop: int, limit: int, patience: 
             outcome.crashed.append(f"{outcome.one(at)}\nstatus {process.returncode}: {said}")
         # What came since the last count was told of is not counted: those are made again, but for the one.
         if at > done:
-            return _again(outcome, done, at, stop, limit, patience)
+            _one_process(outcome, done, at, limit, patience)
         return at + 1
-
-
-def _again(outcome: Outcome, done: int, at: int, stop: int, limit: int, patience: float) -> int:
-    _one_process(outcome, done, at, limit, patience)
-    return at + 1
 
 
 def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) -> int | None:

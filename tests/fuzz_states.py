@@ -269,7 +269,7 @@ class Reference:
         self._spare: Loader | None = None
         loader = target.make()
         self._step = int(getattr(getattr(loader, "_adapter", None), "batch_size", 1))
-        for _ in range(epochs):
+        for number in range(epochs + 1):  # one more than there are states of, since the last of them lead there
             states, batches = [loader.state_dict()], []
             for batch in loader:
                 batches.append(target.units(batch))
@@ -279,7 +279,8 @@ class Reference:
                 self._after[seed, epoch, position] = []
                 epoch += 1
             # The last of them is the beginning of the next epoch, or the end of this one.
-            self.bases += states[:-1] if states[-1]["epoch"] > epoch else states[1 if position else 0 :]
+            if number < epochs:
+                self.bases += states[:-1] if states[-1]["epoch"] > epoch else states[1 if position else 0 :]
             for place, state in enumerate(states[:-1]):
                 if state["epoch"] == epoch:
                     self._after[seed, epoch, state["position"]] = batches[place : place + 2]
@@ -322,7 +323,7 @@ class Reference:
             self._spare = loader
             if seed != loader.state_dict()["seed"]:
                 begun = loader.state_dict()
-                there = {**begun, "seed": seed, "epoch": epoch, "position": 0, "detail": ""}
+                there = {**begun, "seed": seed, "epoch": 0, "position": 0, "detail": ""}
                 loader.load_state_dict(midepoch.reseal(there))
             loader.seek(epoch)
         else:

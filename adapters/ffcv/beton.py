@@ -44,9 +44,14 @@ def check_file(path: str | os.PathLike[str]) -> None:
             f"{path} is cut off at byte {size}: its header says that a table begins at byte {table}; copy or write it "
             "again"
         )
+    if header["num_samples"] > table:  # FFCV would ask for memory for all of them before it looks
+        raise SourceError(
+            f"{path}: its header names {header['num_samples']} samples, and their metadata would end beyond byte "
+            f"{table}, where it says that a table begins; copy or write it again"
+        )
     try:
         reader = private.Reader(str(path))
-    except (ValueError, OSError, IndexError, KeyError, AssertionError) as error:
+    except (ValueError, OSError, IndexError, KeyError, AssertionError, MemoryError) as error:
         raise SourceError(f"{path} cannot be read ({type(error).__name__}: {error}): write it again") from error
     check_tables(reader)
 
@@ -65,11 +70,12 @@ def check_tables(reader: Any) -> None:
             f"{path} is cut off at byte {size}, in the middle of an entry of the table that begins at byte {table}; "
             "copy or write it again"
         )
-    beyond = np.flatnonzero(entries["ptr"] + entries["size"] > table)
+    # Not their sum, which of damaged entries may exceed 64 bits.
+    beyond = np.flatnonzero((entries["ptr"] > table) | (entries["size"] > table - np.minimum(entries["ptr"], table)))
     if len(beyond):
         entry = entries[beyond[0]]
         raise SourceError(
-            f"{path}: the data of sample {entry['sample_id']} is said to end at byte {entry['ptr'] + entry['size']}, "
+            f"{path}: the data of sample {entry['sample_id']} is said to end at byte {int(entry['ptr']) + int(entry['size'])}, "
             f"but data ends at byte {table}; write the file again"
         )
     known = np.sort(entries["ptr"])

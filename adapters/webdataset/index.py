@@ -36,7 +36,7 @@ from midepoch.errors import MidepochError, SourceError
 __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
-_FORMAT = 1  # of the files in the cache
+_FORMAT = 2  # of the files in the cache
 _DRAFT = ".part"
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # tar_file_iterator's own: what webdataset takes for metadata
 
@@ -239,6 +239,11 @@ def _without_partial(
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
+def _crc(head: Mapping[str, Any], body: bytes) -> int:
+    """Of all that is used of a file in the cache, the shard's own checksum in its head included."""
+    return zlib.crc32(body, zlib.crc32(str([head["samples"], head["checksum"]]).encode()))
+
+
 class _Cache:
     """A folder of indexes that is this user's alone; none where there can be no such folder, which is told once.
 
@@ -319,11 +324,11 @@ class _Cache:
             head = json.loads(line)
             if (head["format"], head["size"], head["stamp"]) != (_FORMAT, shard.size, shard.stamp):
                 return None
-            if zlib.crc32(body) != head["crc"] or len(body) != 16 * head["samples"]:
+            if _crc(head, body) != head["crc"] or len(body) != 16 * head["samples"]:
                 raise ValueError("its content does not fit its checksum")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             _LOG.warning("the index %s cannot be used and is built anew (%s)", self.folder / name, error)
             return None
         starts, lengths = np.frombuffer(body, "<i8").reshape(2, -1).astype(np.int64)
@@ -339,8 +344,8 @@ class _Cache:
             "stamp": index.shard.stamp,
             "samples": len(index.starts),
             "checksum": index.checksum,
-            "crc": zlib.crc32(body),
         }
+        head["crc"] = _crc(head, body)
         draft = f"{key}.{secrets.token_hex(8)}{_DRAFT}"
         try:
             with os.fdopen(self._file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -1,0 +1,204 @@
+"""Mutated states and files end in an error of midepoch's or in the exact continuation; `fuzz.py` makes many more.
+
+The long form makes 100,000 of each adapter's states: ``MIDEPOCH_CHAOS=1``, or ``python tests/fuzz.py --count 100000``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import io
+import json
+import os
+import pickle
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fuzz
+import fuzz_states
+import mutations
+
+import midepoch
+from midepoch import StateCorruptError, state
+
+LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
+SEED = 7
+
+# What has compiled code that a state or a file reaches: a crash must end another process than this one.
+SHORT = {"dali": 150, "dali-sampled": 150, "ffcv": 100, "beton files": 20}
+NEEDS = {
+    "dali": "nvidia.dali", "dali-sampled": "nvidia.dali", "ffcv": "ffcv", "beton files": "ffcv", "datasets": "datasets",
+    "grain": "grain", "streaming": "streaming", "stateful-dataloader": "torchdata", "webdataset": "webdataset",
+    "webdataset counted": "webdataset", "webdataset refilled": "webdataset", "webdataset-streams": "webdataset",
+    "webdataset index caches": "webdataset",
+}  # fmt: skip
+
+
+def _skip_without(package: str) -> None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+@functools.cache
+def fuzzer(target: str) -> Any:
+    return fuzz.fuzzer_of(target)
+
+
+@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.parametrize("target", fuzz.targets())
+def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
+    _skip_without(NEEDS.get(target, "torch"))
+    if LONG or target in SHORT:
+        count = 100_000 if target in fuzz_states.TARGETS else 20_000
+        outcome = fuzz.run(target, SEED, count if LONG else SHORT[target])
+        print(fuzz.table([outcome.as_json()]))
+        assert not outcome.failures, "\n\n".join(outcome.failures)
+        found, refused = outcome.continued, sum(outcome.refused.values())
+    else:
+        outcomes = []
+        with warnings.catch_warnings(), fuzz.bounded_memory(1024):
+            for number in range(300):
+                try:
+                    outcomes.append(fuzzer(target).check(SEED, number))
+                except Exception as error:
+                    raise AssertionError(fuzz.Outcome(target, SEED, 0).one(number)) from error
+        found, refused = outcomes.count("continued"), len(outcomes) - outcomes.count("continued")
+    assert found and refused > found  # both have been seen
+
+
+# --- states go round, whatever carries them ---
+
+
+def through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+CARRIERS: dict[str, Callable[[Any], Any]] = {
+    "JSON": lambda value: json.loads(json.dumps(value)),
+    "JSON of other separators": lambda value: json.loads(json.dumps(value, indent=1, sort_keys=True)),
+    "torch": through_torch,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "a copy": copy.deepcopy,
+    "another order of keys": lambda value: dict(random.Random(3).sample(sorted(value.items()), len(value))),
+    "reseal": midepoch.reseal,
+}
+
+
+@pytest.mark.parametrize("target", [name for name in fuzz_states.TARGETS if name not in SHORT])
+def test_states_round_trip(target: str) -> None:
+    """Any place of three epochs, by any ways, into a loader that stands anywhere."""
+    _skip_without(NEEDS.get(target, "torch"))
+    loaders = fuzzer(target)
+
+    @settings(max_examples=200 if LONG else 25, deadline=None, database=None, derandomize=not LONG,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.sampled_from(loaders.bases), st.lists(st.sampled_from(sorted(CARRIERS)), max_size=4))
+    def goes_round(base: dict[str, Any], ways: list[str]) -> None:
+        carried = functools.reduce(lambda value, way: CARRIERS[way](value), ways, base)
+        loaders.loader.load_state_dict(carried)
+        assert loaders.loader.state_dict() == base
+        assert fuzz_states.first_batches(loaders.loader, loaders.target.units) == loaders.reference.of(base)
+
+    goes_round()
+
+
+# --- the fuzzing itself ---
+
+
+def test_crashes_hangs_and_large_allocations_are_told_with_what_repeats_them() -> None:
+    outcome = fuzz.run("broken", 1, 10, patience=2.0)
+    assert (len(outcome.crashed), len(outcome.hung), len(outcome.wrong)) == (1, 1, 2)
+    assert (outcome.mutations, outcome.continued) == (10, 6)
+    assert "--first 3 --count 1" in outcome.crashed[0] and "Fatal Python error: Aborted" in outcome.crashed[0]
+    assert "--first 5 --count 1" in outcome.hung[0]
+    assert "MemoryError" in outcome.wrong[0] and "another sample" in outcome.wrong[1]
+    assert "--target 'broken' --seed 1 --first 8 --count 1" in outcome.wrong[1]
+
+
+def test_a_wrong_continuation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the seal a state that was edited around a part of the source's own goes on elsewhere."""
+    monkeypatch.setattr(state, "_seal_of", lambda *arguments: "00000000")
+    loaders = fuzz_states.Fuzzer("stateful of all epochs")
+    with pytest.raises(fuzz_states.Wrong, match="goes on with"):
+        for number in range(300):
+            loaders.check(1, number)
+
+
+def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = fuzz_states.Fuzzer("dataloader")
+    load = loaders.loader.load_state_dict
+
+    def hasty(given: Any) -> None:
+        if isinstance(given, dict) and type(given.get("position")) is int and 0 <= given["position"] <= 22:
+            loaders.loader.seek(position=given["position"])
+        load(given)
+
+    monkeypatch.setattr(loaders.loader, "load_state_dict", hasty)
+    with pytest.raises(fuzz_states.Wrong, match="has changed the loader"):
+        for number in range(300):
+            loaders.check(1, number)
+
+
+def test_the_same_number_is_the_same_mutation() -> None:
+    states, other = fuzzer("dataloader"), fuzz_states.Fuzzer("dataloader")
+    assert [pickle.dumps(states.mutation(3, n)) for n in range(9)] == [pickle.dumps(other.mutation(3, n)) for n in range(9)]
+    kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
+    assert kinds >= {kind.__name__ for kind in mutations.KINDS}
+
+
+# --- what it has found ---
+
+PLACED = [
+    "stateful", "stateful of all epochs", "stateful-dataloader", "datasets", "grain", "webdataset counted",
+    "webdataset refilled", "webdataset-streams", "streaming", "combined of own states",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", PLACED)
+def test_a_place_that_was_edited_around_the_source_s_own_part_is_refused(target: str) -> None:
+    _skip_without(NEEDS.get(target, "torch"))
+    bases = fuzzer(target).bases
+    good, elsewhere = bases[1], bases[2]
+    assert good["detail"] and good["position"] != elsewhere["position"]
+    seedless = target in ("stateful", "combined of own states")
+    for change in (
+        {"position": elsewhere["position"]}, {"epoch": good["epoch"] + 1}, {"detail": elsewhere["detail"]},
+        {"detail": ""}, {"epoch": 1, "position": 0, "detail": ""}, *([{"seed": good["seed"] ^ 1}] * seedless),
+    ):  # fmt: skip
+        loader = fuzz_states.TARGETS[target].make()
+        before = loader.state_dict()
+        with pytest.raises(StateCorruptError):
+            loader.load_state_dict(midepoch.reseal({**good, **change}))
+        assert loader.state_dict() == before
+        loader.close()
+
+
+def test_a_combination_is_not_continued_under_another_seed_s_draws() -> None:
+    """Its parts stand where the draws of the state's own seed have led them."""
+    import sources
+
+    def make() -> Any:
+        parts = [midepoch.wrap(sources.noisy_loader(size), seed=5) for size in (22, 18)]
+        return midepoch.combine(parts, "weighted")
+
+    loader = make()
+    fuzz_states.first_batches(loader, fuzz_states.whole)
+    good = loader.state_dict()
+    make().load_state_dict(good)
+    with pytest.raises(StateCorruptError, match="not of the state's place"):
+        make().load_state_dict(midepoch.reseal({**good, "seed": good["seed"] ^ 1}))
