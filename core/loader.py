@@ -223,20 +223,20 @@ class Loader:
         adapter = self._adapter
         if not detail and not position:
             detail = adapter.beginning(epoch, world)
-        size, own = adapter.size(seed, epoch, world, detail), not adapter.rank_independent
+        fields = {
+            "adapter": adapter.name,
+            "epoch": epoch,
+            "position": position,
+            "seed": seed,
+            "size": adapter.size(seed, epoch, world, detail),
+            "world_size": world.world_size,
+            "batch_size": adapter.batch_size,
+            "fingerprint": self._fingerprint,
+        }
+        own = not adapter.rank_independent
         if adapter.seals_detail:
-            detail = states.seal_detail(detail, epoch, position, seed, world.rank if own else 0)
-        return states.build(
-            adapter=adapter.name,
-            epoch=epoch,
-            position=position,
-            seed=seed,
-            size=size,
-            world_size=world.world_size,
-            batch_size=adapter.batch_size,
-            fingerprint=self._fingerprint,
-            detail=states.single_part(world.rank, detail) if detail and own else detail,
-        )
+            detail = states.seal_detail(detail, world.rank if own else 0, fields)
+        return states.build(**fields, detail=states.single_part(world.rank, detail) if detail and own else detail)
 
     def _place(self, in_flight: int) -> tuple[int, int, str]:
         """Epoch, position and detail of so many batches ago."""

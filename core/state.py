@@ -249,18 +249,19 @@ def parts_in(detail: str) -> dict[int, str]:
 # --- details that say a place of their own ---------------------------------------------------------------------------
 
 _SEAL = 8  # hexadecimal digits
+_SEALED_WITH = ("fingerprint", "epoch", "position", "seed")  # what a detail belongs to
 
 
-def _seal_of(text: str, epoch: int, position: int, seed: int, rank: int) -> str:
-    return f"{zlib.crc32(json.dumps([text, epoch, position, seed, rank]).encode()):08x}"
+def _seal_of(text: str, rank: int, state: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps([text, rank, *(state[name] for name in _SEALED_WITH)]).encode()):08x}"
 
 
-def seal_detail(text: str, epoch: int, position: int, seed: int, rank: int) -> str:
+def seal_detail(text: str, rank: int, state: Mapping[str, Any]) -> str:
     """A detail with a checksum that `reseal` does not renew: else a place edited by hand would not be where it leads.
 
     Empty at the very beginning, where nothing has been read that it could tell of.
     """
-    return _seal_of(text, epoch, position, seed, rank) + text if text or epoch or position else ""
+    return _seal_of(text, rank, state) + text if text or state["epoch"] or state["position"] else ""
 
 
 def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
@@ -275,7 +276,7 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
         epoch, position, text = state["epoch"], state["position"], sealed[_SEAL:]
         if not sealed and not epoch and not position:
             return ""
-        if not sealed or sealed[:_SEAL] != _seal_of(text, epoch, position, state["seed"], rank):
+        if not sealed or sealed[:_SEAL] != _seal_of(text, rank, state):
             raise StateCorruptError(
                 "the source's own part of the state was damaged, or is not of the state's place (epoch "
                 f"{epoch}, position {position}): use an undamaged state, or loader.seek to go elsewhere"
@@ -285,7 +286,9 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
     if rank_independent or not detail:
         return opened(detail, 0)
     parts = {rank: opened(part, rank) for rank, part in parts_in(detail).items()}
-    return join_parts(list(parts.values())) if "parts" in json.loads(detail) else single_part(*next(iter(parts.items())))
+    if "parts" in json.loads(detail):
+        return join_parts(list(parts.values()))
+    return single_part(*next(iter(parts.items())))
 
 
 def gather(loader: StatefulIterable, group: torch.distributed.ProcessGroup | None = None, in_flight: int = 0) -> State:

@@ -154,7 +154,9 @@ def work(target: str, seed: int, first: int, count: int, progress: str, limit: i
 # --- the process that watches ---
 
 
-def run(target: str, seed: int, count: int, first: int = 0, limit: int = 1024, patience: float | None = None) -> Outcome:
+def run(
+    target: str, seed: int, count: int, first: int = 0, limit: int = 1024, patience: float | None = None
+) -> Outcome:
     """Fuzz one target.
 
     Args:
@@ -183,7 +185,7 @@ def _one_process(outcome: Outcome, start: int, stop: int, limit: int, patience: 
         with output.open("wb") as out, errors.open("wb") as err:
             process = subprocess.Popen(command, stdout=out, stderr=err)
             number = _watched(process, progress, patience)
-        at = struct.unpack("q", progress.read_bytes())[0]
+        at: int = struct.unpack("q", progress.read_bytes())[0]
         done = start
         for line in output.read_text().splitlines():
             told = json.loads(line) if line.startswith("{") else {}
@@ -212,7 +214,7 @@ def _one_process(outcome: Outcome, start: int, stop: int, limit: int, patience: 
         return at + 1
 
 
-def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) -> int | None:
+def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) -> Any:
     """Wait for the end; the number of the mutation that took too long, for which the process was killed."""
     seen, since, ready = -2, time.monotonic(), False
     while True:
@@ -228,12 +230,14 @@ def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) 
         elif time.monotonic() - since > (patience if ready else 300.0):
             process.kill()
             process.wait()
-            return int(number)
+            return number
 
 
 # --- tables ---
 
-_HEADINGS = ("target", "mutations", "refused", "continued exactly", "wrong", "crashed", "hung", "memory (MiB)", "seconds")
+_HEADINGS = (
+    "target", "mutations", "refused", "continued exactly", "wrong", "crashed", "hung", "memory (MiB)", "seconds",
+)  # fmt: skip
 
 
 def table(outcomes: list[dict[str, Any]]) -> str:

@@ -1,7 +1,8 @@
-"""Files for the fuzzing: snapshots, archives, caches of their indexes, FFCV's files; and what became of a mutated one."""
+"""Files for the fuzzing: snapshots, archives, caches of their indexes, FFCV's files; what became of a mutated one."""
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -171,10 +172,11 @@ class Archives(FileFuzzer):
         self.path = self.folder / "x.tar"
         self.path.write_bytes(self.whole)
         self.index = index_tar(self.path)
-        self.headers = [place for place in range(0, len(self.whole), 512) if self._is_header(self.whole[place : place + 512])]
+        blocks = range(0, len(self.whole), 512)
+        self.headers = [place for place in blocks if self._is_header(self.whole[place : place + 512])]
 
     @staticmethod
-    def _is_header(block: bytes) -> bool:
+    def _is_header(block: bytes | bytearray) -> bool:
         return block[257:262] == b"ustar"
 
     def reseal(self, data: bytearray, generator: random.Random) -> bytes:
@@ -182,11 +184,13 @@ class Archives(FileFuzzer):
         if generator.random() < 0.5:  # most damage hits no header, so some is done to one
             place = generator.choice(self.headers)
             field, width = generator.choice(((0, 100), (124, 12), (124, 12), (156, 1), (257, 8), (345, 155), (512, 40)))
-            data[place + field : place + field + width] = generator.choice((
-                b"\xff" * width, b"\x80" + b"\0" * (width - 9) + (1 << generator.choice((31, 40, 62))).to_bytes(8, "big"),
-                b"7" * width, b"-1 ".ljust(width), b"x" * width, b"\0" * width, generator.randbytes(width), b"L", b"x", b"K",
-                b"99999999999 size=99999999999\n", b"20 size=999999999999\n", b"S", b"g",
-            ))[:width].ljust(width, b"\0")[: max(0, len(data) - place - field)]  # fmt: skip
+            large = b"\x80" + b"\0" * (width - 9) + (1 << generator.choice((31, 40, 62))).to_bytes(8, "big")
+            value = generator.choice((
+                large, b"\xff" * width, b"7" * width, b"-1 ".ljust(width), b"x" * width, b"",
+                generator.randbytes(width), b"L", b"x", b"K", b"S", b"g",
+                b"99999999999 size=99999999999\n", b"20 size=999999999999\n",
+            ))[:width].ljust(width, b"\0")  # fmt: skip
+            data[place + field : place + field + width] = value[: max(0, len(data) - place - field)]
         for place in self.headers:
             block = data[place : place + 512]
             if len(block) == 512 and self._is_header(block):
@@ -204,16 +208,17 @@ class Archives(FileFuzzer):
                  each.damage and each.damage.offset) for each in (index, walked)]  # fmt: skip
         if told[0] != told[1]:
             raise Wrong(f"by path {told[0]}, by file {told[1]}")
-        changed = next((at for at, (old, new) in enumerate(zip(self.whole, data, strict=False)) if old != new), len(data))
+        both = zip(self.whole, data, strict=False)
+        changed = next((at for at, (old, new) in enumerate(both) if old != new), len(data))
         sound = int((self.index.offsets + self.index.sizes <= changed).sum())
         if index.headers[:sound].tolist() != self.index.headers[:sound].tolist():
             raise Wrong(f"{sound} members lie before the damage, and the index has {told[0]}")
         for header, offset, size, name in zip(*told[0][:4], strict=True):
             if not 0 <= header < offset <= offset + size <= len(data):
                 raise Wrong(f"{name} lies outside: {header}, {offset}, {size}")
-            stretch = data[header : offset + size]
+            stretch = io.BytesIO(data[header : offset + size])
             try:
-                found = parse_members(lambda at, count, stretch=stretch: stretch[at : at + count], len(stretch), "x", header)
+                found = parse_members(functools.partial(_read_at, stretch), offset + size - header, "x", header)
             except TarError:
                 continue
             if [content for _, content in found] != [data[offset : offset + size]]:
@@ -230,6 +235,11 @@ class Archives(FileFuzzer):
         if list(zip(*told[0][1:3], strict=True)) != expected and not sealed:
             raise Wrong(f"the index has {told[0]}, tarfile {expected}")
         return "continued"
+
+
+def _read_at(file: io.BytesIO, at: int, count: int) -> bytes:
+    file.seek(at)
+    return file.read(count)
 
 
 class IndexCaches(FileFuzzer):

@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import midepoch
 from midepoch import MidepochError
-from midepoch.loader import Loader
 
 CHECKED_REFUSALS = 40  # of every so many refusals, one is followed by a look at the next batches too
 
 
-class Wrong(AssertionError):
+class Wrong(AssertionError):  # noqa: N818  # no error of the program's
     """What must not happen."""
 
 
@@ -77,94 +76,89 @@ class Target:
         patience: seconds that one mutation may take.
     """
 
-    make: Callable[[], Loader]
+    make: Callable[[], Any]
     units: Callable[[Any], list[Any]] = rows
-    relatives: tuple[Callable[[], Loader], ...] = ()
+    relatives: tuple[Callable[[], Any], ...] = ()
     drop_last: bool = False
     ranks: int = 1
     seeks: bool = True
     patience: float = 20.0
 
 
-def noisy(size: int = 22, **options: Any) -> Loader:
+def noisy(size: int = 22, **options: Any) -> Any:
     return midepoch.wrap(sources.noisy_loader(size), **{"seed": 5, **options})
 
 
-def listed(size: int = 22) -> Loader:
+def listed(size: int = 22) -> Any:
     sampler = WeightedRandomSampler([0.1 + index for index in range(size)], size)
     return midepoch.wrap(DataLoader(sources.Noisy(size), batch_size=4, sampler=sampler), seed=5)
 
 
-def in_groups() -> Loader:
+def in_groups() -> Any:
     return midepoch.wrap(DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)), seed=5)
 
 
-def of_a_rank() -> Loader:
+def of_a_rank() -> Any:
     return midepoch.wrap(sources.noisy_loader(24), seed=5, world=midepoch.World(1, 2))
 
 
-def driven(size: int = 22) -> Loader:
+def driven(size: int = 22) -> Any:
     return midepoch.wrap(DataLoader(sources.Exposing(size), batch_size=4), seed=5)
 
 
-def driven_by_two() -> Loader:
+def driven_by_two() -> Any:
     return midepoch.wrap(sources.Pairs(11), seed=5)
 
 
-def replayed(size: int = 22) -> Loader:
+def replayed(size: int = 22) -> Any:
     return midepoch.wrap(DataLoader(sources.Stream(size), batch_size=4), seed=5)
 
 
-def replayed_streams() -> Loader:
+def replayed_streams() -> Any:
     return midepoch.wrap(DataLoader(sources.Stream(22), batch_size=4), seed=5, shard=False)
 
 
-def generated() -> Loader:
+def generated() -> Any:
     return midepoch.wrap(sources.numbers, seed=5)
 
 
-def in_a_list(size: int = 9) -> Loader:
+def in_a_list(size: int = 9) -> Any:
     return midepoch.wrap([torch.tensor([number]) for number in range(size)], seed=5)
 
 
-def sampled_indices(size: int = 22) -> Loader:
-    sampler: Any = midepoch.ResumableSampler(size, seed=5)
-    return sampler  # a loader in all that is asked of it here
+def sampled_indices(size: int = 22) -> Any:
+    return midepoch.ResumableSampler(size, seed=5)  # a loader in all that is asked of it here
 
 
-def counted(size: int = 6) -> Loader:
+def counted(size: int = 6) -> Any:
     return midepoch.wrap(sources.Counter(size))
 
 
-def carried() -> Loader:
+def carried() -> Any:
     import law_sources
 
-    loader: Loader = law_sources.carried()
-    return loader
+    return law_sources.carried()
 
 
-def mixed(mode: str = "weighted") -> Loader:
+def mixed(mode: str = "weighted") -> Any:
     import combine_sources
 
-    loader: Loader = getattr(combine_sources, mode)()
-    return loader
+    return getattr(combine_sources, mode)()
 
 
-def of_own_state(name: str) -> Loader:
+def of_own_state(name: str) -> Any:
     import own_state_sources
 
-    loader: Loader = own_state_sources.WRAPPED[name]()
-    return loader
+    return own_state_sources.WRAPPED[name]()
 
 
-def webdataset(name: str, **options: Any) -> Loader:
+def webdataset(name: str, **options: Any) -> Any:
     import webdataset_sources
 
-    loader: Any = getattr(webdataset_sources, name)(**options)
-    return loader
+    return getattr(webdataset_sources, name)(**options)
 
 
-def webdataset_by(kind: str) -> Loader:
+def webdataset_by(kind: str) -> Any:
     """Epochs that are counted, and batches that are refilled."""
     import webdataset as wds
     import webdataset_sources
@@ -176,20 +170,18 @@ def webdataset_by(kind: str) -> Loader:
     dataset = dataset.batched(2, collation_fn=webdataset_sources.stack)
     if kind == "counted":
         dataset = dataset.with_epoch(4)
-    settings = {"refill": True} if kind == "refilled" else {}
-    loader: Loader = midepoch.wrap(dataset, seed=5, **settings)
-    return loader
+    settings: dict[str, Any] = {"refill": True} if kind == "refilled" else {}
+    return midepoch.wrap(dataset, seed=5, **settings)
 
 
 def row_is_wanted(row: torch.Tensor) -> bool:
     return int(row[0]) % 5 != 0
 
 
-def streaming(size: int = 14) -> Loader:
+def streaming(size: int = 14) -> Any:
     import streaming_sources
 
-    loader: Any = streaming_sources.make_loader(size=size)
-    return loader
+    return streaming_sources.make_loader(size=size)
 
 
 @functools.cache
@@ -199,18 +191,16 @@ def images() -> str:
     return str(dali_sources.write_images(Path(tempfile.mkdtemp(prefix="midepoch-fuzz-"))))
 
 
-def dali(kind: str, **options: Any) -> Loader:
+def dali(kind: str, **options: Any) -> Any:
     import dali_sources
 
-    loader: Loader = getattr(dali_sources, kind)(root=images(), reader="numpy", **options)
-    return loader
+    return getattr(dali_sources, kind)(root=images(), reader="numpy", **options)
 
 
-def ffcv(kind: str = "raw") -> Loader:
+def ffcv(kind: str = "raw") -> Any:
     import ffcv_sources
 
-    loader: Loader = ffcv_sources.load(pipelines="plain", kind=kind)
-    return loader
+    return ffcv_sources.load(pipelines="plain", kind=kind)
 
 
 TARGETS: dict[str, Target] = {
@@ -266,7 +256,7 @@ class Reference:
         self.bases: list[dict[str, Any]] = []
         self._after: dict[tuple[int, int, int], list[list[Any]]] = {}
         self._epochs: dict[tuple[int, int], list[Any]] = {}
-        self._spare: Loader | None = None
+        self._spare: Any = None
         loader = target.make()
         self._step = int(getattr(getattr(loader, "_adapter", None), "batch_size", 1))
         for number in range(epochs + 1):  # one more than there are states of, since the last of them lead there
@@ -357,7 +347,8 @@ class Fuzzer:
         self._accept(self.bases[0])
 
     def _states_of_others(self) -> Iterator[dict[str, Any]]:
-        for make in (noisy, listed, driven, replayed, counted, mixed, *self.target.relatives):
+        makers: tuple[Callable[[], Any], ...] = (noisy, listed, driven, replayed, counted, mixed)
+        for make in (*makers, *self.target.relatives):
             other = make()
             yield other.state_dict()
             first_batches(other, whole)

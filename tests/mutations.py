@@ -26,8 +26,8 @@ HUGE = (
 )  # fmt: skip
 OTHER_TYPES: tuple[Callable[[], Any], ...] = (
     lambda: None, lambda: True, lambda: False, lambda: 1.5, lambda: 8.0, lambda: float("nan"), lambda: float("inf"),
-    lambda: -0.0, lambda: "", lambda: "8", lambda: "\udc80", lambda: "x" * 70_000, lambda: [], lambda: [8],
-    lambda: {}, lambda: {"a": 1}, lambda: (8,), lambda: b"8", lambda: np.int64(8), lambda: torch.tensor(8),
+    lambda: -0.0, lambda: "", lambda: "8", lambda: "\udc80", lambda: "x" * 70_000, list, lambda: [8],
+    dict, lambda: {"a": 1}, lambda: (8,), lambda: b"8", lambda: np.int64(8), lambda: torch.tensor(8),
     lambda: torch.zeros(3), lambda: object(), lambda: range(3), lambda: 1j,
 )  # fmt: skip
 
@@ -187,7 +187,7 @@ def another_container(generator: random.Random, state: State, others: Sequence[S
         lambda: OrderedDict(state), lambda: UserDict(state), lambda: MappingProxyType(state),
         lambda: dict(reversed(state.items())), lambda: list(state.items()), lambda: json.dumps(state),
         lambda: json.dumps(state).encode(), lambda: [state], lambda: (state,), lambda: {"state": state}, lambda: None,
-        lambda: {}, lambda: 0, lambda: set(state), lambda: nested(1000, 1), lambda: torch.zeros(2),
+        dict, lambda: 0, lambda: set(state), lambda: nested(1000, 1), lambda: torch.zeros(2),
     ]  # fmt: skip
     return generator.choice(containers)()
 

@@ -597,6 +597,22 @@ def test_a_file_that_is_not_whole_is_told_from_one_that_is(copied: Callable[[str
         adapter.check_file(path)
 
 
+def test_numbers_that_no_file_has_are_looked_at_before_ffcv_does(copied: Callable[[str], Path]) -> None:
+    path = copied("raw")
+    whole = path.read_bytes()
+    header = np.frombuffer(whole, private.parts().HeaderType, 1).copy()
+    table = int(header["alloc_table_ptr"][0])
+    header["num_samples"] = 1 << 53  # FFCV asks for memory for all of them
+    path.write_bytes(header.tobytes() + whole[header.nbytes :])
+    with pytest.raises(SourceError, match=f"names {1 << 53} samples"):
+        adapter.check_file(path)
+    entries = np.frombuffer(whole[table:], private.parts().ALLOC_TABLE_TYPE).copy()
+    entries["size"][3] = (1 << 64) - 1  # the end of its data is beyond what 64 bits hold
+    path.write_bytes(whole[:table] + entries.tobytes())
+    with pytest.raises(SourceError, match="is said to end at byte 1844"):
+        adapter.check_file(path)
+
+
 @pytest.mark.parametrize("lost", [100, 24])
 def test_a_file_without_its_end_is_refused_when_it_is_wrapped(copied: Callable[[str], Path], lost: int) -> None:
     path = copied("raw")

@@ -156,7 +156,8 @@ def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_the_same_number_is_the_same_mutation() -> None:
     states, other = fuzzer("dataloader"), fuzz_states.Fuzzer("dataloader")
-    assert [pickle.dumps(states.mutation(3, n)) for n in range(9)] == [pickle.dumps(other.mutation(3, n)) for n in range(9)]
+    both = ([pickle.dumps(each.mutation(3, number)) for number in range(20)] for each in (states, other))
+    assert next(both) == next(both)
     kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
     assert kinds >= {kind.__name__ for kind in mutations.KINDS}
 
@@ -186,6 +187,16 @@ def test_a_place_that_was_edited_around_the_source_s_own_part_is_refused(target:
             loader.load_state_dict(midepoch.reseal({**good, **change}))
         assert loader.state_dict() == before
         loader.close()
+
+
+def test_a_combination_s_parts_are_those_of_its_own_mode() -> None:
+    """Where another mode has led the same parts by the same step is another place."""
+    weighted, zipped = fuzz_states.mixed("weighted"), fuzz_states.mixed("max_size_cycle")
+    fuzz_states.first_batches(weighted, fuzz_states.whole)
+    other = weighted.state_dict()
+    fingerprint = zipped.state_dict()["fingerprint"]
+    with pytest.raises(StateCorruptError, match="not of the state's place"):
+        zipped.load_state_dict(midepoch.reseal({**other, "fingerprint": fingerprint}))
 
 
 def test_a_combination_is_not_continued_under_another_seed_s_draws() -> None:

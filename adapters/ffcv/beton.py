@@ -73,9 +73,9 @@ def check_tables(reader: Any) -> None:
     # Not their sum, which of damaged entries may exceed 64 bits.
     beyond = np.flatnonzero((entries["ptr"] > table) | (entries["size"] > table - np.minimum(entries["ptr"], table)))
     if len(beyond):
-        entry = entries[beyond[0]]
+        sample, first, length = map(int, entries[beyond[0]])
         raise SourceError(
-            f"{path}: the data of sample {entry['sample_id']} is said to end at byte {int(entry['ptr']) + int(entry['size'])}, "
+            f"{path}: the data of sample {sample} is said to end at byte {first + length}, "
             f"but data ends at byte {table}; write the file again"
         )
     known = np.sort(entries["ptr"])
