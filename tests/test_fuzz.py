@@ -213,3 +213,18 @@ def test_a_combination_is_not_continued_under_another_seed_s_draws() -> None:
     make().load_state_dict(good)
     with pytest.raises(StateCorruptError, match="not of the state's place"):
         make().load_state_dict(midepoch.reseal({**good, "seed": good["seed"] ^ 1}))
+
+
+def test_an_epoch_beyond_what_is_counted_is_refused() -> None:
+    """Samples of a webdataset are counted through all epochs."""
+    _skip_without("webdataset")
+    loaders = fuzzer("webdataset")
+    good = loaders.bases[1]
+    before = loaders.loader.state_dict()
+    for epoch in (1 << 57, (1 << 62) - 1):
+        with pytest.raises(StateCorruptError, match="more than are counted"):
+            loaders.loader.load_state_dict(midepoch.reseal({**good, "epoch": epoch}))
+        assert loaders.loader.state_dict() == before
+    distant = midepoch.reseal({**good, "epoch": 1 << 50})
+    loaders.loader.load_state_dict(distant)
+    assert fuzz_states.first_batches(loaders.loader, fuzz_states.rows) == loaders.reference.of(distant)

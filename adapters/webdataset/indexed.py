@@ -36,7 +36,7 @@ _REMEMBERED = 64  # batches that may be in flight
 _FEWEST_SHARDS = 16  # mixed at a time: more than most loaders have workers, each of which mixes one
 _WIDER = 4  # times webdataset's buffer, so that samples move at least as far
 _ENDLESS_PASSES = 1 << 16  # of an epoch that nothing ends
-_UNITS = 1 << 60  # no position lies beyond
+_UNITS = 1 << 60  # no position lies beyond, counted from the first epoch on
 
 
 def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
@@ -275,7 +275,10 @@ class IndexedAdapter(Adapter):
         if detail and not self._refill:
             return _parse_counted(detail)[0]
         size = self._full_size(world)
-        return epoch * (self._index.size * _ENDLESS_PASSES if size is None else size)
+        base = epoch * (self._index.size * _ENDLESS_PASSES if size is None else size)
+        if base >= _UNITS:
+            raise StateCorruptError(f"epoch {epoch} begins after {base} samples, more than are counted: go to another")
+        return base
 
     def beginning(self, epoch: int, world: World) -> str:
         """Where the epoch begins in all passes, and its size, where with_epoch counts."""
@@ -337,6 +340,7 @@ class IndexedAdapter(Adapter):
                 )
         elif not self._counted:
             super().check_detail(detail, seed, epoch, position, world)
+            self._base(epoch, world, detail)
         else:
             size = _parse_counted(detail)[1]
             if position > size:
