@@ -208,10 +208,12 @@ class _Pending:
 
     def __init__(self) -> None:
         self.start = -1
+        self.of_one = False  # some are of the next file; others, of all that follow, may stand alone
         self.name: bytes | None = None
         self.size: int | None = None
 
     def add(self, kind: bytes, data: bytes) -> None:
+        self.of_one |= kind != tarfile.XGLTYPE
         if kind == _LONG_NAME:
             self.name = data.rstrip(b"\0")
         elif kind in (_PAX, _PAX_SOLARIS) and (b"path=" in data or b"size=" in data or b"GNU.sparse" in data):
@@ -265,6 +267,8 @@ def walk(
         if header is None:
             if any(block.strip(b"\0") for block in iter(lambda: read(_REST), b"")):
                 raise damage("a block of zeros, which ends an archive, stands in front of more data")
+            if pending.of_one:
+                raise damage("it ends behind an extended header, so the file that this belongs to is missing", True)
             return
         if pending.start < 0:
             pending.start = place

@@ -25,7 +25,7 @@ import torch
 
 from .errors import SnapshotError, StateError
 from .protocol import State
-from .snapshot import checksums
+from .snapshot import checksums, damage_in
 from .state import FIELDS, check, reseal
 
 __all__ = ["Contents", "Place", "look", "modest", "seek"]
@@ -286,13 +286,13 @@ def modest(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _damage(path: Path) -> tuple[str, ...]:
-    """Records whose checksum is wrong."""
+    """A record that is not as it was written."""
     try:
         with zipfile.ZipFile(path) as archive:
-            wrong = archive.testzip()
+            problem = damage_in(archive)
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         return (f"its records cannot be checked ({str(error)[:200]})",)
-    return () if wrong is None else (f"the checksum of {wrong[:200]} is wrong",)
+    return (problem,) if problem else ()
 
 
 def _time_of(path: Path) -> float:

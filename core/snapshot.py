@@ -42,9 +42,10 @@ from .serving import signals_in_hand
 from .state import is_rank_independent, join_states
 from .world import World
 
-__all__ = ["Snapshot", "checksums"]
+__all__ = ["Snapshot", "checksums", "damage_in"]
 
 _FORMAT = 1
+_FOLDER = 0x10  # among the attributes of a record in a zip archive
 _SECONDS_BETWEEN_AGREEMENTS = 0.2
 _MOST_STEPS_BETWEEN_AGREEMENTS = 64
 _RARELY = 1 << 62  # a step that is never reached
@@ -760,9 +761,9 @@ def _content(path: Path, check: bool = False) -> dict[str, Any]:
     try:
         if check:
             with zipfile.ZipFile(path) as archive:
-                wrong = archive.testzip()
-            if wrong is not None:
-                raise SnapshotError(f"{path} is damaged (the checksum of {wrong} is wrong)")
+                problem = damage_in(archive)
+            if problem:
+                raise SnapshotError(f"{path} is damaged ({problem})")
         # The first look needs the names only; its tensors stay on the disk.
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=check)
     except (FileNotFoundError, SnapshotError):
@@ -778,6 +779,16 @@ def _content(path: Path, check: bool = False) -> dict[str, Any]:
         )
     _check_content(path, content)
     return content
+
+
+def damage_in(archive: zipfile.ZipFile) -> str:
+    """What is wrong with a record that torch.save wrote, or nothing; every byte is compared with its checksum."""
+    for record in archive.infolist():
+        # For one that claims to be a folder torch looks at no checksum, and gives what happens to lie in memory.
+        if record.external_attr & _FOLDER or record.is_dir():
+            return f"the record {record.filename[:200]} is marked as a folder"
+    wrong = archive.testzip()
+    return "" if wrong is None else f"the checksum of {wrong[:200]} is wrong"
 
 
 def _check_content(path: Path, content: dict[str, Any]) -> None:

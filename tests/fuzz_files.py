@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import logging
@@ -101,6 +102,7 @@ class Snapshots(FileFuzzer):
                 snapshot.save()
                 found.append((self.path.read_bytes(), self.loader.state_dict(), self.weights()))
         self.whole, self.others = found[0][0], (found[1][0],)
+        self.states: Any = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         self.saved = {str(state): weights for _, state, weights in found}
         next(batches)
         self.elsewhere = self.loader.state_dict()
@@ -127,6 +129,9 @@ class Snapshots(FileFuzzer):
     def outcome(self, data: bytes, sealed: bool) -> str:
         """Refused, or loaded as it was saved; what is in weights that were resealed, no checksum tells."""
         self.path.write_bytes(data)
+        model, optimizer = copy.deepcopy(self.states)  # whatever the one before it has left
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
         if self.loader.state_dict() != self.elsewhere:
             self.loader.load_state_dict(self.elsewhere)
         before = self.weights()

@@ -195,6 +195,25 @@ def test_random_damage_is_told_or_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gnu", "pax"])
+def test_a_header_for_a_file_that_is_missing_is_damage(tmp_path: Path, kind: str) -> None:
+    make(tmp_path / "x.tar", kind, ["a.x", "d" * 120])
+    whole, data = index_tar(tmp_path / "x.tar"), (tmp_path / "x.tar").read_bytes()
+    # Of the second file what was written before its own header is there, and then the end.
+    (tmp_path / "bad.tar").write_bytes(data[: int(whole.offsets[1]) - 512] + bytes(1024))
+    for index in (index_tar(tmp_path / "bad.tar"), index_tar((tmp_path / "bad.tar").open("rb"), "bad.tar")):
+        assert index.names.tolist() == [b"a.x"]
+        assert index.damage is not None and index.damage.offset == int(whole.headers[1])
+
+
+def test_a_header_for_all_files_may_stand_alone(tmp_path: Path) -> None:
+    # So git archive writes a folder without files.
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "0" * 40}):
+        pass
+    assert (tmp_path / "x.tar").read_bytes()[156:157] == b"g"
+    assert index_tar(tmp_path / "x.tar").damage is None
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax"])
 def test_sizes_that_a_header_cannot_hold(tmp_path: Path, kind: str) -> None:
     # An archive of 8 GiB and more, without its bytes: a sparse file. Walked, for a scan would read all of it.
     path, size = tmp_path / "a.tar", (8 << 30) + 700

@@ -291,6 +291,19 @@ def two_snapshots(path: Path) -> tuple[Any, Any]:
     return older, run.loader.state_dict()
 
 
+def test_a_record_that_claims_to_be_a_folder_is_damage(tmp_path: Path) -> None:
+    """For such a one torch gives what happens to lie in memory, whatever its checksum."""
+    path = tmp_path / "snapshot.pt"
+    two_snapshots(path)
+    path.with_name("snapshot.pt.1").unlink()
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
+    data[entry + 38] |= 0x10  # of its attributes
+    path.write_bytes(data)
+    with pytest.raises(SnapshotError, match="/data/0 is marked as a folder"):
+        Run(path).snapshot.load()
+
+
 def test_the_one_before_is_kept_and_taken_where_the_newest_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     older, newer = two_snapshots(path)
