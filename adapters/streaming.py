@@ -235,7 +235,7 @@ def _let_go_of_places(dataset: StreamingDataset) -> None:
     """
     last = getattr(dataset, "_resume_shm", None)
     if last is not None:
-        places = _Places(last.shm.name)
+        places: Any = _Places(last.shm.name)
         atexit.unregister(places)
         for memory in places.found:
             memory.cleanup()

@@ -24,14 +24,14 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "lo"}
+os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo"}
 # Restarted workers must not find the addresses of those before them, as they would in the agent's store.
 os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
@@ -71,6 +71,7 @@ class Backend:
         prepare: writes the data into a folder, in a process of its own.
         worlds, workers: what is drawn from.
         seed: of the wrapped loader; None for the source's own.
+        compiled: whether sources compile, which is then done once, before anything is forked.
     """
 
     source: Callable[[Path, int, int, int], Any]
@@ -79,6 +80,7 @@ class Backend:
     worlds: tuple[int, ...] = (1, 2, 3)
     workers: tuple[int, ...] = (0, 1, 2)
     seed: int | None = 5
+    compiled: bool = False
 
 
 def drawn(number: int) -> torch.Tensor:
@@ -226,6 +228,7 @@ def write_beton(folder: Path) -> None:
     ffcv_sources.write(folder / "data.beton", ffcv_sources.Images(SIZE, 16), fields)
 
 
+@functools.cache
 def ffcv(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
@@ -249,7 +252,7 @@ BACKENDS = {
     "streaming": Backend(streaming, of_numbers, write_mds, worlds=(1, 2), seed=None),
     "dali": Backend(dali_sampled, of_dali, write_pictures, workers=(0,)),
     "dali-native": Backend(dali_native, of_dali, write_pictures, worlds=(2,), workers=(0,), seed=None),
-    "ffcv": Backend(ffcv, of_pairs, write_beton, workers=(0,)),
+    "ffcv": Backend(ffcv, of_pairs, write_beton, workers=(0,), compiled=True),
 }
 
 
@@ -466,6 +469,10 @@ class Chaos:
         # Writers fork and start threads, which must not be in the process that everything is forked from.
         command = [sys.executable, __file__, "--prepare", str(self.data), "--backend", name]
         subprocess.run(command, check=True, timeout=300)
+        if self.backend.compiled:
+            for size in self.backend.worlds:
+                source = self.backend.source(self.data, GLOBAL_BATCH // size, size, 0)
+                deque(midepoch.wrap(source, seed=self.backend.seed), 0)
         whole = folder / "whole"
         whole.mkdir()
         self.whole: dict[int, Samples] = {}

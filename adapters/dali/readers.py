@@ -256,7 +256,8 @@ def _found(
         matches = matcher(dir_filters)
         folders = [folder for folder in folders if matches(folder if case_sensitive else folder.lower())]
     matches = matcher(file_filters)
-    paths, numbers = [], []
+    paths: list[str] = []
+    numbers: list[int] = []
     for number, folder in enumerate(folders):
         beginning = f"{root.rstrip('/')}/{folder}/"
         with os.scandir(f"{root}/{folder}") as entries:
