@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import pickle
 import time
 import tracemalloc
@@ -24,6 +25,7 @@ from midepoch.order import MAXIMUM_SIZE, EpochOrder, Order, Sequential, Shuffled
 
 Indices = npt.NDArray[np.int64]
 
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 MASK = (1 << 64) - 1
 HUGE = [10**9, 10**12, MAXIMUM_SIZE]
 
@@ -307,6 +309,37 @@ def test_huge_orders_repeat_nothing_and_stay_in_range(make: Callable[[int], Orde
     assert indices.min() >= 0
     assert indices.max() < size
     assert np.unique(indices).size == indices.size
+
+
+ANY_SIZE = st.integers(1, 10**15)
+
+
+@settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
+@given(ANY_SIZE, st.floats(0, 1), SEEDS, EPOCHS)
+def test_shuffled_is_a_bijection_of_any_size(size: int, place: float, seed: int, epoch: int) -> None:
+    """An inverse leads from any index back to its position, so no index has two, and what is in range has all."""
+    start = min(int(place * size), size - 1)
+    shuffled = Shuffled(size).epoch(seed, epoch)
+    indices = shuffled[start : min(start + 100, size)].tolist()
+    assert len(indices) == min(100, size - start)
+    if size <= 65536:
+        assert sorted(shuffled[:].tolist()) == list(range(size))
+        return
+    reference = ReferenceFeistel(size, derive_key(int.from_bytes(b"shuffled", "big"), seed, epoch, size))
+    for position, index in enumerate(indices, start):
+        assert 0 <= index < size
+        assert reference.walk(index, reference.backward) == position
+
+
+@settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
+@given(ANY_SIZE, st.integers(1, 10**6), st.integers(1, 1000), st.floats(0, 1), SEEDS)
+def test_windowed_repeats_nothing_at_any_size(
+    size: int, block_size: int, window: int, place: float, seed: int
+) -> None:
+    start = min(int(place * size), size - 1)
+    indices = Windowed(size, block_size, window).epoch(seed, 0)[start : min(start + 500, size)]
+    assert indices.min() >= 0 and indices.max() < size
+    assert np.unique(indices).size == indices.size == min(500, size - start)
 
 
 def test_sequential() -> None:

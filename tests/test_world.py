@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 
 import sources
 
+import midepoch
 from midepoch import MidepochError, World
 from midepoch.world import Share, Tail
 
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 TAILS: list[Tail] = ["pad", "drop", "uneven"]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -224,7 +226,7 @@ def test_a_wrapped_loader_gives_what_its_share_says(tail: Tail, drop_last: bool)
             assert (loader.epoch, loader.position) == (1, 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3000 if CHAOS else 150, deadline=None)
 @given(
     size=st.integers(1, 60),
     tail=st.sampled_from(TAILS),
@@ -276,3 +278,43 @@ def test_any_sequence_of_restarts_covers_the_epoch_once(
         assert not lost
         assert sum(repeats.values()) < world_size
         assert set(repeats) <= set(range(world_size - 1))
+
+
+@settings(max_examples=200 if CHAOS else 8, deadline=None, derandomize=not CHAOS)
+@given(
+    size=st.integers(1, 40),
+    legs=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=4
+    ),
+)
+def test_any_sequence_of_restarts_with_workers_gives_the_same_bits(
+    size: int, legs: list[tuple[int, int, int, int]]
+) -> None:
+    """Each leg: ranks, samples in a batch, batches until it is stopped, worker processes; the last runs to the end."""
+    whole = [tuple(row) for batch in midepoch.wrap(sources.noisy_loader(size), seed=6) for row in batch.tolist()]
+    state: dict[str, Any] | None = None
+    covered: list[tuple[float, ...]] = []
+    for world_size, batch_size, cut, workers in legs:
+        last = (world_size, batch_size, cut, workers) == legs[-1]
+        loaders = [
+            midepoch.wrap(
+                sources.noisy_loader(size, batch_size=batch_size, num_workers=workers), seed=6,
+                world=World(rank, world_size),
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        steps = zip(*loaders, strict=True)
+        for step in steps if last else itertools.islice(steps, cut):
+            covered += [tuple(row) for batch in step for row in batch.tolist()]
+            if loaders[0].epoch:
+                break
+        state = loaders[0].state_dict()
+        for loader in loaders:
+            loader.close()
+        if loaders[0].epoch:
+            break
+    assert set(covered) == set(whole)
+    assert len(covered) - size < max(world_size for world_size, *_ in legs)
