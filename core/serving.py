@@ -25,8 +25,9 @@ from .adapter import Options, Run
 from .errors import SourceError
 from .keys import derive_key
 from .randomness import Purpose
+from .signals import signals_in_hand
 
-__all__ = ["Server", "WorkerAnswers", "signals_in_hand"]
+__all__ = ["Server", "WorkerAnswers"]
 
 
 def _nothing() -> None:
@@ -175,10 +176,6 @@ class _Remote(Dataset[Any]):
 
     def __getitem__(self, request: Any) -> Any:
         return self.reader(request)
-
-
-signals_in_hand: set[int] = set()
-"""Signals that the main process answers at its next batch, such as a Snapshot's."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,11 +21,11 @@ import time
 import traceback
 import uuid
 import warnings
+import weakref
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -38,7 +38,7 @@ from .encoding import decode, encode
 from .errors import MidepochError, MidepochWarning, SnapshotError, StateError
 from .keys import derive_key
 from .loader import loader_of
-from .serving import signals_in_hand
+from .signals import Signals
 from .state import is_rank_independent, join_states
 from .world import World
 
@@ -124,65 +124,30 @@ class Snapshot:
         self._coming: _Identity | None = None  # of the one that is taking its place, or has just taken it
         self._newest_is_sound = True
         self._asked = False  # load or save has been called
-        self._signalled = 0  # number of the signal that was received
         self._last_agreement = (0, 0.0)  # step and time
         self._next_agreement = _RARELY
         self._due = 0  # the step at which `step` has more to do than to count
         # Kept, since gloo's threads let go of it a little later than they say. Were theirs the last reference, they
         # would need the interpreter to free it, and if that is the moment at which it ends, the process is aborted.
         self._said = torch.zeros(2, dtype=torch.float64)
-        self._process = os.getpid()
-        self._handlers: dict[int, Any] = {}  # of others, by signal
-        self._closed = self._leaving = False
-        self._install(signals)
+        self._signals = Signals(signals, self._signalled)
+        weakref.finalize(self, self._signals.drop).atexit = False
 
     # --- signals ---
 
-    def _install(self, signals: Iterable[signal.Signals]) -> None:
-        try:
-            for number in signals:
-                self._handlers[number] = signal.signal(number, self._receive)
-                signals_in_hand.add(int(number))
-        except ValueError as error:
-            self.close()
-            raise MidepochError(
-                f"signals can be received in the main thread alone ({error}): make the Snapshot there, or pass "
-                "signals=()"
-            ) from None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            # A child that was forked, a worker say: what would have ended it must end it.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        before = self._handlers.get(number)
-        if self._closed and not callable(before):
-            # Somebody who was installed later gave it back.
-            signal.signal(number, signal.SIG_DFL if before is None else before)
-            os.kill(os.getpid(), number)
-            return
-        if callable(before) and (self._closed or isinstance(getattr(before, "__self__", None), Snapshot)):
-            before(number, frame)
-        if self._closed:
-            return
-        self._signalled = number
+    def _signalled(self) -> None:
         if self._next_agreement == _RARELY:
             self._due = 0  # alone, or before the first step: the next one sees to it. Ranks do so all at once.
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged. May be called twice."""
-        self._closed = True
-        for number, before in self._handlers.items():
-            if signal.getsignal(number) == self._receive:
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+        """Give the signals back to whom they belonged, as when nobody has this any more. May be called twice."""
+        self._signals.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._leaving:
-            self.close()
+        self._signals.drop()
 
     # --- in the training loop ---
 
@@ -202,13 +167,13 @@ class Snapshot:
 
     def _act(self, in_flight: int) -> None:
         ranks = self._ranks()
-        stop = bool(self._signalled) if ranks.size == 1 else self._agree(ranks)
+        stop = bool(self._signals.received) if ranks.size == 1 else self._agree(ranks)
         if stop or (self._every is not None and self.steps % self._every == 0):
             self.save(in_flight)
         if stop:
             if ranks.rank == 0:
                 _logger.warning("a signal was received: saved %s after step %d, leaving", self.path, self.steps)
-            self._leaving = True  # who is told so a second time has nothing more to do: its signals stay with it
+            self._signals.kept = True  # who is told so a second time has nothing more to do: its signals stay with it
             for part in self._parts.values():
                 if (loader := loader_of(part)) is not None:
                     with contextlib.suppress(Exception):  # whatever it is, the snapshot is there, and it is time to go
@@ -218,7 +183,7 @@ class Snapshot:
             raise SystemExit(self._exit_status)
         next_save = _RARELY if self._every is None else self.steps - self.steps % self._every + self._every
         self._due = min(next_save, self._next_agreement)
-        if ranks.size == 1 and self._signalled:  # since it was looked at
+        if ranks.size == 1 and self._signals.received:  # since it was looked at
             self._due = 0
 
     def _agree(self, ranks: _Ranks) -> bool:
@@ -228,7 +193,7 @@ class Snapshot:
         step, before = self._last_agreement
         now = time.monotonic()
         seconds = (now - before) / (self.steps - step) if before and self.steps > step else 0.0
-        signalled, seconds = self._largest(ranks, float(self._signalled), seconds)
+        signalled, seconds = self._largest(ranks, float(self._signals.received), seconds)
         self._last_agreement = self.steps, time.monotonic()
         # All ranks have the same numbers, so they choose the same step.
         apart = int(_SECONDS_BETWEEN_AGREEMENTS / seconds) if seconds > 0 else 1

@@ -627,14 +627,39 @@ def run(name: str, kills: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def table(path: Path) -> str:
+    """Of what `--json` has collected in a file, as Markdown."""
+    lines = [
+        "| backend | kills | launches | jobs done | ranks | samples | lost | repeated | different | "
+        "in a batch / between / saving / loading / building / starting | minutes | seed |",
+        f"|{'---|' * 12}",
+    ]
+    for row in json.loads(path.read_text()):
+        struck = " / ".join(
+            str(row["parts"].get(part, 0))
+            for part in ("in a batch", "between batches", "saving", "loading", "building", "starting")
+        )
+        lines.append(
+            f"| {row['backend']} | {row['kills']} | {row['launches']} | {row['jobs']} | "
+            f"{', '.join(sorted(row['ranks']))} | {row['samples']:,} | {row['lost']} | {row['repeated']} | "
+            f"{row['different']} | {struck} | {row['seconds'] / 60:.0f} | {row['seed']} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", choices=[*BACKENDS, *BROKEN], required=True)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--backend", choices=[*BACKENDS, *BROKEN])
+    action.add_argument("--table", type=Path, help="print a file of counts as Markdown")
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where the counts are written to")
+    parser.add_argument("--json", type=Path, help="a file to which the counts are added, in place of earlier ones")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.table:
+        print(table(options.table))
+        return
     if options.prepare:
         (BACKENDS | BROKEN)[options.backend].prepare(options.prepare)
         return
@@ -645,7 +670,9 @@ def main() -> None:
         sys.exit(f"{wrong}\nAgain: {command}")
     print(json.dumps(counts))
     if options.json:
-        options.json.write_text(json.dumps(counts, indent=1) + "\n")
+        rows = json.loads(options.json.read_text()) if options.json.exists() else []
+        rows = [row for row in rows if row["backend"] != options.backend] + [counts]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

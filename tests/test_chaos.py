@@ -30,8 +30,9 @@ def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
         [*command, "--json", str(folder / "counts.json")], capture_output=True, text=True, timeout=60 + 10 * kills
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    counts: dict[str, Any] = json.loads((folder / "counts.json").read_text())
-    return counts
+    (counts,) = json.loads((folder / "counts.json").read_text())
+    assert chaos.table(folder / "counts.json").splitlines()[-1].startswith(f"| {backend} | {counts['kills']} |")
+    return dict(counts)
 
 
 @pytest.mark.parametrize("backend", chaos.BACKENDS)

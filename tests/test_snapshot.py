@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -739,6 +741,29 @@ def test_forked_children_can_still_be_ended(tmp_path: Path) -> None:
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     run.snapshot.close()
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_snapshot_that_nobody_has_gives_signals_back_and_lets_its_model_go(thread: bool, tmp_path: Path) -> None:
+    """After the function that trained, say: what follows it must end when it is told to."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        run = [Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))]
+        model = weakref.ref(run[0].model)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not received
+        if thread:  # which may not give signals back
+            dropping = threading.Thread(target=run.clear)
+            dropping.start()
+            dropping.join()
+        run.clear()
+        gc.collect()
+        assert model() is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert received == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_signals_are_for_the_main_thread(tmp_path: Path) -> None:
