@@ -790,3 +790,27 @@ def test_example(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "bit-equal" in done.stdout
+
+
+def mixing(images: Any, memory: Any, indices: Any) -> Any:
+    """As FFCV's mixups draw; of so many numbers that no thread has all of them to itself."""
+    np.random.seed(indices[-1])
+    shares = np.random.beta(0.4, 0.4, images.shape[0])
+    for index in numba.prange(images.shape[0]):
+        memory[index] = shares[index]
+    return memory
+
+
+def test_a_whole_array_is_drawn_on_one_thread() -> None:
+    """Of several threads each would draw its part from a generator that nobody has set."""
+    kernel = kernels.batchwise(mixing, loops=True)
+    indices, drawn = np.array([5], dtype=np.uint64), []
+    before = numba.get_num_threads()
+    try:
+        for threads in (1, 2, 2, 2):
+            numba.set_num_threads(threads)
+            drawn.append(kernel(np.uint64(1), np.zeros(200_000), np.zeros(200_000), (indices,)))
+    finally:
+        numba.set_num_threads(before)
+    assert len(np.unique(drawn[0])) > 190_000
+    assert all(np.array_equal(drawn[0], each) for each in drawn[1:])

@@ -140,8 +140,11 @@ def batchwise(function: types.FunctionType, loops: bool) -> Any:
 
 
 def _drawing_on_one_thread(function: types.FunctionType) -> types.FunctionType:
-    """`function` with another ``np``: numba would let the threads share a draw of a whole array, each from its own."""
-    numpy, random = types.ModuleType("numpy"), types.ModuleType("numpy.random")
+    """`function` with another ``np``: numba would let the threads share a draw of a whole array, each from its own.
+
+    The modules' names are not numpy's, by which numba knows what threads may share.
+    """
+    numpy, random = types.ModuleType("midepoch_numpy"), types.ModuleType("midepoch_numpy.random")
     numpy.random, random.seed, random.beta = random, _seed, _beta  # type: ignore[attr-defined]
     return types.FunctionType(
         function.__code__,
