@@ -37,7 +37,7 @@ def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", chaos.BACKENDS)
 def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backend: str, tmp_path: Path) -> None:
-    kills = 500 if LONG else 8
+    kills = 500 if LONG else 4
     counts = survived(backend, kills, tmp_path)
     assert counts["kills"] >= kills and counts["samples"] >= chaos.SIZE * chaos.EPOCHS
 

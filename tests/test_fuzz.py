@@ -75,7 +75,8 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
                 except Exception as error:
                     raise AssertionError(fuzz.Outcome(target, SEED, 0).one(number)) from error
         found, refused = outcomes.count("continued"), len(outcomes) - outcomes.count("continued")
-    assert found and refused > found  # both have been seen
+    assert refused > found
+    assert found or target in SHORT  # both have been seen
 
 
 # --- states go round, whatever carries them ---

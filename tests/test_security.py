@@ -9,7 +9,6 @@ import pickle
 import stat
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochError, Snapshot, StateError
+from midepoch.adapters.webdataset import index
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -187,7 +187,8 @@ def planted(folder: Path, urls: list[str], tmp_path: Path) -> None:
         head = json.loads(line)
         count = head["samples"]
         kept = body[: 8 * (count - 1)] + body[8 * count : 8 * (2 * count - 1)]
-        head.update(samples=count - 1, crc=zlib.crc32(kept))
+        head["samples"] = count - 1
+        head["crc"] = index._crc(head, kept)
         (folder / each.name).write_bytes(json.dumps(head).encode() + b"\n" + kept)
 
 
