@@ -803,7 +803,8 @@ def mixing(images: Any, memory: Any, indices: Any) -> Any:
 
 def test_a_whole_array_is_drawn_on_one_thread() -> None:
     """Of several threads each would draw its part from a generator that nobody has set."""
-    kernel = kernels.batchwise(mixing, loops=True)
+    function: Any = mixing
+    kernel = kernels.batchwise(function, loops=True)
     indices, drawn = np.array([5], dtype=np.uint64), []
     before = numba.get_num_threads()
     try:
