@@ -97,6 +97,10 @@ class Server:
         return {**self.__dict__, "_persistent": {}}
 
 
+class _WorkerError(SourceError, RuntimeError):
+    """A worker process has died. A RuntimeError too, which loops that expect torch's catch."""
+
+
 class WorkerAnswers:
     """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
 
@@ -117,7 +121,7 @@ class WorkerAnswers:
             if cure is None:
                 raise
             reason = str(error).strip().rstrip(".")
-            raise SourceError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+            raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
 
 
 # By what torch says. A worker's own error is shown with its traceback and begins with other words.

@@ -694,10 +694,11 @@ def test_a_worker_that_raises_or_is_killed(persistent: bool, deadly: bool, tmp_p
         batches, got, state = iter(loader), [], loader.state_dict()
         with pytest.raises(
             RuntimeError, match="exited unexpectedly|killed" if deadly else f"sample {index} cannot be read"
-        ):
+        ) as failure:
             for batch in batches:
                 got.append(sources.plain(batch))
                 state = loader.state_dict()
+        assert isinstance(failure.value, SourceError) == deadly
         assert loader.state_dict() == state
         assert got == whole[: len(got)]
         assert len(got) == 3 or deadly
