@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
+import gc
 import os
 import resource
 import shutil
@@ -14,6 +17,7 @@ import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvis
 from filelock import FileLock
 from law_sources import log_read
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from streaming.base.shared import SharedMemory
 
 import midepoch
 
@@ -21,6 +25,38 @@ SIZE, BATCH, SEED = 14, 3, 7
 
 # Streaming keeps some ten files of shared memory open for each dataset, until the process ends.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+
+
+_blocks: list[SharedMemory] = []
+
+
+_open = SharedMemory.__init__
+
+
+def _open_and_remember(memory: SharedMemory, *arguments: Any, **keywords: Any) -> None:
+    _open(memory, *arguments, **keywords)
+    _blocks.append(memory)
+
+
+SharedMemory.__init__ = _open_and_remember
+
+
+def let_go() -> None:
+    """Close what Streaming keeps open until the process ends, for tests: data sets must not be in use any more.
+
+    Else a process with many of them runs out of files, since each new one opens those of all others, and those that
+    killed processes have left, to find a name that is free.
+    """
+    gc.collect()
+    for memory in _blocks:
+        atexit.unregister(memory.cleanup)
+        for block in memory.created_shms:
+            with contextlib.suppress(FileNotFoundError):
+                block.unlink()
+        for block in (*memory.created_shms, *memory.opened_shms):
+            with contextlib.suppress(BufferError):
+                block.close()
+    _blocks.clear()
 
 
 @functools.cache

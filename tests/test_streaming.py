@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,12 @@ from midepoch.loader import Loader
 from midepoch.testing import ResumableTests
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open() -> Iterator[None]:
+    yield
+    sources.let_go()
 
 
 def make(**options: Any) -> Loader:
