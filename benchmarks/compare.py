@@ -310,7 +310,7 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
 
 
 def of_integers(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["work"] == "integers"]
+    return [row for row in rows if row.get("work", "integers") == "integers"]  # the only work in earlier results
 
 
 def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
@@ -576,7 +576,9 @@ def told_resume(rows: Sequence[Row]) -> str:
         pivot(at_90, sizes, lambda row: row["size"], first_batch_cell),
         "resume",
     )
-    pictures = [row for row in rows if row["work"] == "jpeg"]
+    pictures = [row for row in rows if row.get("work") == "jpeg"]
+    if not pictures:
+        return f"{first}\n{second}"
     third = table(
         f"The same with {pictures[0]['size']:,} pictures that are decoded",
         ["peer", "0%", "90%"], pivot(pictures, (0, 0.9), lambda row: row["progress"], first_batch_cell), "resume",

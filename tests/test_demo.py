@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -143,7 +144,9 @@ def test_a_snapshot_without_the_loaders_state_is_found_out(tmp_path: Path) -> No
 def test_interrupting_takes_all_processes_with_it(tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "output"
     command = [sys.executable, "-m", "midepoch", "demo", f"--output={output}", *_SMALL, "--world-sizes=2"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
+    # What a shell starts in the background ignores the interrupt, and so does what that starts.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed) as demo:
         try:
             deadline = time.monotonic() + 120
             # The demonstration, torchrun and two ranks.
