@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import mmap
 import os
 import resource
@@ -123,6 +124,7 @@ def bounded_memory(mebibytes: int) -> Iterator[None]:
 
 def work(target: str, seed: int, first: int, count: int, progress: str, limit: int) -> None:
     """Mutations one after the other; a line of JSON for each that failed, and one for all at the end."""
+    logging.getLogger("midepoch").setLevel(logging.CRITICAL)  # warnings by the thousand
     with open(progress, "r+b") as file:  # noqa: PTH123  # mapped
         place = mmap.mmap(file.fileno(), 0)
     fuzzer = fuzzer_of(target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import logging
 import os
 import random
 import tarfile
@@ -49,7 +48,6 @@ class FileFuzzer:
 
     def __init__(self, name: str = "") -> None:
         warnings.simplefilter("ignore")
-        logging.getLogger("midepoch").setLevel(logging.CRITICAL)
         self.folder = Path(tempfile.mkdtemp(prefix="midepoch-fuzz-"))
         self.prepare()
 
@@ -256,7 +254,6 @@ class IndexCaches(FileFuzzer):
 
         from midepoch.adapters.webdataset import index
 
-        logging.getLogger("midepoch.webdataset").setLevel(logging.CRITICAL)
         self.urls = webdataset_sources.make_shards(self.folder / "shards", [40])
         self.build: Callable[[], Any] = lambda: index.build_index(
             self.urls, index.Keys(), {"opening": _raised, "reading": _raised}, self.folder, False
