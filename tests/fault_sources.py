@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+QUIET = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
+]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
+
 
 # --- disks ---
 
@@ -220,6 +225,29 @@ class Server:
         self._ended.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+# --- another user ---
+
+
+def as_nobody(folder: Path, function: Callable[[], None]) -> None:
+    """Run it as a user without rights, in a process of its own, who may look into a folder and what it lies in."""
+    for each in (folder, *folder.parents):
+        with contextlib.suppress(PermissionError):
+            each.chmod(each.stat().st_mode | 0o055)  # pytest's folders are root's alone
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            function()
+            status = 0
+        except BaseException as error:  # noqa: BLE001  # told before the process ends
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # --- what a process holds ---

@@ -33,10 +33,7 @@ import fault_sources as faults
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 HERE = Path(__file__).parent
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
-]
+pytestmark = faults.QUIET
 
 
 @pytest.fixture(autouse=True)
@@ -121,32 +118,21 @@ def test_a_user_who_may_not_write(tmp_path: Path) -> None:
     whole = list(indexed(urls))
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o755)
-    for each in (tmp_path, *tmp_path.parents):
-        with contextlib.suppress(PermissionError):
-            each.chmod(each.stat().st_mode | 0o055)  # pytest's folders are root's alone
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            logged: list[str] = []
-            handler = logging.Handler()
-            handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-            logging.getLogger("midepoch.webdataset").addHandler(handler)
-            assert list(indexed(urls, index_cache=theirs)) == whole
-            assert len(logged) == 1 and "Permission denied" in logged[0]
-            with (
-                Snapshot(theirs / "snapshot.pt", model=model(), signals=()) as snapshot,
-                pytest.raises(SnapshotError, match="let this process write to"),
-            ):
-                snapshot.save()
-            status = 0
-        except BaseException as error:  # noqa: BLE001  # told before the process ends
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> None:
+        logged: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("midepoch.webdataset").addHandler(handler)
+        assert list(indexed(urls, index_cache=theirs)) == whole
+        assert len(logged) == 1 and "Permission denied" in logged[0]
+        with (
+            Snapshot(theirs / "snapshot.pt", model=model(), signals=()) as snapshot,
+            pytest.raises(SnapshotError, match="let this process write to"),
+        ):
+            snapshot.save()
+
+    faults.as_nobody(tmp_path, work)
 
 
 # --- reads of local files ---

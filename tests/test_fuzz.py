@@ -76,7 +76,7 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
                     raise AssertionError(fuzz.Outcome(target, SEED, 0).one(number)) from error
         found, refused = outcomes.count("continued"), len(outcomes) - outcomes.count("continued")
     assert refused > found
-    assert found or target in SHORT  # both have been seen
+    assert found or (target in SHORT and not LONG)  # both have been seen, unless there were a dozen
 
 
 # --- states go round, whatever carries them ---

@@ -25,10 +25,7 @@ MEMORY = 24 << 20  # bytes that allocators may keep, whatever the number of epoc
 # epoch makes one. Epochs of one pipeline leave nothing: 4 KiB in 600.
 MEMORY_OF = {"dali": MEMORY + 333 * (96 << 10)}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
-]
+pytestmark = faults.QUIET
 
 
 @pytest.fixture(autouse=True)
