@@ -59,10 +59,17 @@ def let_go() -> None:
     _blocks.clear()
 
 
+def new_folder() -> str:
+    """Removed when the process that asked for it ends."""
+    folder, process = tempfile.mkdtemp(prefix="midepoch-mds-"), os.getpid()
+    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+    return folder
+
+
 @functools.cache
 def written(size: int) -> str:
     """A folder with samples (name, number), some shards of them."""
-    folder = tempfile.mkdtemp(prefix="midepoch-mds-")
+    folder = new_folder()
     with MDSWriter(out=f"{folder}/data", columns={"name": "str", "number": "int"}, size_limit=200) as writer:
         for number in range(size):
             writer.write({"name": f"s{number:03}", "number": number})
@@ -71,7 +78,7 @@ def written(size: int) -> str:
 
 def a_copy(size: int) -> str:
     """Streaming takes two datasets in one folder for a mistake."""
-    folder = tempfile.mkdtemp(prefix="midepoch-mds-")
+    folder = new_folder()
     shutil.copytree(written(size), folder, dirs_exist_ok=True)
     return folder
 
