@@ -1,9 +1,9 @@
 """midepoch and its peers, measured in one run: what they cost, how they resume, and what they then get wrong.
 
 Run ``python benchmarks/compare.py``: figures, Markdown and plots go to docs/benchmarks/. With ``--only`` or
-``--question`` part of it is measured and, unless ``--output`` says where, only printed. ``--check`` measures midepoch's
-ratios again and compares them with those in results.json. benchmarks/peers.py has the peers, each of which runs in a
-process of its own.
+``--question`` part of it is measured and, unless ``--output`` says where, only printed; in a folder with results of the
+same day, versions and machine, the answers to other questions stay. ``--check`` measures midepoch's ratios again and
+compares them with those in results.json. benchmarks/peers.py has the peers, each of which runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ from peers import PEERS, Peer
 PLAIN = "plain DataLoader"
 OUTPUT = Path(__file__).parents[1] / "docs" / "benchmarks"
 Row = dict[str, Any]
+
+# By default glibc gives memory back to the kernel, and takes it anew, whenever the top of a heap happens to be free: by
+# luck a decoding process has no page faults or 2,400 a batch, and the batch takes 10 ms or 15. So that this does not
+# pass for a loader's cost, all peers keep what they have. See mallopt(3); bytes.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,8 @@ def scratch() -> str:
 class Server:
     """A process with one peer."""
 
-    def __init__(self, name: str, plan: Plan, world: dict[str, str] | None = None) -> None:
-        self.name, self.plan, self.world = name, plan, world or {}
+    def __init__(self, name: str, plan: Plan, environment: dict[str, str] | None = None) -> None:
+        self.name, self.plan, self.environment = name, plan, environment or {}
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -103,7 +108,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("peers.py")), self.name, "--memory", str(self.plan.memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, start_new_session=True,
-            env={**os.environ, "MIDEPOCH_BENCHMARKS_SCRATCH": scratch(), **self.world},
+            env={**os.environ, "MIDEPOCH_BENCHMARKS_SCRATCH": scratch(), **self.environment},
         )  # fmt: skip
         self.ready = False
 
@@ -166,9 +171,9 @@ class Server:
 
 
 @contextmanager
-def servers(names: Sequence[str], plan: Plan) -> Iterator[list[Server]]:
+def servers(names: Sequence[str], plan: Plan, environment: dict[str, str] | None = None) -> Iterator[list[Server]]:
     with ExitStack() as stack:
-        made = [Server(name, plan) for name in names]
+        made = [Server(name, plan, environment) for name in names]
         for server in made:
             stack.callback(server.stop)
             server.start()
@@ -207,7 +212,7 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     """Short stretches of live loaders in turn, every other time backwards; the ratios are of the same round.
 
     Each round has processes of its own, since how a process's memory happens to lie makes all that it decodes faster or
-    slower by a fifth and more for as long as it lives: what varies between processes must be in the interval.
+    slower for as long as it lives: what varies between processes must be in the interval.
     """
     peers = with_bases(names)
     times: dict[tuple[str, int, str], list[float]] = {
@@ -219,7 +224,7 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     }
     for turn in range(plan.rounds):
         tell(f"overhead: round {turn + 1} of {plan.rounds}")
-        with servers(peers, plan) as live:
+        with servers(peers, plan, ALLOCATOR) as live:
             for work, batches in plan.batches:
                 for workers in (0, 2):
                     spec = {"work": work, "size": 32 * batches, "workers": workers}
@@ -765,6 +770,15 @@ def measure(names: Sequence[str], questions: Sequence[str], plan: Plan) -> Row:
     return results
 
 
+def with_kept(results: Row, questions: Sequence[str], folder: Path) -> Row:
+    """The results, with those of other questions that are in the folder already, if they are of the same kind."""
+    path = folder / "results.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    keys = {key for question, (key, _) in MEASURED.items() if question not in questions}
+    alike = all(before.get(key) == results[key] for key in ("date", "python", "versions", "machine", "samples"))
+    return results | {key: before[key] for key in keys} if alike else results
+
+
 def worse(published: Row, now: Row) -> list[str]:
     """midepoch's ratios that are more than 10 % above those published, beyond the intervals of both."""
     found = []
@@ -810,11 +824,13 @@ def main() -> None:
         found = worse(published, measure(ours, questions, plan))
         print("\n".join(found) or "no ratio is worse than published")
         sys.exit(bool(found))
-    results = measure(names, options.question or list(MEASURED), plan)
-    said = markdown(results)
-    print(said)
+    results = measure(names, questions := options.question or list(MEASURED), plan)
     complete = not (options.only or options.question or options.quick)
     folder = options.output or (OUTPUT if complete else None)
+    if folder is not None and not options.only:
+        results = with_kept(results, questions, folder)
+    said = markdown(results)
+    print(said)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")

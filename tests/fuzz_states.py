@@ -373,12 +373,15 @@ class Fuzzer:
         return state, done
 
     def check(self, seed: int, number: int) -> str:
-        """What became of a mutation: "continued", or the name of the error.
+        """What became of a mutation."""
+        return self.outcome(*self.mutation(seed, number))
+
+    def outcome(self, state: Any, done: str) -> str:
+        """What becomes of a state: "continued", or the name of the error.
 
         Raises:
             Wrong: it was accepted and goes on with something else, or was refused and has changed the loader.
         """
-        state, done = self.mutation(seed, number)
         before = self.loader.state_dict()
         try:
             self.loader.load_state_dict(state)

@@ -57,6 +57,17 @@ def test_markdown_and_plots_are_written(output: Path) -> None:
         assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {"date": "2026-01-01", "python": "3", "versions": {}, "machine": {}, "samples": 1}
+    answers = {key: [f"{key} before"] for key, _ in compare.MEASURED.values()}
+    (tmp_path / "results.json").write_text(json.dumps(kinds | answers))
+    again = kinds | {key: [] for key in answers} | {"overhead": ["overhead now"]}
+    assert compare.with_kept(again, ["overhead"], tmp_path) == kinds | answers | {"overhead": ["overhead now"]}
+    for other in ({"date": "2026-01-02"}, {"versions": {"torch": "3"}}, {"samples": 2}):
+        assert compare.with_kept(again | other, ["overhead"], tmp_path) == again | other
+    assert compare.with_kept(again, ["overhead"], tmp_path / "empty") == again
+
+
 def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
     assert len(results["overhead"]) == 3 * 2 * 2
     assert all(0 < row["lowest"] <= row["microseconds"] <= row["highest"] for row in results["overhead"])
