@@ -215,7 +215,7 @@ class _Pending:
     def add(self, kind: bytes, data: bytes) -> None:
         self.of_one |= kind != tarfile.XGLTYPE
         if kind == _LONG_NAME:
-            self.name = data.rstrip(b"\0")
+            self.name = data.partition(b"\0")[0]
         elif kind in (_PAX, _PAX_SOLARIS) and (b"path=" in data or b"size=" in data or b"GNU.sparse" in data):
             records = _pax_records(data)
             if any(keyword.startswith(b"GNU.sparse") for keyword in records):
@@ -436,8 +436,10 @@ def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fie
         kinds[part] = rows[:, 156]
         digits = rows[:, 124:135].astype(np.int64) - ord("0")
         stated = rows[:, 148:154].astype(np.int64) - ord("0")
-        # Anything but zero-padded octal numbers, and a name continued in the prefix field, is left to walking.
-        if (digits < 0).any() or (digits > 7).any() or rows[:, 345].any():
+        letters = rows[:, :100] != 0
+        # Anything but zero-padded octal numbers, a name continued in the prefix field, and what some archivers leave
+        # behind a name's end, is left to walking.
+        if (digits < 0).any() or (digits > 7).any() or rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
             return None
         sizes[part] = digits @ powers
         without_data = (kinds[part] >= ord("1")) & (kinds[part] <= ord("6"))

@@ -230,12 +230,16 @@ class Archives(FileFuzzer):
             return type(index.damage).__name__
         try:
             with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                expected = [(info.offset_data, info.size) for info in archive if info.isreg()]
+                expected = [
+                    (info.offset_data, info.size, info.name.encode("utf-8", "surrogateescape"))
+                    for info in archive
+                    if info.isreg()
+                ]
         except (tarfile.TarError, ValueError, IndexError, OverflowError):
             if sealed:
                 return "continued"  # tarfile is stricter in what a header may hold
             raise
-        if list(zip(*told[0][1:3], strict=True)) != expected and not sealed:
+        if list(zip(*told[0][1:4], strict=True)) != expected and not sealed:
             raise Wrong(f"the index has {told[0]}, tarfile {expected}")
         return "continued"
 

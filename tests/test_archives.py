@@ -97,16 +97,34 @@ def test_an_archive_inside_an_archive_is_one_member(tmp_path: Path) -> None:
     assert index_tar(tmp_path / "x.tar").names.tolist() == [b"before.x", b"inner.tar", b"after.x"]
 
 
+def overwrite(data: bytearray, header: int, place: int, content: bytes) -> None:
+    """In a header, with a checksum that fits."""
+    block = data[header : header + 512]
+    block[place : place + len(content)] = content
+    block[148:156] = b" " * 8
+    block[148:156] = f"{sum(block):06o}\0 ".encode()
+    data[header : header + 512] = block
+
+
+def test_a_name_ends_where_its_first_zero_is(tmp_path: Path) -> None:
+    """Some archivers leave behind it what was there before."""
+    make(tmp_path / "x.tar", "gnu", ["a.x", "b.x", "n" * 120])
+    data = bytearray((tmp_path / "x.tar").read_bytes())
+    index = index_tar(tmp_path / "x.tar")
+    overwrite(data, int(index.headers[1]), 5, b"rest of another name")
+    data[int(index.headers[2]) + 512 + 50] = 0  # in what the long name's header says
+    (tmp_path / "rest.tar").write_bytes(data)
+    check(tmp_path / "rest.tar")
+    assert index_tar(tmp_path / "rest.tar").names.tolist() == [b"a.x", b"b.x", b"n" * 50]
+    (tmp_path / "scanned.tar").write_bytes(data[: int(index.headers[2])] + bytes(1024))
+    check(tmp_path / "scanned.tar")
+
+
 def test_archives_without_the_magic_are_walked(tmp_path: Path) -> None:
     make(tmp_path / "x.tar", "ustar", ["a.x", "b.x"])
     data = bytearray((tmp_path / "x.tar").read_bytes())
     for index in (0, 1):
-        header = int(index_tar(tmp_path / "x.tar").headers[index])
-        block = data[header : header + 512]
-        block[257:265] = bytes(8)
-        block[148:156] = b" " * 8
-        block[148:156] = f"{sum(block):06o}\0 ".encode()
-        data[header : header + 512] = block
+        overwrite(data, int(index_tar(tmp_path / "x.tar").headers[index]), 257, bytes(8))
     (tmp_path / "v7.tar").write_bytes(data)
     check(tmp_path / "v7.tar")
 
