@@ -426,7 +426,7 @@ class Exactness:
 
     def _run(self, server: Server, spec: Row, **arguments: Any) -> Row:
         spec = {"size": self.samples, **spec}
-        if not server.world:
+        if not server.environment:
             server.ask("prepare", spec)
         answer: Row = server.ask("run", spec, 2 * self.plan.limit, **arguments)
         return answer

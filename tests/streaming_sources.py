@@ -62,7 +62,12 @@ def let_go() -> None:
 def new_folder() -> str:
     """Removed when the process that asked for it ends."""
     folder, process = tempfile.mkdtemp(prefix="midepoch-mds-"), os.getpid()
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
+
     return folder
 
 

@@ -13,6 +13,8 @@ import json
 import os
 import pickle
 import random
+import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -77,6 +79,22 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
         found, refused = outcomes.count("continued"), len(outcomes) - outcomes.count("continued")
     assert refused > found
     assert found or (target in SHORT and not LONG)  # both have been seen, unless there were a dozen
+
+
+@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.parametrize("target", ["tar archives", "webdataset"])
+def test_mutations_led_by_coverage(target: str) -> None:
+    """In a process of its own, which libFuzzer ends."""
+    _skip_without("atheris")
+    _skip_without("webdataset")
+    script = str(Path(__file__).with_name("fuzz_guided.py"))
+    options = ["--target", target, "--minutes", "10" if LONG else "0.05"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused = "StateCorruptError" if target == "webdataset" else "TarError"
+    assert "continued" in done.stdout and refused in done.stdout
+    runs = re.search(r"Done (\d+) runs", done.stderr)
+    assert runs is not None and int(runs[1]) > 100
 
 
 # --- states go round, whatever carries them ---
