@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -66,6 +67,12 @@ class Signals:
         self.received = number
         if (told := self._told()) is not None:
             told()
+
+    def wait(self, seconds: float) -> None:
+        """Until one has been received, but no longer than so many seconds."""
+        until = time.monotonic() + seconds
+        while not self.received and time.monotonic() < until:
+            time.sleep(0.02)
 
     def close(self) -> None:
         """Give the signals back to whom they belonged. May be called twice, and in any thread."""
