@@ -222,6 +222,8 @@ class _Pending:
                 raise ValueError("a file is stored as a sparse file")
             self.name = records.get(b"path", self.name)
             if b"size" in records:
+                if not records[b"size"].isdigit():
+                    raise ValueError(f"an extended header holds {records[b'size'][:20]!r} where a size should be")
                 self.size = int(records[b"size"])
 
 
@@ -341,7 +343,11 @@ def _collect(file: BinaryIO, name: str) -> TarIndex:
     file.seek(0)
     members: list[Member] = []
     checksum, damage, end = 0, None, 0
-    walker = walk(file.read, lambda count: _seek(file, count), name)
+
+    def skip(count: int) -> None:
+        file.seek(min(count, length), os.SEEK_CUR)  # beyond the end is far enough; systems refuse absurd places
+
+    walker = walk(file.read, skip, name)
     try:
         for member, block in walker:
             stop = member.offset + member.size
@@ -358,10 +364,6 @@ def _collect(file: BinaryIO, name: str) -> TarIndex:
     headers, offsets, sizes = (np.array([member[field] for member in members], dtype=np.int64) for field in range(3))
     names = np.array([member.name.encode("utf-8", "surrogateescape") for member in members], dtype=np.bytes_)
     return TarIndex(headers, offsets, sizes, names, end, checksum, damage)
-
-
-def _seek(file: BinaryIO, count: int) -> None:
-    file.seek(count, os.SEEK_CUR)
 
 
 # --- scanning for headers ---------------------------------------------------------------------------------------------

@@ -249,6 +249,31 @@ def test_sizes_that_a_header_cannot_hold(tmp_path: Path, kind: str) -> None:
     assert (index.names.tolist(), index.sizes.tolist()) == ([b"big", b"after"], [size, 0])
 
 
+@pytest.mark.parametrize("size", ["-1536", "-1", "1e3", "9" * 30, "9" * 5000, ""])
+def test_sizes_that_cannot_be_are_damage(tmp_path: Path, size: str) -> None:
+    """A negative one led back to its own header, again and again."""
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        add(archive, "a.x", b"1")
+        info = tarfile.TarInfo("b.x")
+        info.pax_headers = {"size": size}
+        archive.addfile(info)
+    for index in (index_tar(tmp_path / "x.tar"), index_tar(io.BytesIO((tmp_path / "x.tar").read_bytes()), "it")):
+        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+
+
+def test_what_is_passed_over_may_have_an_absurd_size(tmp_path: Path) -> None:
+    """As a kind of file that nobody knows may."""
+    make(tmp_path / "x.tar", "gnu", ["a.x", "b.x", "c.x"])
+    data = bytearray((tmp_path / "x.tar").read_bytes())
+    at = int(index_tar(tmp_path / "x.tar").headers[1])
+    overwrite(data, at, 124, b"\x80" + b"\xff" * 11)
+    overwrite(data, at, 156, b"Q")
+    for file in (io.BytesIO(data), None):
+        (tmp_path / "absurd.tar").write_bytes(data)
+        index = index_tar(file or tmp_path / "absurd.tar", "it")
+        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+
+
 def test_walking_a_stream_needs_no_seeking(tmp_path: Path) -> None:
     make(tmp_path / "x.tar", "pax", [f"{i}.x" for i in range(10)])
     index = index_tar(tmp_path / "x.tar")
