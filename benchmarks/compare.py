@@ -328,6 +328,18 @@ def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
     return between(pairs) if len(pairs) > 1 else None
 
 
+def begin_ratio(rows: Sequence[Row], name: str) -> Interval | None:
+    """First batch at 0 % to that of what it is compared with, at the largest size that both have."""
+    times = {(row["peer"], row["size"]): row["times"] for row in of_integers(rows) if row["progress"] == 0}
+    base = PEERS[name].base
+    both = [size for peer, size in times if peer == name and times[name, size] and times.get((base, size))]
+    if not both:
+        return None
+    mine, theirs = times[name, max(both)], times[base, max(both)]
+    pairs = [a / b for a, b in zip(mine, theirs, strict=False)]
+    return between(pairs) if len(pairs) > 1 else None
+
+
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
@@ -438,11 +450,12 @@ class Exactness:
         return answer
 
     def _cut_and_changed(self, saved: Row, loaded: Row) -> str:
+        everything = loaded.get("size", self.samples)
         before = self._reference(saved, self.cut)
         after = self._run(self.loading, loaded, state=before["state"])
         whole = before["passes"][0]
         return refused(after) or verdict(
-            numbers(whole[: self.cut]), numbers(after["passes"][0]), numbers(whole[self.cut :]), self.samples
+            numbers(whole[: self.cut]), numbers(after["passes"][0]), numbers(whole[self.cut :]), everything
         )
 
     def _random(self) -> str:
@@ -776,26 +789,52 @@ def with_kept(results: Row, questions: Sequence[str], folder: Path) -> Row:
     before = json.loads(path.read_text()) if path.exists() else {}
     keys = {key for question, (key, _) in MEASURED.items() if question not in questions}
     alike = all(before.get(key) == results[key] for key in ("date", "python", "versions", "machine", "samples"))
-    return results | {key: before[key] for key in keys} if alike else results
+    return results | {key: before.get(key, []) for key in keys} if alike else results
 
 
-def worse(published: Row, now: Row) -> list[str]:
-    """midepoch's ratios that are more than 10 % above those published, beyond the intervals of both."""
+def grown(now: Interval, published: Interval) -> bool:
+    """Whether a ratio is more than 10 % above the published one, and above it beyond the errors of both together."""
+    growth = math.log(now.middle / published.middle)
+    errors = (math.log(each.high / each.middle) for each in (now, published))
+    return growth > max(math.log(1.1), math.hypot(*errors))
+
+
+def worse(published: Row, now: Row, questions: Sequence[str]) -> list[str]:
+    """What midepoch does worse than published: ratios by more than 10 %, and other verdicts.
+
+    What was published and could not be measured is worse, too.
+    """
     found = []
 
     def compare(what: str, new: Interval | None, old: Interval | None) -> None:
-        if new is not None and old is not None and new.low > 1.1 * old.high:
+        if old is not None and new is None:
+            found.append(f"{what}: not measured, published as {old}")
+        elif old is not None and new is not None and grown(new, old):
             found.append(f"{what}: {new}, published as {old}")
 
-    old_rows = {(row["peer"], row["work"], row["workers"]): row for row in published["overhead"]}
-    for row in now["overhead"]:
-        old = old_rows.get((row["peer"], row["work"], row["workers"]))
-        if is_ours(row["peer"]) and old is not None:
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(each) for each in ("peer", "work", "workers", "question"))
+
+    rows = {name: {key(row): row for row in now[name]} for name in ("overhead", "exactness")}
+    measured = {MEASURED[each][0] for each in questions}
+    peers = {row["peer"] for name in measured for row in now[name]}
+    for row in (row for row in published["overhead"] if "overhead" in measured and row["peer"] in peers):
+        if is_ours(row["peer"]):
             what = f"{row['peer']}, {row['work']}, {row['workers']} workers, time a batch to that of {row['base']}"
-            compare(what, *(Interval(each["ratio"], each["low"], each["high"]) for each in (row, old)))
-    for name in dict.fromkeys(row["peer"] for row in now["first_batch"]):
+            new, old = (
+                Interval(each["ratio"], each["low"], each["high"]) if each else None
+                for each in (rows["overhead"].get(key(row)), row)
+            )
+            compare(what, new, old)
+    for name in sorted(filter(is_ours, peers if "first_batch" in measured else ())):
         ratios = (resume_ratio(each["first_batch"], name) for each in (now, published))
         compare(f"{name}, first batch at 90 % to that at 0 %", *ratios)
+        ratios = (begin_ratio(each["first_batch"], name) for each in (now, published))
+        compare(f"{name}, first batch at 0 % to that of {PEERS[name].base}", *ratios)
+    for row in (row for row in published["exactness"] if "exactness" in measured and row["peer"] in peers):
+        told = rows["exactness"].get(key(row), {}).get("verdict", "not measured")
+        if is_ours(row["peer"]) and row["verdict"] != told:
+            found.append(f"{row['peer']}, {QUESTIONS[row['question']]}: {told}, published as {row['verdict']}")
     return found
 
 
@@ -803,28 +842,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="peers, with commas between them")
     parser.add_argument("--question", action="append", choices=MEASURED, help="may be given several times")
-    parser.add_argument("--rounds", type=int, help="of the overhead, at least 2")
+    parser.add_argument("--rounds", type=int, help="of the overhead, at least 3")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it works, not how fast it is")
     parser.add_argument("--check", action="store_true", help="whether midepoch's ratios are as published")
     parser.add_argument("--output", type=Path, help=f"folder, by default {OUTPUT}")
     parser.add_argument("--time-limit", type=float, help="seconds for a first batch")
     parser.add_argument("--memory-limit", type=float, help="GiB of data for a process")
     options = parser.parse_args()
-    plan, names = QUICK if options.quick else Plan(), options.only.split(",") if options.only else list(PEERS)
+    plan, names = QUICK if options.quick else Plan(), list(PEERS)
+    if options.only:
+        names = [name.strip() for name in options.only.split(",")]
     if unknown := set(names) - set(PEERS):
         parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    if options.rounds is not None and options.rounds < 3:
+        parser.error("--rounds must be at least 3: fewer have no interval worth the name")
+    published = (options.output or OUTPUT) / "results.json"
+    questions = options.question or (["overhead", "resume", "exactness"] if options.check else list(MEASURED))
     if options.check:
+        if unchecked := set(questions) - {"overhead", "resume", "exactness"}:
+            parser.error(f"--check has nothing to compare for {', '.join(sorted(unchecked))}")
+        if not any(map(is_ours, names)):
+            parser.error("--check compares what midepoch does: name one of its loaders with --only, or none")
+        if not published.exists():
+            parser.error(f"there is no {published} to compare with: make bench writes it")
         plan = replace(plan, rounds=min(plan.rounds, 5), repeats=min(plan.repeats, 5), progress=(0, 0.9), sizes=())
     stated = {"rounds": options.rounds, "limit": options.time_limit}
     stated["memory"] = int(options.memory_limit * 2**30) if options.memory_limit else None
     plan = replace(plan, **{key: value for key, value in stated.items() if value is not None})
     if options.check:
-        published = json.loads(((options.output or OUTPUT) / "results.json").read_text())
-        ours, questions = [name for name in names if is_ours(name)], options.question or ("overhead", "resume")
-        found = worse(published, measure(ours, questions, plan))
+        before, ours = json.loads(published.read_text()), [name for name in names if is_ours(name)]
+        now = measure(ours, [each for each in questions if each != "resume"], plan)
+        if "resume" in questions:
+            now["first_batch"] = resume(with_bases(ours), plan)
+        found = worse(before, now, questions)
         print("\n".join(found) or "no ratio is worse than published")
         sys.exit(bool(found))
-    results = measure(names, questions := options.question or list(MEASURED), plan)
+    if options.only and published.exists() and options.output:
+        parser.error(f"--only would replace the rows of all others in {published}: choose an empty folder")
+    results = measure(names, questions, plan)
     complete = not (options.only or options.question or options.quick)
     folder = options.output or (OUTPUT if complete else None)
     if folder is not None and not options.only:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import compare
 import measuring
 import peers
+from measuring import Interval
 
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
 
@@ -133,8 +134,9 @@ def scaled(results: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path) -> None:
+    asked = ["overhead", "resume", "exactness"]
     generous = scaled(results, 100)
-    assert compare.worse(generous, results) == []
+    assert compare.worse(generous, results, asked) == []
     row = next(row for row in generous["overhead"] if (row["peer"], row["work"], row["workers"]) == (OURS, "jpeg", 0))
     row |= {"ratio": 0.01, "low": 0.01, "high": 0.01}
     (tmp_path / "results.json").write_text(json.dumps(generous))
@@ -142,5 +144,49 @@ def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path)
     done = subprocess.run(call, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
-    slower = compare.worse(scaled(results, 0.001), results)
-    assert f"{OURS}, first batch at 90 % to that at 0 %" in {line.split(":")[0] for line in slower}
+    named = {line.split(":")[0] for line in compare.worse(scaled(results, 0.001), results, asked)}
+    assert f"{OURS}, first batch at 90 % to that at 0 %" in named
+
+
+def test_each_kind_of_worsening_is_named(results: dict[str, Any]) -> None:
+    asked = ["overhead", "resume", "exactness"]
+    slow: dict[str, Any] = json.loads(json.dumps(results))
+    for row in slow["first_batch"]:
+        row["times"] = [30 * time for time in row["times"]] if row["peer"] == OURS else row["times"]
+    assert [line.split(":")[0] for line in compare.worse(results, slow, asked)] == [
+        f"{OURS}, first batch at 0 % to that of {PLAIN}"
+    ]
+    wrong: dict[str, Any] = json.loads(json.dumps(results))
+    next(row for row in wrong["exactness"] if row["peer"] == OURS)["verdict"] = "loses 1, repeats 0 silently"
+    assert len(compare.worse(results, wrong, asked)) == 1
+    for key in ("overhead", "first_batch", "exactness"):
+        missing = {**results, key: [row for row in results[key] if row["peer"] != OURS or row.get("work") == "x"]}
+        if key != "first_batch":
+            missing[key] = missing[key] + [{**results[key][0], "peer": OURS, "work": "x", "question": "x"}]
+        else:
+            missing[key] = [{**row, "times": []} if row["peer"] == OURS else row for row in results[key]]
+        told = compare.worse(results, missing, asked)
+        assert told and all("not measured" in line for line in told), key
+
+
+def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:
+    exact, vague = Interval(1, 0.99, 1.01), Interval(1, 0.8, 1.25)
+    assert compare.grown(Interval(1.12, 1.10, 1.14), exact)
+    assert not compare.grown(Interval(1.09, 1.08, 1.10), exact)
+    assert not compare.grown(Interval(1.12, 1.10, 1.14), vague)
+    assert compare.grown(Interval(1.5, 1.4, 1.6), vague)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rounds", "1"], "at least 3"),
+        (["--check", "--only", "torchdata"], "name one of its loaders"),
+        (["--check", "--question", "boring"], "nothing to compare for boring"),
+        (["--check", "--output", "nowhere"], "there is no nowhere"),
+        (["--only", "plain"], "no such peer"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: list[str], said: str) -> None:
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr
