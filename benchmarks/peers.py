@@ -399,11 +399,26 @@ class GrainDataset(ByHand):
     def source(self, spec: Spec) -> Any:
         import grain
 
-        dataset = grain.MapDataset.source(samples_in_memory(spec)).shuffle(seed=0)
+        dataset = grain.MapDataset.source(self.samples(spec)).shuffle(seed=0)
+        if spec.work == "draws":
+            dataset = dataset.seed(0).random_map(self.draws())
         batches = dataset[RANK::WORLD_SIZE].batch(spec.batch_size).to_iter_dataset()
         if spec.workers:
             batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=spec.workers))
         return batches
+
+    def samples(self, spec: Spec) -> Any:
+        return range(spec.size) if spec.work == "draws" else samples_in_memory(spec)
+
+    def draws(self) -> Any:
+        """Random numbers are drawn as its documentation says, from the generator that it gives for each sample."""
+        import grain
+
+        class Draws(grain.transforms.RandomMap):  # type: ignore[misc]
+            def random_map(self, number: int, generator: np.random.Generator) -> Any:
+                return torch.tensor([number, *generator.random(3)], dtype=torch.float64)
+
+        return Draws()
 
     def iterate(self, loader: Held) -> Iterator[Any]:
         iterator: Any = iter(loader.source)
@@ -434,8 +449,8 @@ class GrainLoader(GrainDataset):
             spec.size, shuffle=True, seed=0, num_epochs=1, shard_options=grain.sharding.ShardOptions(RANK, WORLD_SIZE)
         )
         return grain.DataLoader(
-            data_source=samples_in_memory(spec), sampler=sampler, worker_count=spec.workers,
-            operations=[grain.transforms.Batch(spec.batch_size)],
+            data_source=self.samples(spec), sampler=sampler, worker_count=spec.workers,
+            operations=[*([self.draws()] if spec.work == "draws" else []), grain.transforms.Batch(spec.batch_size)],
         )  # fmt: skip
 
     def forge(self, spec: Spec, batches: int) -> Any:
