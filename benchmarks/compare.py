@@ -315,7 +315,7 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
 
 
 def of_integers(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.get("work", "integers") == "integers"]  # the only work in earlier results
+    return [row for row in rows if row["work"] == "integers"]
 
 
 def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
@@ -594,9 +594,7 @@ def told_resume(rows: Sequence[Row]) -> str:
         pivot(at_90, sizes, lambda row: row["size"], first_batch_cell),
         "resume",
     )
-    pictures = [row for row in rows if row.get("work") == "jpeg"]
-    if not pictures:
-        return f"{first}\n{second}"
+    pictures = [row for row in rows if row["work"] == "jpeg"]
     third = table(
         f"The same with {pictures[0]['size']:,} pictures that are decoded",
         ["peer", "0%", "90%"], pivot(pictures, (0, 0.9), lambda row: row["progress"], first_batch_cell), "resume",
@@ -815,26 +813,23 @@ def worse(published: Row, now: Row, questions: Sequence[str]) -> list[str]:
     def key(row: Row) -> tuple[Any, ...]:
         return tuple(row.get(each) for each in ("peer", "work", "workers", "question"))
 
-    rows = {name: {key(row): row for row in now[name]} for name in ("overhead", "exactness")}
-    measured = {MEASURED[each][0] for each in questions}
-    peers = {row["peer"] for name in measured for row in now[name]}
-    for row in (row for row in published["overhead"] if "overhead" in measured and row["peer"] in peers):
-        if is_ours(row["peer"]):
-            what = f"{row['peer']}, {row['work']}, {row['workers']} workers, time a batch to that of {row['base']}"
-            new, old = (
-                Interval(each["ratio"], each["low"], each["high"]) if each else None
-                for each in (rows["overhead"].get(key(row)), row)
-            )
-            compare(what, new, old)
-    for name in sorted(filter(is_ours, peers if "first_batch" in measured else ())):
-        ratios = (resume_ratio(each["first_batch"], name) for each in (now, published))
-        compare(f"{name}, first batch at 90 % to that at 0 %", *ratios)
-        ratios = (begin_ratio(each["first_batch"], name) for each in (now, published))
-        compare(f"{name}, first batch at 0 % to that of {PEERS[name].base}", *ratios)
-    for row in (row for row in published["exactness"] if "exactness" in measured and row["peer"] in peers):
-        told = rows["exactness"].get(key(row), {}).get("verdict", "not measured")
-        if is_ours(row["peer"]) and row["verdict"] != told:
-            found.append(f"{row['peer']}, {QUESTIONS[row['question']]}: {told}, published as {row['verdict']}")
+    def ratio(row: Row | None) -> Interval | None:
+        return Interval(row["ratio"], row["low"], row["high"]) if row else None
+
+    asked = {MEASURED[question][0] for question in questions}
+    rows = {name: {key(row): row for row in now[name]} for name in asked}
+    ours = sorted({row["peer"] for name in asked for row in now[name] if is_ours(row["peer"])})
+    for old in published["overhead"] if "overhead" in asked else ():
+        if old["peer"] in ours:
+            what = f"{old['peer']}, {old['work']}, {old['workers']} workers, time a batch to that of {old['base']}"
+            compare(what, ratio(rows["overhead"].get(key(old))), ratio(old))
+    for name in ours if "first_batch" in asked else ():
+        for what, of in (("90 % to that at 0 %", resume_ratio), (f"0 % to that of {PEERS[name].base}", begin_ratio)):
+            compare(f"{name}, first batch at {what}", *(of(each["first_batch"], name) for each in (now, published)))
+    for old in published["exactness"] if "exactness" in asked else ():
+        told = rows["exactness"].get(key(old), {"verdict": "not measured"})["verdict"]
+        if old["peer"] in ours and old["verdict"] != told:
+            found.append(f"{old['peer']}, {QUESTIONS[old['question']]}: {told}, published as {old['verdict']}")
     return found
 
 

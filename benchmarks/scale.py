@@ -387,7 +387,7 @@ def peers_in(path: Path, samples: int) -> list[Peer]:
     of its epoch of so many samples, on average. A peer that did not manage 90 % begins its epoch anew.
     """
     rows = json.loads(path.read_text()).get("first_batch", []) if path.exists() else []
-    rows = [row for row in rows if row.get("work") == "jpeg"]
+    rows = [row for row in rows if row["work"] == "jpeg"]
     if not rows:
         return [Peer(f"{duration(seconds)} (assumed)", seconds) for seconds in ASSUMED_SECONDS]
     peers = []

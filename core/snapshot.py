@@ -49,7 +49,7 @@ _FOLDER = 0x10  # among the attributes of a record in a zip archive
 _SECONDS_BETWEEN_AGREEMENTS = 0.2
 _MOST_STEPS_BETWEEN_AGREEMENTS = 64
 _RARELY = 1 << 62  # a step that is never reached
-_SECONDS_FOR_THE_AGENT = 30.0
+_SECONDS_FOR_AN_AGENT_TO_SIGNAL = 30.0
 _logger = logging.getLogger("midepoch")
 
 
@@ -183,7 +183,7 @@ class Snapshot:
                 if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several agents of torchrun
                     # Where a machine joins, each agent signals its own ranks once it knows. One whose ranks left before
                     # that, for another rank's signal, takes their work for done, and the job goes on without it.
-                    self._signals.wait(_SECONDS_FOR_THE_AGENT)
+                    self._signals.wait(_SECONDS_FOR_AN_AGENT_TO_SIGNAL)
                 atexit.register(_end_here, self._exit_status)
             raise SystemExit(self._exit_status)
         next_save = _RARELY if self._every is None else self.steps - self.steps % self._every + self._every
