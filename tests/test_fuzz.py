@@ -177,7 +177,8 @@ def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_the_same_number_is_the_same_mutation() -> None:
     states, other = fuzzer("dataloader"), fuzz_states.Fuzzer("dataloader")
-    both = ([pickle.dumps(each.mutation(3, number)) for number in range(20)] for each in (states, other))
+    # As text: what a tensor is pickled to has its storage's address in it.
+    both = ([repr(each.mutation(3, number)) for number in range(20)] for each in (states, other))
     assert next(both) == next(both)
     kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
     assert kinds >= {kind.__name__ for kind in mutations.KINDS}
