@@ -1,14 +1,13 @@
 """Accelerate: a loader that is registered is saved and loaded with everything else.
 
-``python examples/accelerate_loop.py``
+``python examples/accelerate_loop.py FOLDER``: kill it at any time, run it again, and it goes on at the very batch.
 """
 
 from __future__ import annotations
 
-import itertools
-import tempfile
+import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,27 +24,25 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index / 40]) + 0.1 * torch.randn(1)
 
 
-def make() -> Any:
-    return midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+layer = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
+accelerator.register_for_checkpointing(loader)  # not prepare(): midepoch gives each process its part
 
-
-def train(loader: Any, batches: int) -> list[Any]:
-    """What the next so many batches of the epoch hold."""
-    return [batch.tolist() for batch in itertools.islice(loader, batches)]
-
-
-def prepare() -> tuple[Accelerator, Any]:
-    accelerator, loader = Accelerator(cpu=True), make()
-    accelerator.register_for_checkpointing(loader)  # not prepare(): midepoch gives each process its part
-    return accelerator, loader
-
-
-with tempfile.TemporaryDirectory() as folder:
-    accelerator, loader = prepare()
-    head = train(loader, 3)
-    accelerator.save_state(str(Path(folder) / "checkpoint"))
-
-    accelerator, loader = prepare()  # a new process
-    accelerator.load_state(str(Path(folder) / "checkpoint"))
-    assert head + train(loader, 7) == train(make(), 10)
-print("3 batches and the 7 after them are bit-equal to an epoch of 10")
+folder = Path(sys.argv[1])
+if checkpoints := sorted(folder.glob("batch-*")):
+    accelerator.load_state(str(checkpoints[-1]))
+while loader.epoch < 2:
+    for batch in loader:
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        step = loader.epoch * len(loader) + loader.batches_done
+        print(f"batch {step}: {batch.tolist()}, loss {loss.item()}", flush=True)
+        if step % 3 == 0:
+            accelerator.save_state(str(folder / "draft"))
+            (folder / "draft").rename(folder / f"batch-{step:06}")  # whoever is killed in a save has those before
+        time.sleep(0.1)  # so that there is time to kill it

@@ -1,11 +1,12 @@
 """Composer: a run goes on from its checkpoint at the very batch.
 
-``python examples/composer_trainer.py FOLDER``
+``python examples/composer_trainer.py FOLDER``: kill it at any time, run it again, and it goes on at the very batch.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -29,25 +30,23 @@ class Model(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[Any] = []
 
     def forward(self, batch: torch.Tensor) -> Any:
-        self.seen.append(batch.tolist())
         return self.layer(batch)
 
     def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> Any:
-        return outputs.square().mean()
+        loss = outputs.square().mean()
+        print(f"batch {int(trainer.state.timestamp.batch) + 1}: {batch.tolist()}, loss {loss.item()}", flush=True)
+        time.sleep(0.1)  # so that there is time to kill it
+        return loss
 
 
-def train(duration: str, checkpoint: str | None = None) -> Any:
-    model = Model()
-    loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
-    where = {"save_folder": sys.argv[1], "save_overwrite": True, "save_filename": "last.pt", "load_path": checkpoint}
-    Trainer(model=model, train_dataloader=loader, max_duration=duration, device_train_microbatch_size=4,
-            callbacks=[ExactResume()], device="cpu", **where).fit()  # fmt: skip
-    return model.seen
-
-
-whole = train("20ba")
-assert train("7ba") + train("20ba", f"{sys.argv[1]}/last.pt") == whole
-print("7 batches and the 13 after them are bit-equal to a run of 20")
+torch.manual_seed(0)
+model = Model()
+trainer = Trainer(
+    model=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", max_duration="2ep",
+    train_dataloader=midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0),
+    device_train_microbatch_size=4, callbacks=[ExactResume()],
+    run_name="example", save_folder=sys.argv[1], save_interval="3ba", autoresume=True,
+)  # fmt: skip
+trainer.fit()

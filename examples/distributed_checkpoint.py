@@ -1,20 +1,23 @@
 """torch.distributed.checkpoint takes a loader as it takes a model, in the background and on other processes too.
 
-``python examples/distributed_checkpoint.py``
+``python examples/distributed_checkpoint.py FOLDER``: kill it at any time, run it again, and it goes on at the very
+batch.
 """
 
 from __future__ import annotations
 
-import itertools
-import tempfile
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
+
+dcp: Any = torch.distributed.checkpoint
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -25,21 +28,24 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index / 40]) + 0.1 * torch.randn(1)
 
 
-def make() -> Any:
-    return midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
+state = {"model": model, "optimizer": optimizer, "loader": loader}
 
-
-def train(loader: Any, batches: int) -> list[Any]:
-    """What the next so many batches of the epoch hold."""
-    return [batch.tolist() for batch in itertools.islice(loader, batches)]
-
-
-with tempfile.TemporaryDirectory() as folder:
-    loader = make()
-    head = train(loader, 3)
-    dcp.save({"loader": loader}, checkpoint_id=Path(folder) / "checkpoint")  # type: ignore[attr-defined]
-
-    loader = make()  # a new process, or three where there were two
-    dcp.load({"loader": loader}, checkpoint_id=Path(folder) / "checkpoint")  # type: ignore[attr-defined]
-    assert head + train(loader, 7) == train(make(), 10)
-print("3 batches and the 7 after them are bit-equal to an epoch of 10")
+folder = Path(sys.argv[1])
+if checkpoints := sorted(folder.glob("batch-*")):
+    dcp.load(state, checkpoint_id=checkpoints[-1])
+while loader.epoch < 2:
+    for batch in loader:
+        loss: torch.Tensor = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        step = loader.epoch * len(loader) + loader.batches_done
+        print(f"batch {step}: {batch.tolist()}, loss {loss.item()}", flush=True)
+        if step % 3 == 0:
+            dcp.save(state, checkpoint_id=folder / "draft")
+            (folder / "draft").rename(folder / f"batch-{step:06}")  # whoever is killed in a save has those before
+        time.sleep(0.1)  # so that there is time to kill it

@@ -1,14 +1,13 @@
 """Fabric: the loader is one of the objects that ``fabric.save`` and ``fabric.load`` take.
 
-``python examples/fabric_loop.py``
+``python examples/fabric_loop.py FOLDER``: kill it at any time, run it again, and it goes on at the very batch.
 """
 
 from __future__ import annotations
 
-import itertools
-import tempfile
+import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -25,22 +24,25 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index / 40]) + 0.1 * torch.randn(1)
 
 
-def make() -> Any:
-    return midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
-
-
-def train(loader: Any, batches: int) -> list[Any]:
-    """What the next so many batches of the epoch hold."""
-    return [batch.tolist() for batch in itertools.islice(loader, batches)]
-
-
+torch.manual_seed(0)
 fabric = Fabric(accelerator="cpu")
-with tempfile.TemporaryDirectory() as folder:
-    loader = make()
-    head = train(loader, 3)
-    fabric.save(Path(folder) / "checkpoint", {"loader": loader})  # beside the model and the optimizer
+layer = torch.nn.Linear(1, 1)
+model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
+state = {"model": model, "optimizer": optimizer, "loader": loader}
 
-    loader = make()  # a new process
-    fabric.load(Path(folder) / "checkpoint", {"loader": loader})
-    assert head + train(loader, 7) == train(make(), 10)
-print("3 batches and the 7 after them are bit-equal to an epoch of 10")
+checkpoint = Path(sys.argv[1], "checkpoint.pt")
+if checkpoint.exists():
+    fabric.load(checkpoint, state)
+while loader.epoch < 2:
+    for batch in loader:
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        step = loader.epoch * len(loader) + loader.batches_done
+        print(f"batch {step}: {batch.tolist()}, loss {loss.item()}", flush=True)
+        if step % 3 == 0:
+            fabric.save(checkpoint.with_suffix(".draft"), state)
+            checkpoint.with_suffix(".draft").replace(checkpoint)  # whoever is killed in a save has the one before
+        time.sleep(0.1)  # so that there is time to kill it

@@ -18,14 +18,14 @@ import midepoch
 
 class Trainer:
     def __init__(self, model: torch.nn.Module, data: DataLoader[Any], save_every: int, path: str) -> None:
-        self.data = midepoch.wrap(data, seed=0)
+        self.data, self.rank = midepoch.wrap(data, seed=0), torch.distributed.get_rank()
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.snapshot = midepoch.Snapshot(
             path, every=save_every, model=self.model, optimizer=self.optimizer, data=self.data
         )
         if self.snapshot.load():
-            print(f"resuming at epoch {self.data.epoch}, position {self.data.position}")
+            print(f"resuming at epoch {self.data.epoch}, position {self.data.position}", flush=True)
 
     def _run_batch(self, features: torch.Tensor, targets: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -38,15 +38,14 @@ class Trainer:
             for features, targets in self.data:
                 self._run_batch(features, targets)
                 self.snapshot.step()
+                print(f"batch {self.snapshot.steps} of rank {self.rank}: {targets.tolist()}", flush=True)
 
 
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
-    trainer = Trainer(torch.nn.Linear(4, 1), data, options.save_every, options.snapshot)
-    trainer.train(options.epochs)
-    print(f"finished at epoch {trainer.data.epoch}, position {trainer.data.position}")
+    Trainer(torch.nn.Linear(4, 1), data, options.save_every, options.snapshot).train(options.epochs)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,10 +11,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kill_examples import assert_went_on
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -83,40 +92,72 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert "bit-equal" in output or "each exactly once" in output or "none lost" in output
 
 
-def test_examples_of_trainers_and_of_states_of_their_own(tmp_path: Path) -> None:
+def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
+    """With SIGKILL in mid-epoch: batches, and losses, are bit-equal to those of a run that nobody killed."""
     names = ["lightning_trainer.py", "hugging_face_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
-    names += ["distributed_checkpoint.py", "ignite_engine.py", "own_state.py"]
-    for module in ("lightning", "transformers", "accelerate", "ignite", "torchdata"):
-        pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[trainers,torchdata])")
-    output = run([sys.executable, "-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
-    assert output.count("are bit-equal to") == len(names)
+    names += ["distributed_checkpoint.py", "ignite_engine.py"]
+    modules = ["lightning", "transformers", "accelerate", "ignite.engine"]
+    for module in modules:
+        pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[trainers])")
+    command = [sys.executable, str(ROOT / "tests" / "kill_examples.py"), str(tmp_path), "--import", *modules, "--"]
+    report = json.loads(run([*command, *(str(ROOT / "examples" / name) for name in names)], tmp_path))
+    assert list(report) == names
+    for name, runs in report.items():
+        assert_went_on(name, **runs)
 
 
 def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
-    for module in ("datasets", "grain", "litdata"):
+    for module in ("datasets", "grain", "litdata", "torchdata"):
         pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[{module}])")
-    names = ["grain_dataset.py", "hugging_face_dataset.py"]
+    names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py"]
     output = run([sys.executable, "-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
     code = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import cpu_torchvision, runpy\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     output += run([sys.executable, "-c", code, str(ROOT / "examples" / "litdata_loader.py"), "data"], tmp_path)
-    assert output.count("are bit-equal to") == 3
+    assert output.count("are bit-equal to") == 4
 
 
-def test_torchrun_example_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    """In mid-epoch, with its agent; each epoch has each sample once, in the order of an undisturbed one."""
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     os.environ.update({name: os.environ.get(name, value) for name, value in environment.items()})
 
-    def torchrun(processes: int, epochs: int) -> str:
+    def torchrun(processes: int, epochs: int) -> list[str]:
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={processes}"]
         script = [str(ROOT / "examples" / "torchrun.py"), str(tmp_path / "snapshot.pt"), f"--epochs={epochs}"]
-        return run([sys.executable, "-m", "torch.distributed.run", *rendezvous, *script], tmp_path)
+        return [sys.executable, "-m", "torch.distributed.run", *rendezvous, *script]
+
+    inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(inputs.sum(1, keepdim=True)), batch_size=96, shuffle=True)
+    orders = [rows.tolist() for loader in [midepoch.wrap(data, seed=0)] for _ in range(1000) for (rows,) in loader]
 
     # 12 batches of two processes an epoch, a snapshot after each fifth.
-    assert "finished at epoch 1, position 0" in torchrun(2, 1)
-    output = torchrun(1, 2)
-    assert "resuming at epoch 0, position 80" in output
-    assert "finished at epoch 2, position 0" in output
+    with subprocess.Popen(torchrun(2, 1000), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        killed = [job.stdout.readline() for _ in range(61)]
+        family = psutil.Process(job.pid)
+        for process in [family, *family.children(recursive=True)]:
+            process.kill()
+        killed += job.stdout.readlines()
+    seen: dict[int, list[Any]] = {}
+    # Torchrun's processes write a line's text and its end apart, so two may stand in one.
+    for number, rows in re.findall(r"batch (\d+) of rank \d: (\[\[.*?\]\])", "".join(killed)):
+        seen.setdefault(int(number), []).extend(json.loads(rows))
+    assert len(seen) >= 30
+    for number, found in seen.items():
+        epoch, batch = divmod(number - 1, 12)
+        expected = orders[epoch][8 * batch : 8 * batch + 8]
+        assert all(row in expected for row in found)
+        assert len(found) == 8 or number >= max(seen) - 1, "of its last batches one rank may have told nothing yet"
+
+    epoch = max(seen) // 12 + 1
+    output = run(torchrun(1, epoch + 1), tmp_path)
+    (resumed,) = re.findall(r"^resuming at epoch (\d+), position (\d+)$", output, re.MULTILINE)
+    begin, position = int(resumed[0]), int(resumed[1])
+    assert 12 * begin + position // 8 in (max(seen) // 5 * 5, max(seen) // 5 * 5 + 5, max(seen) // 5 * 5 - 5)
+    batches = re.findall(r"^batch \d+ of rank 0: (.*)$", output, re.MULTILINE)
+    rest = [row for rows in batches for row in json.loads(rows)]
+    assert rest == [row for order in orders[begin : epoch + 1] for row in order][position:]
 
 
 def test_the_tutorial(tmp_path: Path) -> None:

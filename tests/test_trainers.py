@@ -19,6 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 import midepoch
 from midepoch import StateMismatchError
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kill_examples import assert_went_on
+
 dcp: Any = torch.distributed.checkpoint  # which does not say what it exports
 
 
@@ -241,7 +245,7 @@ def test_ignite(cut: int, tmp_path: Path) -> None:
 # --- trainers that are installed apart, by `make trainers` ------------------------------------------------------------
 
 
-def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *arguments: str) -> None:
+def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *arguments: str) -> str:
     """Run a job, under torchrun on so many processes, beside a trainer that lies in a folder of its own."""
     apart = Path(sys.prefix) / "trainers" / trainer
     if not apart.exists():
@@ -255,16 +259,16 @@ def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *argu
     command += [str(Path(__file__).parent / job), str(folder), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 @pytest.mark.parametrize("trainer", ["composer", "ray", "torchtitan"])
-def test_examples(trainer: str, tmp_path: Path) -> None:
+def test_examples_are_killed_and_go_on(trainer: str, tmp_path: Path) -> None:
     names = {"composer": "composer_trainer.py", "ray": "ray_train.py", "torchtitan": "torchtitan_feed.py"}
-    job = tmp_path / "job.py"  # Composer imports a torchvision that a torch for the CPU does not go with
-    with_torchvision = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import cpu_torchvision\n"
-    script = (EXAMPLES / names[trainer]).read_text().partition("annotations\n")[2]
-    job.write_text(with_torchvision * (trainer == "composer") + script)
-    run_apart(trainer, str(job), tmp_path, None)
+    options = {"composer": ["--import", "cpu_torchvision"], "ray": ["--kill-after", "14"]}  # of two workers
+    example = str(EXAMPLES / names[trainer])
+    output = run_apart(trainer, "kill_examples.py", tmp_path, None, example, *options.get(trainer, []))
+    assert_went_on(trainer, **json.loads(output)[names[trainer]])
 
 
 def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
