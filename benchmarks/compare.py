@@ -55,12 +55,13 @@ class Plan:
     Attributes:
         rounds: of the overhead, each with processes of its own.
         stretches: that each process is measured for, in turn with the others.
+        batches: for each work, how many are timed, and how many of the same epoch come before them, and after.
         pictures: in the data set of which a resume at 0 and 90 % is measured too.
     """
 
-    rounds: int = 7
+    rounds: int = 5
     stretches: int = 2
-    batches: tuple[tuple[str, int], ...] = (("integers", 408), ("jpeg", 56))
+    batches: tuple[tuple[str, int, int], ...] = (("integers", 400, 48), ("draws", 128, 48), ("jpeg", 64, 32))
     progress: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.9, 0.99)
     memory_size: int = 10**6
     file_size: int = 10**5
@@ -75,7 +76,8 @@ class Plan:
 
 
 QUICK = Plan(
-    rounds=2, stretches=1, batches=(("integers", 40), ("jpeg", 12)), memory_size=10**4, file_size=1000, pictures=320,
+    rounds=2, stretches=1, batches=(("integers", 40, 4), ("draws", 20, 4), ("jpeg", 6, 3)),
+    memory_size=10**4, file_size=1000, pictures=320,
     sizes=(10**3, 10**4), state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30),
 )  # fmt: skip
 
@@ -217,7 +219,7 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     peers = with_bases(names)
     times: dict[tuple[str, int, str], list[float]] = {
         (work, workers, name): []
-        for work, _ in plan.batches
+        for work, _, _ in plan.batches
         for workers in (0, 2)
         for name in peers
         if not workers or PEERS[name].workers
@@ -225,11 +227,11 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     for turn in range(plan.rounds):
         tell(f"overhead: round {turn + 1} of {plan.rounds}")
         with servers(peers, plan, ALLOCATOR) as live:
-            for work, batches in plan.batches:
+            for work, timed, apart in plan.batches:
                 for workers in (0, 2):
-                    spec = {"work": work, "size": 32 * batches, "workers": workers}
+                    spec = {"work": work, "size": 32 * (timed + 2 * apart), "workers": workers}
                     asked = [server for server in live if (work, workers, server.name) in times]
-                    for name, microseconds in stretches(asked, spec, plan.stretches, backwards=turn % 2).items():
+                    for name, microseconds in stretches(asked, spec, plan.stretches, apart, turn % 2).items():
                         times[work, workers, name].append(microseconds)
     rows: list[Row] = []
     for (work, workers, name), taken in times.items():
@@ -242,14 +244,14 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     return rows
 
 
-def stretches(live: Sequence[Server], spec: Row, number: int, backwards: int) -> dict[str, float]:
+def stretches(live: Sequence[Server], spec: Row, number: int, apart: int, backwards: int) -> dict[str, float]:
     """Microseconds a batch in each process; a first stretch builds the loader and does not count."""
     times: dict[str, list[float]] = {server.name: [] for server in live}
     for server in live:
         server.ask("prepare", spec)
     for turn in range(number + 1):
         for server in live[:: 1 if (turn + backwards) % 2 else -1]:
-            taken = server.ask("stretch", spec)
+            taken = server.ask("stretch", spec, apart=apart)
             if turn:
                 times[server.name].append(taken)
     return {name: statistics.geometric_mean(taken) for name, taken in times.items()}

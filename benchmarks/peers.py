@@ -796,25 +796,28 @@ class Server:
         close(loader)
         return seconds
 
-    def stretch(self, spec: Spec, warm: int = 8) -> float:
-        """Microseconds a batch, after the first ones of an epoch; the loader stays for the next stretch."""
+    def stretch(self, spec: Spec, apart: int) -> float:
+        """Microseconds a batch, so many batches from an epoch's beginning and its end; the loader stays for the next.
+
+        The clock stops while there is still as much to read ahead as when it started, and nothing comes between the
+        batches before it and those that count: a pause would fill what a loader has ready.
+        """
         if self.live is None or self.live[0] != spec:
             if self.live is not None:
                 close(self.live[1])
             self.live = spec, self.peer.build(spec)
-            for _ in self.peer.iterate(self.live[1]):
-                pass
-        iterator, batches = self.peer.iterate(self.live[1]), spec.size // spec.batch_size
-        for _ in range(warm):
-            next(iterator)
+        timed = spec.size // spec.batch_size - 2 * apart
         gc.collect()
+        iterator = self.peer.iterate(self.live[1])
+        for _ in range(apart):
+            next(iterator)
         start = time.perf_counter()
-        for _ in range(batches - warm):
+        for _ in range(timed):
             next(iterator)
         seconds = time.perf_counter() - start
         for _ in iterator:
             pass
-        return seconds / (batches - warm) * 1e6
+        return seconds / timed * 1e6
 
     def measure_state(self, spec: Spec) -> dict[str, Any]:
         """Of a loader that has run for a while: the bytes of a state, what it takes, and the process's peak memory."""

@@ -70,7 +70,7 @@ def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) 
 
 
 def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
-    assert len(results["overhead"]) == 3 * 2 * 2
+    assert len(results["overhead"]) == 3 * 3 * 2
     assert all(0 < row["lowest"] <= row["microseconds"] <= row["highest"] for row in results["overhead"])
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in results["overhead"])
     assert all(0 < row["seconds"] < 5 and not row["why"] for row in results["first_batch"])
