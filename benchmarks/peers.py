@@ -141,7 +141,7 @@ class Peer:
     Attributes:
         name: of the row in tables.
         base: the row that this one is compared with.
-        limit: the largest data set it can be asked about.
+        limit: the largest data set it can be asked about: files of a larger one are not written.
         files: whether it needs files.
         workers: whether it has worker processes.
         hoards: whether a process gives back what its loaders took only when it ends.
@@ -354,7 +354,7 @@ class Streaming(Peer):
 class LitData(Peer):
     name = "LitData"
     distributions = ("litdata",)
-    files, limit = True, 10**5
+    files, limit = True, 10**6
 
     def write(self, folder: Path, spec: Spec) -> None:
         import cpu_torchvision  # noqa: F401  # before litdata, which imports torchvision
@@ -578,7 +578,7 @@ class FfcvSamples:
 class WebDataset(ByHand):
     name = "WebDataset"
     distributions = ("webdataset",)
-    files, limit = True, 10**5
+    files, limit = True, 10**6
 
     def write(self, folder: Path, spec: Spec) -> None:
         import webdataset as wds
@@ -755,8 +755,8 @@ class Server:
         return answer
 
     def forge(self, spec: Spec, batches: int) -> str | None:
-        """A state there: made up where the peer has a way, else a real one."""
-        forged = self.peer.forge(spec, batches)
+        """A state there: made up where the peer has a way, else a real one; with workers always a real one."""
+        forged = None if spec.workers else self.peer.forge(spec, batches)
         return encode(self._real(spec, batches) if forged is None else forged)
 
     def check_forged(self, spec: Spec, batches: int) -> bool:
@@ -849,10 +849,10 @@ class Server:
             raise RuntimeError(f"{self.peer.name} does not run: {answer['error']}: {answer['message']}")
 
 
-def serve(peer: Peer, memory: int) -> None:
+def serve(peer: Peer, memory: float) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what peers print
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)  # for Streaming
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -879,7 +879,7 @@ def serve(peer: Peer, memory: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=PEERS)
-    parser.add_argument("--memory", type=int, default=8 << 30, help="bytes of data that the process may have")
+    parser.add_argument("--memory", type=float, default=8, help="GiB of data that the process may have")
     parser.add_argument("--write", nargs=2, metavar=("FOLDER", "SPEC"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     peer = PEERS[arguments.name]()
