@@ -651,7 +651,10 @@ def told_plan(made: Row) -> str:
             return (" and " if any(isinstance(each, list) for each in value) else " ").join(map(told, value))
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    return "; ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in made["plan"].items())
+    units = {"limit": " s", "memory": " GiB"}
+    return "; ".join(
+        f"{name.replace('_', ' ')} {told(value)}{units.get(name, '')}" for name, value in made["plan"].items()
+    )
 
 
 def markdown(results: Row) -> str:
@@ -720,17 +723,18 @@ def plot_lines(rows: Sequence[Row], key: str, limit: float, title: str, label: s
         limits = [row for row in rows if row["peer"] == name and row["why"].startswith("more than")]
         if limits:
             first = min(limits, key=lambda row: float(row[key]))
-            height = limit * 2 ** met[first[key]]  # above what is said there already
-            met[first[key]] += 1
-            dotted = [*points[-1:], (first[key], height)]
+            dotted = [*points[-1:], (first[key], limit)]
             axes.plot(*zip(*dotted, strict=True), ":", color=look["color"], linewidth=look["linewidth"])
-            said = first["why"].replace("more than", ">")
-            axes.text(first[key], height, said, color=look["color"], ha="center", va="bottom", fontsize=8)
+            said, above = first["why"].replace("more than", ">"), 1.5 ** met[first[key]]  # what is said there already
+            axes.text(first[key], limit * above, said, color=look["color"], ha="center", va="bottom", fontsize=8)
+            met[first[key]] += 1
     if key == "size":
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter("{x:.0%}")
     axes.set(yscale="log", xlabel=label, ylabel="seconds to the first batch", title=title)
+    if met:
+        axes.set_ylim(top=limit * 1.5 ** (max(met.values()) + 1))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
