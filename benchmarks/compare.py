@@ -64,8 +64,8 @@ class Plan:
     """
 
     rounds: int = 5
-    stretches: int = 2
-    batches: tuple[tuple[str, int, int], ...] = (("integers", 400, 48), ("draws", 128, 48), ("jpeg", 48, 32))
+    stretches: int = 1
+    batches: tuple[tuple[str, int, int], ...] = (("integers", 400, 256), ("draws", 256, 256), ("jpeg", 64, 32))
     progress: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.9, 0.99)
     memory_size: int = 10**6
     file_size: int = 10**5
@@ -384,7 +384,7 @@ def state(names: Sequence[str], plan: Plan) -> list[Row]:
 
 QUESTIONS = {
     "random": "random numbers after a resume",
-    "random workers": "the same with 2 workers",
+    "random workers": "random numbers, 2 workers",
     "workers 2 to 0": "workers 2 → 0",
     "workers 0 to 3": "workers 0 → 3",
     "world 2 to 3": "ranks 2 → 3",
