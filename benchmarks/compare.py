@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/compare.py``: figures, Markdown and plots go to docs/benchmarks/. With ``--only`` or
 ``--question`` part of it is measured and, unless ``--output`` says where, only printed; in a folder with results of the
-same day, versions and machine, the answers to other questions stay. ``--check`` measures midepoch's ratios again and
+same versions, machine and plan, the answers to other questions stay. ``--check`` measures midepoch's ratios again and
 compares them with those in results.json. benchmarks/peers.py has the peers, each of which runs in a process of its own.
 """
 
@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import filterfalse, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from peers import PEERS, Peer
 
 PLAIN = "plain DataLoader"
 OUTPUT = Path(__file__).parents[1] / "docs" / "benchmarks"
+NOT_WRITTEN = "not written"
+"""Of a data set in files that is larger than those that were made."""
 Row = dict[str, Any]
 
 # By default glibc gives memory back to the kernel, and takes it anew, whenever the top of a heap happens to be free: by
@@ -55,27 +57,31 @@ class Plan:
     Attributes:
         rounds: of the overhead, each with processes of its own.
         stretches: that each process is measured for, in turn with the others.
-        pictures: in the data set of which a resume at 0 and 90 % is measured too.
+        batches: for each work, how many are timed, and how many of the same epoch come before them, and after.
+        pictures: in the data set of which a resume at 0 and 90 % is measured too, without workers and with 2.
+        limit: seconds for a first batch.
+        memory: GiB of data that a process may have.
     """
 
-    rounds: int = 7
-    stretches: int = 2
-    batches: tuple[tuple[str, int], ...] = (("integers", 408), ("jpeg", 56))
+    rounds: int = 5
+    stretches: int = 1
+    batches: tuple[tuple[str, int, int], ...] = (("integers", 400, 256), ("draws", 256, 256), ("jpeg", 64, 32))
     progress: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.9, 0.99)
     memory_size: int = 10**6
     file_size: int = 10**5
     pictures: int = 10**4
     sizes: tuple[int, ...] = (10**4, 10**5, 10**6, 10**7, 10**8, 10**9)
     state_sizes: tuple[int, ...] = (10**4, 10**6, 10**9)
-    repeats: int = 9
+    repeats: int = 7
     samples: int = 5760  # divides by 2 and by 3 ranks' batches, before the cut and after it
     boring: tuple[int, int] = (30, 300)
     limit: float = 60
-    memory: int = 8 << 30
+    memory: float = 8
 
 
 QUICK = Plan(
-    rounds=2, stretches=1, batches=(("integers", 40), ("jpeg", 12)), memory_size=10**4, file_size=1000, pictures=320,
+    rounds=2, stretches=1, batches=(("integers", 40, 4), ("draws", 20, 4), ("jpeg", 6, 3)),
+    memory_size=10**4, file_size=1000, pictures=320,
     sizes=(10**3, 10**4), state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30),
 )  # fmt: skip
 
@@ -151,7 +157,7 @@ class Server:
         raise Unmanaged(f"ended with status {code}: {said.strip()[-200:]}")
 
     def _beyond_memory(self) -> str:
-        return f"more than {self.plan.memory / 2**30:.0f} GiB"
+        return f"more than {self.plan.memory:g} GiB"
 
     def stop(self, patience: float = 10) -> None:
         """Lets it end by itself, since some peers have shared memory to remove; then ends its whole session."""
@@ -217,7 +223,7 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     peers = with_bases(names)
     times: dict[tuple[str, int, str], list[float]] = {
         (work, workers, name): []
-        for work, _ in plan.batches
+        for work, _, _ in plan.batches
         for workers in (0, 2)
         for name in peers
         if not workers or PEERS[name].workers
@@ -225,11 +231,11 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     for turn in range(plan.rounds):
         tell(f"overhead: round {turn + 1} of {plan.rounds}")
         with servers(peers, plan, ALLOCATOR) as live:
-            for work, batches in plan.batches:
+            for work, timed, apart in plan.batches:
                 for workers in (0, 2):
-                    spec = {"work": work, "size": 32 * batches, "workers": workers}
+                    spec = {"work": work, "size": 32 * (timed + 2 * apart), "workers": workers}
                     asked = [server for server in live if (work, workers, server.name) in times]
-                    for name, microseconds in stretches(asked, spec, plan.stretches, backwards=turn % 2).items():
+                    for name, microseconds in stretches(asked, spec, plan.stretches, apart, turn % 2).items():
                         times[work, workers, name].append(microseconds)
     rows: list[Row] = []
     for (work, workers, name), taken in times.items():
@@ -242,14 +248,14 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     return rows
 
 
-def stretches(live: Sequence[Server], spec: Row, number: int, backwards: int) -> dict[str, float]:
+def stretches(live: Sequence[Server], spec: Row, number: int, apart: int, backwards: int) -> dict[str, float]:
     """Microseconds a batch in each process; a first stretch builds the loader and does not count."""
     times: dict[str, list[float]] = {server.name: [] for server in live}
     for server in live:
         server.ask("prepare", spec)
     for turn in range(number + 1):
         for server in live[:: 1 if (turn + backwards) % 2 else -1]:
-            taken = server.ask("stretch", spec)
+            taken = server.ask("stretch", spec, apart=apart)
             if turn:
                 times[server.name].append(taken)
     return {name: statistics.geometric_mean(taken) for name, taken in times.items()}
@@ -258,14 +264,17 @@ def stretches(live: Sequence[Server], spec: Row, number: int, backwards: int) ->
 # --- resume ----------------------------------------------------------------------------------------------------------
 
 
-Cell = tuple[str, int, float]
+Cell = tuple[str, int, float, int]
 
 
 def cells(peer: type[Peer], plan: Plan) -> list[Cell]:
-    """Works, sizes and progresses at which a resume is measured."""
+    """Works, sizes, progresses and workers at which a resume is measured."""
     size = min(plan.file_size if peer.files else plan.memory_size, peer.limit)
     integers = dict.fromkeys([(size, each) for each in plan.progress] + [(each, 0.9) for each in plan.sizes])
-    return [("integers", *each) for each in integers] + [("jpeg", plan.pictures, each) for each in (0, 0.9)]
+    pictures = [(each, workers) for workers in ((0, 2) if peer.workers else (0,)) for each in (0, 0.9)]
+    return [("integers", *each, 0) for each in integers] + [
+        ("jpeg", plan.pictures, *each) for each in pictures if plan.pictures
+    ]
 
 
 def resume(names: Sequence[str], plan: Plan) -> list[Row]:
@@ -278,20 +287,21 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
             states: dict[Cell, str] = {}
             found: dict[Cell, Row] = {}
             for cell in cells(PEERS[name], plan):
-                work, size, progress = cell
-                row: Row = {"peer": name, "work": work, "size": size, "progress": progress, "forged": forged,
-                            "times": [], "why": ""}  # fmt: skip
+                work, size, progress, workers = cell
+                made_up = forged and not workers
+                row: Row = {"peer": name, "work": work, "size": size, "progress": progress, "workers": workers,
+                            "forged": made_up, "times": [], "why": ""}  # fmt: skip
                 found[cell] = row
                 if size > PEERS[name].limit:
-                    row["why"] = "needs files"
+                    row["why"] = NOT_WRITTEN
                     continue
                 if PEERS[name].hoards:
                     server.stop()
                 try:
-                    spec = {"work": work, "size": size}
+                    spec = {"work": work, "size": size, "workers": workers}
                     server.ask("prepare", spec)
                     batches = int(size * progress) // 32
-                    state = server.ask("forge", spec, plan.limit if forged else 600, batches=batches)
+                    state = server.ask("forge", spec, plan.limit if made_up else 600, batches=batches)
                     row["times"].append(server.ask("first_batch", spec, plan.limit, state=state))
                     states[cell] = state
                 except Unmanaged as why:
@@ -304,7 +314,7 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
                     if times[0] >= 1:
                         continue
                     try:
-                        spec = {"work": cell[0], "size": cell[1]}
+                        spec = {"work": cell[0], "size": cell[1], "workers": cell[3]}
                         times.append(server.ask("first_batch", spec, plan.limit, state=state))
                     except Unmanaged:
                         server.stop()  # the next question starts a new one
@@ -315,14 +325,14 @@ def resume(names: Sequence[str], plan: Plan) -> list[Row]:
 
 
 def of_integers(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["work"] == "integers"]
+    return [row for row in rows if row.get("work", "integers") == "integers"]
 
 
 def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
     """First batch at 90 % of the progress's size to that at 0 %."""
     rows = of_integers(rows)
     size = next((row["size"] for row in rows if row["peer"] == name and row["progress"] == 0), None)
-    times = {row["progress"]: row["times"] for row in rows if (row["peer"], row["size"]) == (name, size)}
+    times = {row["progress"]: row.get("times", []) for row in rows if (row["peer"], row["size"]) == (name, size)}
     early, late = times.get(0, []), times.get(0.9, [])
     pairs = [b / a for a, b in zip(early, late, strict=False)]
     return between(pairs) if len(pairs) > 1 else None
@@ -330,7 +340,7 @@ def resume_ratio(rows: Sequence[Row], name: str) -> Interval | None:
 
 def begin_ratio(rows: Sequence[Row], name: str) -> Interval | None:
     """First batch at 0 % to that of what it is compared with, at the largest size that both have."""
-    times = {(row["peer"], row["size"]): row["times"] for row in of_integers(rows) if row["progress"] == 0}
+    times = {(row["peer"], row["size"]): row.get("times", []) for row in of_integers(rows) if row["progress"] == 0}
     base = PEERS[name].base
     both = [size for peer, size in times if peer == name and times[name, size] and times.get((base, size))]
     if not both:
@@ -352,22 +362,19 @@ def state(names: Sequence[str], plan: Plan) -> list[Row]:
             found: list[Row] = []
             why = ""
             for size in plan.state_sizes:
-                capped = min(size, PEERS[name].limit)
-                if found and capped == found[-1]["size"]:
-                    why = "needs files"
+                if size > PEERS[name].limit:
+                    why = NOT_WRITTEN
                     break
                 try:
-                    server.ask("prepare", {"size": capped})
-                    found.append(
-                        server.ask("measure_state", {"size": capped}, plan.limit) | {"asked": size, "size": capped}
-                    )
+                    server.ask("prepare", {"size": size})
+                    found.append(server.ask("measure_state", {"size": size}, plan.limit) | {"size": size})
                 except Unmanaged as error:
                     why = str(error)
                     break
         row: Row = {"peer": name, "bytes": None, "form": "", "microseconds": None, "more_mib": {}, "why": why}
         if found:
             row |= {key: found[:2][-1][key] for key in ("bytes", "form", "microseconds")}
-            row["more_mib"] = {str(each["asked"]): each["peak_mib"] - found[0]["peak_mib"] for each in found[1:]}
+            row["more_mib"] = {str(each["size"]): each["peak_mib"] - found[0]["peak_mib"] for each in found[1:]}
         rows.append(row)
     return rows
 
@@ -377,6 +384,7 @@ def state(names: Sequence[str], plan: Plan) -> list[Row]:
 
 QUESTIONS = {
     "random": "random numbers after a resume",
+    "random workers": "random numbers, 2 workers",
     "workers 2 to 0": "workers 2 → 0",
     "workers 0 to 3": "workers 0 → 3",
     "world 2 to 3": "ranks 2 → 3",
@@ -458,13 +466,17 @@ class Exactness:
             numbers(whole[: self.cut]), numbers(after["passes"][0]), numbers(whole[self.cut :]), everything
         )
 
-    def _random(self) -> str:
-        before = self._reference({"work": "draws"}, self.cut)
-        after = self._run(self.loading, {"work": "draws"}, state=before["state"])
+    def _random(self, workers: int = 0) -> str:
+        spec = {"work": "draws", "workers": workers}
+        before = self._reference(spec, self.cut)
+        after = self._run(self.loading, spec, state=before["state"])
         whole, rest = before["passes"][0], after["passes"][0] if after["passes"] else []
         if "error" not in after and numbers(rest) == numbers(whole[self.cut :]):
             return "exact" if rest == whole[self.cut :] else "other numbers"
         return refused(after) or "other samples"
+
+    def _random_workers(self) -> str:
+        return self._random(workers=2)
 
     def _workers_2_to_0(self) -> str:
         return self._cut_and_changed({"workers": 2}, {"workers": 0})
@@ -595,10 +607,13 @@ def told_resume(rows: Sequence[Row]) -> str:
         "resume",
     )
     pictures = [row for row in rows if row["work"] == "jpeg"]
+    columns = dict.fromkeys((row["workers"], row["progress"]) for row in pictures)
     third = table(
         f"The same with {pictures[0]['size']:,} pictures that are decoded",
-        ["peer", "0%", "90%"], pivot(pictures, (0, 0.9), lambda row: row["progress"], first_batch_cell), "resume",
-    )  # fmt: skip
+        ["peer", *(f"{progress:.0%}, {workers} workers" for workers, progress in columns)],
+        pivot(pictures, list(columns), lambda row: (row["workers"], row["progress"]), first_batch_cell),
+        "resume",
+    )
     return f"{first}\n{second}\n{third}"
 
 
@@ -611,7 +626,7 @@ def told_state(rows: Sequence[Row]) -> str:
         more = [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else row["why"] for size in sizes]
         lines.append([row["peer"], *measured, *more])
     return table(
-        "A state, and peak memory beyond that with the smallest data set, at so many samples (or all in files)",
+        "A state, and peak memory beyond that with the smallest data set, at so many samples",
         head,
         lines,
         "state",
@@ -630,27 +645,47 @@ def told_boring(rows: list[Row]) -> str:
     return f"{boring_table(rows)}\n\nThis table: `python benchmarks/compare.py --question boring`\n"
 
 
+def told_plan(made: Row) -> str:
+    def told(value: Any) -> str:
+        if isinstance(value, list):
+            return (" and " if any(isinstance(each, list) for each in value) else " ").join(map(told, value))
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    units = {"limit": " s", "memory": " GiB"}
+    return "; ".join(
+        f"{name.replace('_', ' ')} {told(value)}{units.get(name, '')}" for name, value in made["plan"].items()
+    )
+
+
 def markdown(results: Row) -> str:
-    machine, versions = results["machine"], results["versions"]
+    made = results["made"]
+    some = next(iter(made.values()))
+    versions = {name: version for each in made.values() for name, version in each["versions"].items()}
+    machine = some["machine"]
+    lines = [
+        f"| {question} | {each['date']} | {each['commit']} | {told_plan(each)} |" for question, each in made.items()
+    ]
     said = [
         "# Beside its peers\n\n`make bench` writes this page; how it is measured says the [first page](index.md).\n",
-        f"Measured on {results['date']}: Python {results['python']}, "
+        f"Measured with Python {some['python']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.\n"
+        + f"; {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.\n",
+        "\n".join(["| question | on | at commit | plan |", "| --- | --- | --- | --- |", *lines]) + "\n",
     ]
-    if results["overhead"]:
-        said.append(told_overhead(results["overhead"]))
-        said.append("![What a batch costs](overhead.png)\n")
-    if results["first_batch"]:
-        said.append(told_resume(results["first_batch"]))
-        said.append("![Time to the first batch against progress](first_batch_progress.png)\n")
-        said.append("![Time to the first batch against the number of samples](first_batch_size.png)\n")
-    if results["state"]:
-        said.append(told_state(results["state"]))
-    if results["exactness"]:
-        said.append(told_exactness(results["exactness"], results["samples"]))
-    if results["boring"]:
-        said.append(told_boring(results["boring"]))
+    if rows := results.get("overhead"):
+        said += [told_overhead(rows), "![What a batch costs](overhead.png)\n"]
+    if rows := results.get("first_batch"):
+        said += [
+            told_resume(rows),
+            "![Time to the first batch against progress](first_batch_progress.png)\n",
+            "![Time to the first batch against the number of samples](first_batch_size.png)\n",
+        ]
+    if rows := results.get("state"):
+        said.append(told_state(rows))
+    if rows := results.get("exactness"):
+        said.append(told_exactness(rows, made["exactness"]["plan"]["samples"]))
+    if rows := results.get("boring"):
+        said.append(told_boring(rows))
     return "\n".join(said)
 
 
@@ -675,19 +710,31 @@ def style(names: Sequence[str]) -> dict[str, Row]:
     }
 
 
-def plot_lines(rows: Sequence[Row], key: str, title: str, label: str, path: Path) -> None:
+def plot_lines(rows: Sequence[Row], key: str, limit: float, title: str, label: str, path: Path) -> None:
+    """Where a peer first met a limit, that stands at the limit's height, with a dotted line to it."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    met: Counter[float] = Counter()
     for name, look in style(list(dict.fromkeys(row["peer"] for row in rows))).items():
         points = sorted((row[key], row["seconds"]) for row in rows if row["peer"] == name and row["seconds"])
         if points:
             axes.plot(*zip(*points, strict=True), **look)
+        limits = [row for row in rows if row["peer"] == name and row["why"].startswith("more than")]
+        if limits:
+            first = min(limits, key=lambda row: float(row[key]))
+            dotted = [*points[-1:], (first[key], limit)]
+            axes.plot(*zip(*dotted, strict=True), ":", color=look["color"], linewidth=look["linewidth"])
+            said, above = first["why"].replace("more than", ">"), 1.5 ** met[first[key]]  # what is said there already
+            axes.text(first[key], limit * above, said, color=look["color"], ha="center", va="bottom", fontsize=8)
+            met[first[key]] += 1
     if key == "size":
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter("{x:.0%}")
     axes.set(yscale="log", xlabel=label, ylabel="seconds to the first batch", title=title)
+    if met:
+        axes.set_ylim(top=limit * 1.5 ** (max(met.values()) + 1))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
@@ -700,9 +747,10 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
     names = list(dict.fromkeys(row["peer"] for row in rows))[::-1]
     works = list(dict.fromkeys(row["work"] for row in rows))
     figure, panels = pyplot.subplots(
-        1, len(works), figsize=(10, 1.5 + 0.4 * len(names)), sharey=True, layout="constrained"
-    )
-    for axes, work in zip(panels, works, strict=True):
+        1, len(works), figsize=(2 + 4 * len(works), 1.5 + 0.4 * len(names)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axes, work in zip(panels[0], works, strict=True):
         for workers, shift, alpha in ((0, 0.2, 1.0), (2, -0.2, 0.5)):
             for row in (row for row in rows if (row["work"], row["workers"]) == (work, workers)):
                 colour = "#c2185b" if is_ours(row["peer"]) else "#78909c"
@@ -726,20 +774,20 @@ def plot(results: Row, folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    first_batch = results["first_batch"]
-    if first_batch:
+    if first_batch := results.get("first_batch"):
+        limit = results["made"]["resume"]["plan"]["limit"]
         sizes = sorted({row["size"] for row in at_progress(first_batch)}, reverse=True)
         plot_lines(
-            at_progress(first_batch), "progress",
+            at_progress(first_batch), "progress", limit,
             f"First batch after a resume ({sizes[0]:,} samples; {sizes[-1]:,} where there are files)",
             "of the epoch", folder / "first_batch_progress.png",
         )  # fmt: skip
         plot_lines(
-            [row for row in of_integers(first_batch) if row["progress"] == 0.9], "size",
+            [row for row in of_integers(first_batch) if row["progress"] == 0.9], "size", limit,
             "First batch after a resume at 90 %", "samples", folder / "first_batch_size.png",
         )  # fmt: skip
-    if results["overhead"]:
-        plot_overhead(results["overhead"], folder / "overhead.png")
+    if overhead := results.get("overhead"):
+        plot_overhead(overhead, folder / "overhead.png")
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -752,42 +800,109 @@ def boring(names: Sequence[str], plan: Plan) -> list[Row]:
     return boring(*plan.boring)
 
 
-MEASURED: dict[str, tuple[str, Callable[[Sequence[str], Plan], list[Row]]]] = {
-    "overhead": ("overhead", overhead),
-    "resume": ("first_batch", resume),
-    "state": ("state", state),
-    "exactness": ("exactness", exactness),
-    "boring": ("boring", boring),
-}
+@dataclass(frozen=True)
+class Question:
+    """What can be measured by itself.
+
+    Attributes:
+        key: of the rows in results.json.
+        plan: the parts of the plan that the answer depends on.
+        distributions: whose versions it depends on; None for those of the peers that are asked.
+    """
+
+    key: str
+    measure: Callable[[Sequence[str], Plan], list[Row]]
+    plan: tuple[str, ...]
+    distributions: tuple[str, ...] | None = None
 
 
-def measure(names: Sequence[str], questions: Sequence[str], plan: Plan) -> Row:
-    distributions = dict.fromkeys(
-        ["torch", "midepoch", *(each for name in names for each in PEERS[name].distributions)]
-    )
-    results: Row = {
-        "date": time.strftime("%Y-%m-%d"),
+LIMITS = ("limit", "memory")
+LESS_TO_CHECK: Row = {"progress": (0, 0.9), "sizes": (), "pictures": 0}
+"""What no ratio is made of."""
+MEASURED: dict[str, Question] = {
+    "overhead": Question("overhead", overhead, ("rounds", "stretches", "batches")),
+    "resume": Question(
+        "first_batch", resume,
+        ("repeats", "progress", "memory_size", "file_size", "pictures", "sizes", *LIMITS),
+    ),
+    "state": Question("state", state, ("state_sizes", *LIMITS)),
+    "exactness": Question("exactness", exactness, ("samples", *LIMITS)),
+    "boring": Question("boring", boring, ("boring",), ("torchdata", "lightning")),
+}  # fmt: skip
+
+
+def distributions(question: str, names: Sequence[str]) -> list[str]:
+    theirs = MEASURED[question].distributions
+    if theirs is None:
+        theirs = tuple(each for name in names for each in PEERS[name].distributions)
+    return list(dict.fromkeys(["torch", "midepoch", *theirs]))
+
+
+def installed(distribution: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def conditions(question: str, names: Sequence[str], plan: Plan) -> Row:
+    """What must be alike in all answers of one page."""
+    found: Row = {
         "python": platform.python_version(),
-        "versions": {each: importlib.metadata.version(each) for each in distributions},
+        "versions": {each: importlib.metadata.version(each) for each in distributions(question, names)},
         "machine": {
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "gpu": "a GPU" if shutil.which("nvidia-smi") else "no GPU",
         },
-        "samples": plan.samples,
+        "plan": {name: getattr(plan, name) for name in MEASURED[question].plan},
     }
-    for question, (key, function) in MEASURED.items():
-        results[key] = function(names, plan) if question in questions else []
+    return dict(json.loads(json.dumps(found)))  # as it is read again
+
+
+def commit() -> str:
+    """Of this file's clone, and whether that has changes; "unknown" where it is none."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def measure(names: Sequence[str], questions: Sequence[str], plan: Plan) -> Row:
+    """The rows of each question, and under "made" how each came about."""
+    results: Row = {"made": {}}
+    for question in (each for each in MEASURED if each in questions):
+        when = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+        results[MEASURED[question].key] = MEASURED[question].measure(names, plan)
+        results["made"][question] = when | conditions(question, names, plan)
     return results
 
 
-def with_kept(results: Row, questions: Sequence[str], folder: Path) -> Row:
-    """The results, with those of other questions that are in the folder already, if they are of the same kind."""
+class Unlike(Exception):  # noqa: N818  # an answer
+    """What lies in a folder was not measured as what is to be measured now; says which, and in what they differ."""
+
+
+def kept(folder: Path, questions: Sequence[str], names: Sequence[str], plan: Plan) -> Row:
+    """The answers to other questions that are in a folder, all measured as these will be."""
     path = folder / "results.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    keys = {key for question, (key, _) in MEASURED.items() if question not in questions}
-    alike = all(before.get(key) == results[key] for key in ("date", "python", "versions", "machine", "samples"))
-    return results | {key: before.get(key, []) for key in keys} if alike else results
+    found: Row = {"made": {}}
+    for question, kind in MEASURED.items():
+        if question in questions or not before.get(kind.key):
+            continue
+        made, now = before.get("made", {}).get(question, {}), conditions(question, names, plan)
+        if differing := [key for key in now if made.get(key) != now[key]]:
+            raise Unlike(f"the answer to {question} in {path} was measured with another {', '.join(differing)}")
+        found[kind.key] = before[kind.key]
+        found["made"][question] = made
+    return found
+
+
+def together(kept: Row, measured: Row) -> Row:
+    """In the order of the questions, however they came about."""
+    made = kept["made"] | measured["made"]
+    return kept | measured | {"made": {question: made[question] for question in MEASURED if question in made}}
 
 
 def grown(now: Interval, published: Interval) -> bool:
@@ -797,39 +912,63 @@ def grown(now: Interval, published: Interval) -> bool:
     return growth > max(math.log(1.1), math.hypot(*errors))
 
 
-def worse(published: Row, now: Row, questions: Sequence[str]) -> list[str]:
+def ratios(results: Row, names: Sequence[str], questions: Sequence[str]) -> dict[str, Interval]:
+    """All that there are of these peers, by what they are ratios of; results may be of an older form."""
+    found: dict[str, Interval | None] = {}
+    for row in results.get("overhead", []) if "overhead" in questions else ():
+        if row["peer"] in names and {"base", "ratio", "low", "high"} <= row.keys():
+            what = f"{row['peer']}, {row['work']}, {row['workers']} workers, time a batch to that of {row['base']}"
+            found[what] = Interval(row["ratio"], row["low"], row["high"])
+    for name in names if "resume" in questions else ():
+        rows = results.get("first_batch", [])
+        found[f"{name}, first batch at 90 % to that at 0 %"] = resume_ratio(rows, name)
+        found[f"{name}, first batch at 0 % to that of {PEERS[name].base}"] = begin_ratio(rows, name)
+    return {what: ratio for what, ratio in found.items() if ratio is not None}
+
+
+def verdicts(results: Row, names: Sequence[str], questions: Sequence[str]) -> dict[str, str]:
+    return {
+        f"{row['peer']}, {QUESTIONS[row['question']]}": row["verdict"]
+        for row in (results.get("exactness", []) if "exactness" in questions else ())
+        if row["peer"] in names and row["question"] in QUESTIONS
+    }
+
+
+def worse(published: Row, now: Row, names: Sequence[str], questions: Sequence[str]) -> list[str]:
     """What midepoch does worse than published: ratios by more than 10 %, and other verdicts.
 
     What was published and could not be measured is worse, too.
     """
     found = []
-
-    def compare(what: str, new: Interval | None, old: Interval | None) -> None:
-        if old is not None and new is None:
+    told, before = ratios(now, names, questions), ratios(published, names, questions)
+    for what, old in before.items():
+        if what not in told:
             found.append(f"{what}: not measured, published as {old}")
-        elif old is not None and new is not None and grown(new, old):
-            found.append(f"{what}: {new}, published as {old}")
+        elif grown(told[what], old):
+            found.append(f"{what}: {told[what]}, published as {old}")
+    answers = verdicts(now, names, questions)
+    for what, answer in verdicts(published, names, questions).items():
+        if answers.get(what) != answer:
+            found.append(f"{what}: {answers.get(what, 'not measured')}, published as {answer}")
+    return found
 
-    def key(row: Row) -> tuple[Any, ...]:
-        return tuple(row.get(each) for each in ("peer", "work", "workers", "question"))
 
-    def ratio(row: Row | None) -> Interval | None:
-        return Interval(row["ratio"], row["low"], row["high"]) if row else None
-
-    asked = {MEASURED[question][0] for question in questions}
-    rows = {name: {key(row): row for row in now[name]} for name in asked}
-    ours = sorted({row["peer"] for name in asked for row in now[name] if is_ours(row["peer"])})
-    for old in published["overhead"] if "overhead" in asked else ():
-        if old["peer"] in ours:
-            what = f"{old['peer']}, {old['work']}, {old['workers']} workers, time a batch to that of {old['base']}"
-            compare(what, ratio(rows["overhead"].get(key(old))), ratio(old))
-    for name in ours if "first_batch" in asked else ():
-        for what, of in (("90 % to that at 0 %", resume_ratio), (f"0 % to that of {PEERS[name].base}", begin_ratio)):
-            compare(f"{name}, first batch at {what}", *(of(each["first_batch"], name) for each in (now, published)))
-    for old in published["exactness"] if "exactness" in asked else ():
-        told = rows["exactness"].get(key(old), {"verdict": "not measured"})["verdict"]
-        if old["peer"] in ours and old["verdict"] != told:
-            found.append(f"{old['peer']}, {QUESTIONS[old['question']]}: {told}, published as {old['verdict']}")
+def beyond_comparison(published: Row, now: Row, names: Sequence[str], questions: Sequence[str]) -> list[str]:
+    """What was measured and was not published, or was published with another plan."""
+    found = []
+    for question in questions:
+        plan = published.get("made", {}).get(question, {}).get("plan")
+        theirs = now["made"][question]["plan"]
+        if plan is None:
+            found.append(f"{question}: what was published does not say by which plan")
+            continue
+        alike = {"rounds", "repeats", *LESS_TO_CHECK}
+        if differing := [name for name in theirs if name not in alike and plan.get(name) != theirs[name]]:
+            found.append(f"{question}: published with another {', '.join(differing)}")
+    for of in (ratios, verdicts):
+        before = of(published, names, questions)
+        found += [f"{what}: {told}, not published" for what, told in of(now, names, questions).items()
+                  if what not in before]  # fmt: skip
     return found
 
 
@@ -860,25 +999,31 @@ def main() -> None:
             parser.error("--check compares what midepoch does: name one of its loaders with --only, or none")
         if not published.exists():
             parser.error(f"there is no {published} to compare with: make bench writes it")
-        plan = replace(plan, rounds=min(plan.rounds, 5), repeats=min(plan.repeats, 5), progress=(0, 0.9), sizes=())
-    stated = {"rounds": options.rounds, "limit": options.time_limit}
-    stated["memory"] = int(options.memory_limit * 2**30) if options.memory_limit else None
+        plan = replace(plan, repeats=min(plan.repeats, 5), **LESS_TO_CHECK)
+    stated = {"rounds": options.rounds, "limit": options.time_limit, "memory": options.memory_limit}
     plan = replace(plan, **{key: value for key, value in stated.items() if value is not None})
+    if options.only and options.output and published.exists() and not options.check:
+        parser.error(f"--only would replace the rows of all others in {published}: choose an empty folder")
+    needed = {each for question in questions for each in distributions(question, with_bases(names))}
+    if missing := sorted(filterfalse(installed, needed)):
+        parser.error(f"not installed: {', '.join(missing)} (pip install midepoch[peers], or name others with --only)")
     if options.check:
         before, ours = json.loads(published.read_text()), [name for name in names if is_ours(name)]
         now = measure(ours, [each for each in questions if each != "resume"], plan)
         if "resume" in questions:
-            now["first_batch"] = resume(with_bases(ours), plan)
-        found = worse(before, now, questions)
+            now = together(now, measure(with_bases(ours), ["resume"], plan))
+        for line in beyond_comparison(before, now, ours, questions):
+            print(f"not compared: {line}")
+        found = worse(before, now, ours, questions)
         print("\n".join(found) or "no ratio is worse than published")
         sys.exit(bool(found))
-    if options.only and published.exists() and options.output:
-        parser.error(f"--only would replace the rows of all others in {published}: choose an empty folder")
-    results = measure(names, questions, plan)
     complete = not (options.only or options.question or options.quick)
     folder = options.output or (OUTPUT if complete else None)
-    if folder is not None and not options.only:
-        results = with_kept(results, questions, folder)
+    try:
+        before = kept(folder, questions, names, plan) if folder else {"made": {}}
+    except Unlike as why:
+        parser.error(f"{why}: choose an empty folder, or measure all of it again")
+    results = together(before, measure(names, questions, plan))
     said = markdown(results)
     print(said)
     if folder is not None:

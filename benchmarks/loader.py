@@ -1,7 +1,7 @@
 """What wrapping a DataLoader costs: per batch, per sample, to the first batch after a resume, and in memory.
 
 Run ``python benchmarks/loader.py``. Alternated rounds in one run; reported are medians, and the median of the rounds'
-ratios. Prints Markdown; docs/benchmarks.md holds its output with the date.
+ratios to the plain loader with its interval. Prints Markdown; docs/benchmarks/loader.md holds its output with the date.
 """
 
 from __future__ import annotations
@@ -63,18 +63,14 @@ def alternate(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int) -> di
     return times
 
 
-def ratio(times: list[float], base: list[float]) -> float:
-    return statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
-
-
 def between(times: list[float], base: list[float]) -> Interval:
     """The median of the rounds' ratios, and its interval, which assumes nothing of how times are spread."""
     return median_between([mine / theirs for mine, theirs in zip(times, base, strict=True)])
 
 
 def overhead(rounds: int, batches: int) -> None:
-    print("| batch size | workers | samples draw | plain, µs a batch | `randomness='none'` | ratio | streams | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| batch size | workers | samples draw | plain, µs a batch | `randomness='none'` | streams |")
+    print("|---|---|---|---|---|---|")
     said = []
     for draws in (False, True):
         extra = {}
@@ -95,8 +91,8 @@ def overhead(rounds: int, batches: int) -> None:
             extra[batch_size, workers] = median["sample"] - median["none"]
             print(
                 f"| {batch_size} | {workers} | {'yes' if draws else 'no'} | {median['plain']:.1f} | "
-                f"{median['none']:.1f} | {ratio(times['none'], times['plain']):.2f} | {median['sample']:.1f} | "
-                f"{ratio(times['sample'], times['plain']):.2f} |"
+                f"{median['none']:.1f}; {between(times['none'], times['plain'])} | "
+                f"{median['sample']:.1f}; {between(times['sample'], times['plain'])} |"
             )
         each = (extra[BATCH_SIZE, 0] - extra[1, 0]) / (BATCH_SIZE - 1)
         said.append(f"{each:.1f} µs a sample and {extra[1, 0] - each:.1f} µs a batch")
@@ -170,7 +166,7 @@ def sampler(rounds: int) -> None:
     theirs, ours = (statistics.median(times[name]) / BATCH_SIZE * 1e3 for name in ("torch", "midepoch"))
     print(
         f"\nSampler: `BatchSampler(RandomSampler)` {theirs:.0f} ns an index, `BatchSampler(ResumableSampler)` "
-        f"{ours:.0f} ns, ratio {ratio(times['midepoch'], times['torch']):.2f}."
+        f"{ours:.0f} ns, ratio {between(times['midepoch'], times['torch'])}."
     )
 
 

@@ -141,7 +141,7 @@ class Peer:
     Attributes:
         name: of the row in tables.
         base: the row that this one is compared with.
-        limit: the largest data set it can be asked about.
+        limit: the largest data set it can be asked about: files of a larger one are not written.
         files: whether it needs files.
         workers: whether it has worker processes.
         hoards: whether a process gives back what its loaders took only when it ends.
@@ -354,7 +354,7 @@ class Streaming(Peer):
 class LitData(Peer):
     name = "LitData"
     distributions = ("litdata",)
-    files, limit = True, 10**5
+    files, limit = True, 10**6
 
     def write(self, folder: Path, spec: Spec) -> None:
         import cpu_torchvision  # noqa: F401  # before litdata, which imports torchvision
@@ -578,7 +578,7 @@ class FfcvSamples:
 class WebDataset(ByHand):
     name = "WebDataset"
     distributions = ("webdataset",)
-    files, limit = True, 10**5
+    files, limit = True, 10**6
 
     def write(self, folder: Path, spec: Spec) -> None:
         import webdataset as wds
@@ -755,8 +755,8 @@ class Server:
         return answer
 
     def forge(self, spec: Spec, batches: int) -> str | None:
-        """A state there: made up where the peer has a way, else a real one."""
-        forged = self.peer.forge(spec, batches)
+        """A state there: made up where the peer has a way, else a real one; with workers always a real one."""
+        forged = None if spec.workers else self.peer.forge(spec, batches)
         return encode(self._real(spec, batches) if forged is None else forged)
 
     def check_forged(self, spec: Spec, batches: int) -> bool:
@@ -796,25 +796,28 @@ class Server:
         close(loader)
         return seconds
 
-    def stretch(self, spec: Spec, warm: int = 8) -> float:
-        """Microseconds a batch, after the first ones of an epoch; the loader stays for the next stretch."""
+    def stretch(self, spec: Spec, apart: int) -> float:
+        """Microseconds a batch, so many batches from an epoch's beginning and its end; the loader stays for the next.
+
+        The clock stops while there is still as much to read ahead as when it started, and nothing comes between the
+        batches before it and those that count: a pause would fill what a loader has ready.
+        """
         if self.live is None or self.live[0] != spec:
             if self.live is not None:
                 close(self.live[1])
             self.live = spec, self.peer.build(spec)
-            for _ in self.peer.iterate(self.live[1]):
-                pass
-        iterator, batches = self.peer.iterate(self.live[1]), spec.size // spec.batch_size
-        for _ in range(warm):
-            next(iterator)
+        timed = spec.size // spec.batch_size - 2 * apart
         gc.collect()
+        iterator = self.peer.iterate(self.live[1])
+        for _ in range(apart):
+            next(iterator)
         start = time.perf_counter()
-        for _ in range(batches - warm):
+        for _ in range(timed):
             next(iterator)
         seconds = time.perf_counter() - start
         for _ in iterator:
             pass
-        return seconds / (batches - warm) * 1e6
+        return seconds / timed * 1e6
 
     def measure_state(self, spec: Spec) -> dict[str, Any]:
         """Of a loader that has run for a while: the bytes of a state, what it takes, and the process's peak memory."""
@@ -846,10 +849,10 @@ class Server:
             raise RuntimeError(f"{self.peer.name} does not run: {answer['error']}: {answer['message']}")
 
 
-def serve(peer: Peer, memory: int) -> None:
+def serve(peer: Peer, memory: float) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what peers print
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)  # for Streaming
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -876,7 +879,7 @@ def serve(peer: Peer, memory: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=PEERS)
-    parser.add_argument("--memory", type=int, default=8 << 30, help="bytes of data that the process may have")
+    parser.add_argument("--memory", type=float, default=8, help="GiB of data that the process may have")
     parser.add_argument("--write", nargs=2, metavar=("FOLDER", "SPEC"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     peer = PEERS[arguments.name]()

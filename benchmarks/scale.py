@@ -21,6 +21,8 @@ import math
 import os
 import platform
 import random
+import statistics
+import sys
 import textwrap
 import time
 import tracemalloc
@@ -33,6 +35,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measuring import between
 
 from midepoch import ResumableSampler, World, reseal
 from midepoch.keys import derive_key
@@ -379,27 +385,38 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
+def longer(early: Sequence[float], late: Sequence[float]) -> bool:
+    """Whether the later times are longer beyond their noise: a ratio of 1 is below the interval of the rounds' ratios.
+
+    What took seconds was measured once, and is longer if it is longer than all the others.
+    """
+    pairs = [b / a for a, b in zip(early, late, strict=False)]
+    return between(pairs).low > 1 if len(pairs) > 2 else min(late) > max(early)
+
+
 def peers_in(path: Path, samples: int) -> list[Peer]:
     """One for each peer in a file of measurements; assumed ones where there is no file, or no measurement in it.
 
-    The file has ``{"first_batch": [{"peer", "work", "size", "progress", "seconds", "why"}, ...]}``. Of pictures that
-    are decoded, the first batch at 0 % and at 90 % says what a sample costs that is skipped. A job fails at the middle
-    of its epoch of so many samples, on average. A peer that did not manage 90 % begins its epoch anew.
+    The file has ``{"first_batch": [{"peer", "work", "size", "progress", "workers", "times", "why"}, ...]}``. Of
+    pictures that are decoded without workers, the first batch at 0 % and at 90 % says what a sample costs that is
+    skipped: nothing, where their difference is within their noise. A job fails at the middle of its epoch of so many
+    samples, on average. A peer that did not manage 90 % begins its epoch anew.
     """
     rows = json.loads(path.read_text()).get("first_batch", []) if path.exists() else []
-    rows = [row for row in rows if row["work"] == "jpeg"]
+    rows = [row for row in rows if row["work"] == "jpeg" and not row.get("workers")]
     if not rows:
         return [Peer(f"{duration(seconds)} (assumed)", seconds) for seconds in ASSUMED_SECONDS]
     peers = []
     for name in dict.fromkeys(row["peer"] for row in rows):
         at = {row["progress"]: row for row in rows if row["peer"] == name}
-        start, late = at[0]["seconds"], at[0.9]["seconds"]
-        if start is None or late is None:
+        early, late = at[0]["times"], at[0.9]["times"]
+        if not early or not late:
             why = at[0.9]["why"] or at[0]["why"]
             peers.append(Peer(f"{name}: epoch anew ({textwrap.shorten(why, 40)})", None))
             continue
-        skipped = max(0, late - start) / (0.9 * at[0.9]["size"])
-        seconds = start + skipped * samples / 2
+        seconds = statistics.median(early)
+        if longer(early, late):
+            seconds += (statistics.median(late) - seconds) / (0.9 * at[0.9]["size"]) * samples / 2
         peers.append(Peer(f"{name}: {duration(seconds)}", seconds))
     return peers
 
@@ -410,8 +427,9 @@ def report_goodput(peers: Sequence[Peer], samples: int, job: Job, plot: Path | N
         f"\n## Goodput\n\nShare of time spent on samples that are kept: a model, not a measurement. A restart takes "
         f"{duration(job.restart)} and the loader's resume, a checkpoint {duration(job.save)}; checkpoints at Young's "
         f"optimum / every {duration(job.interval)}. What cannot resume within an epoch ({duration(job.epoch)}) goes "
-        "back to its beginning. The resume is that of pictures, as measured beside the peers at 0 and 90 % and carried "
-        f"on in proportion to the middle of an epoch of {samples:,}, in one process without workers."
+        "back to its beginning. The resume is that of pictures, as measured beside the peers at 0 % and, where 90 % "
+        f"takes longer than noise explains, carried on in proportion to the middle of an epoch of {samples:,}, in one "
+        "process without workers."
     )
     heads = [f"{failures:g} failures an hour" for failures in LISTED_FAILURES]
     print(f"\n| first batch after a resume | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
@@ -434,39 +452,53 @@ def report_goodput(peers: Sequence[Peer], samples: int, job: Job, plot: Path | N
     return {"job": asdict(job), "failures_per_hour": FAILURES, "peers": curves}
 
 
+def alike(curves: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Groups whose lines could not be told apart, in the order of their resume times; those without any come last."""
+    groups: list[list[dict[str, Any]]] = []
+    for curve in sorted(curves, key=lambda curve: math.inf if curve["seconds"] is None else curve["seconds"]):
+        if groups and np.allclose(curve["optimum"], groups[-1][0]["optimum"], rtol=0, atol=0.01):
+            groups[-1].append(curve)
+        else:
+            groups.append([curve])
+    return groups
+
+
 def draw(curves: Sequence[dict[str, Any]], job: Job, path: Path) -> None:
-    """Two panels and one legend below; later lines are thinner, so that those beneath stay visible."""
+    """By failures per hour, a line for each group of loaders; and by the resume time, with a mark for each loader."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(11, 5 + 0.28 * math.ceil(len(curves) / 2)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
-    titles = ("Young's optimum interval", f"a checkpoint every {duration(job.interval)}")
-    for panel, key, title in zip(panels, ("optimum", "fixed"), titles, strict=True):
-        for number, curve in enumerate(curves):
-            width = 4.5 - 3.3 * number / max(1, len(curves) - 1)
-            style = "--" if curve["seconds"] is None else "-" if number < 10 else ":"  # ten colours
-            panel.plot(FAILURES, curve[key], style, color=f"C{number}", linewidth=width, label=curve["label"])
-        panel.set(
-            title=title,
-            xlabel="failures of the whole job per hour",
-            xscale="log",
-            xlim=(FAILURES[0], FAILURES[-1]),
-            ylim=(0, 1),
-        )
-        panel.set_xticks([0.01, 0.1, 1, 10, 30])
-        panel.xaxis.set_major_formatter("{x:g}")
+    groups = alike(curves)
+    labels = [textwrap.fill(", ".join(curve["label"] for curve in group), 120) for group in groups]
+    figure = Figure(figsize=(11, 5.5 + 0.2 * sum(label.count("\n") + 1 for label in labels)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.06})
+    resumes = np.geomspace(0.01, 3600, 200)
+    for failures, style in zip(LISTED_FAILURES, (":", "--", "-"), strict=True):
+        shares = [goodput_of(Peer("", seconds), failures, job, False) for seconds in resumes]
+        right.plot(resumes, shares, style, color="grey", linewidth=1.2, zorder=1)
+        said = f"{failures:g} failure{'s' * (failures != 1)} an hour"
+        right.annotate(said, (0.011, shares[0] - 0.01), va="top", fontsize=9)
+    for number, (group, label) in enumerate(zip(groups, labels, strict=True)):
+        style = "--" if group[0]["seconds"] is None else "-"
+        left.plot(FAILURES, group[0]["optimum"], style, color=f"C{number}", linewidth=2, label=label)
+        for curve in group:
+            if curve["seconds"] is not None:
+                peer = Peer(curve["label"], curve["seconds"])
+                shares = [goodput_of(peer, failures, job, False) for failures in LISTED_FAILURES]
+                right.plot([peer.seconds] * len(shares), shares, "o", color=f"C{number}", markersize=5)
+    left.set(xlabel="failures of the whole job per hour", xscale="log", xlim=(FAILURES[0], FAILURES[-1]), ylim=(0, 1))
+    left.set_xticks([0.01, 0.1, 1, 10, 30])
+    left.xaxis.set_major_formatter("{x:g}")
+    right.set(xlabel="seconds to the first batch after a resume", xscale="log", xlim=(resumes[0], resumes[-1]))
+    right.xaxis.set_major_formatter("{x:g}")
+    for panel in (left, right):
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("time spent on new samples (% of all)")
-    panels[0].yaxis.set_major_formatter(PercentFormatter(1))
+    left.set_ylabel("time spent on new samples (% of all)")
+    left.yaxis.set_major_formatter(PercentFormatter(1))
     figure.suptitle(
-        f"Model: restart {duration(job.restart)} and the resume below, checkpoint {duration(job.save)}, "
-        f"epoch {duration(job.epoch)}"
+        f"Model: restart {duration(job.restart)} and the resume, checkpoints of {duration(job.save)} at Young's optimum"
     )
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=2, title="data loader's first batch after a resume"
-    )
+    figure.legend(loc="outside lower center", fontsize=9, title="first batch after a resume")
     figure.savefig(path, dpi=120)
 
 

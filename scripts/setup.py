@@ -318,6 +318,7 @@ def install_everything() -> str | None:
         newest = ".".join(map(str, NEWEST_TESTED))
         say(f"This Python is newer than the newest tested, {newest}: pip chooses the versions.")
     requirements = extras()
+    del requirements["peers"]  # all of it is in others
     ffcv = requirements.pop("ffcv")
     alone = [requirement for name in BY_THEMSELVES for requirement in requirements.pop(name)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import measuring
 import peers
 from measuring import Interval
 
+BATCHES = compare.QUICK.batches
+EVERYTHING = {each for question in compare.MEASURED for each in compare.distributions(question, list(peers.PEERS))}
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
 
 
@@ -59,23 +62,58 @@ def test_markdown_and_plots_are_written(output: Path) -> None:
 
 
 def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) -> None:
-    kinds: dict[str, Any] = {"date": "2026-01-01", "python": "3", "versions": {}, "machine": {}, "samples": 1}
-    answers = {key: [f"{key} before"] for key, _ in compare.MEASURED.values()}
-    (tmp_path / "results.json").write_text(json.dumps(kinds | answers))
-    again = kinds | {key: [] for key in answers} | {"overhead": ["overhead now"]}
-    assert compare.with_kept(again, ["overhead"], tmp_path) == kinds | answers | {"overhead": ["overhead now"]}
-    for other in ({"date": "2026-01-02"}, {"versions": {"torch": "3"}}, {"samples": 2}):
-        assert compare.with_kept(again | other, ["overhead"], tmp_path) == again | other
-    assert compare.with_kept(again, ["overhead"], tmp_path / "empty") == again
+    made = {
+        question: {"date": "2026-01-01", "commit": "before"} | compare.conditions(question, NAMES, compare.QUICK)
+        for question in compare.MEASURED
+    }
+    answers = {kind.key: [f"{question} before"] for question, kind in compare.MEASURED.items()}
+
+    def write(made: dict[str, Any]) -> None:
+        (tmp_path / "results.json").write_text(json.dumps(answers | {"made": made}))
+
+    def together(questions: list[str], plan: compare.Plan = compare.QUICK) -> dict[str, Any]:
+        measured = {compare.MEASURED[question].key: ["now"] for question in questions}
+        before = compare.kept(tmp_path, questions, NAMES, plan)
+        return compare.together(before, measured | {"made": dict.fromkeys(questions, "now")})
+
+    write(made)
+    assert together(["overhead"]) == answers | {"overhead": ["now"], "made": made | {"overhead": "now"}}
+    assert list(together(["overhead"])["made"]) == list(compare.MEASURED)
+    assert compare.kept(tmp_path / "empty", ["overhead"], NAMES, compare.QUICK) == {"made": {}}
+    more = replace(compare.QUICK, samples=3840)
+    with pytest.raises(compare.Unlike, match=r"answer to exactness .* another plan$"):
+        together(["overhead"], more)
+    together(["exactness"], more)  # the others do not depend on it
+    others: list[dict[str, Any]] = [{"python": "3.0"}, {"machine": {}}, {"versions": {"torch": "3"}}]
+    for other in others:
+        write(made | {"state": made["state"] | other})
+        with pytest.raises(compare.Unlike, match=f"answer to state .* another {next(iter(other))}$"):
+            together(["overhead"])
+        together(["overhead", "state"])
+    write({})
+    with pytest.raises(compare.Unlike, match="another python, versions, machine, plan"):
+        together(["overhead"])
+
+
+def test_it_is_said_when_from_what_and_by_which_plan_a_question_was_measured(output: Path) -> None:
+    made = json.loads((output / "results.json").read_text())["made"]
+    assert list(made) == ["overhead", "resume", "state"]
+    assert made["overhead"]["plan"] == {"rounds": 2, "stretches": 1, "batches": [list(each) for each in BATCHES]}
+    assert set(made["overhead"]["versions"]) == {"torch", "midepoch", "torchdata"}
+    row = next(line for line in (output / "results.md").read_text().splitlines() if line.startswith("| overhead |"))
+    assert f"| {made['overhead']['date']} | {made['overhead']['commit']} | rounds 2; stretches 1; batches" in row
+    assert "lightning" in compare.conditions("boring", NAMES, compare.QUICK)["versions"]
 
 
 def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
-    assert len(results["overhead"]) == 3 * 2 * 2
+    assert len(results["overhead"]) == 3 * 3 * 2
     assert all(0 < row["lowest"] <= row["microseconds"] <= row["highest"] for row in results["overhead"])
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in results["overhead"])
     assert all(0 < row["seconds"] < 5 and not row["why"] for row in results["first_batch"])
     progress = {row["progress"] for row in results["first_batch"]}
     assert progress == {0, 0.25, 0.5, 0.75, 0.9, 0.99}
+    pictures = [(row["peer"], row["workers"]) for row in results["first_batch"] if row["work"] == "jpeg"]
+    assert sorted(pictures) == sorted(2 * [(name, workers) for name in NAMES for workers in (0, 2)])
     size = {row["peer"]: row["bytes"] for row in results["state"]}
     assert size[PLAIN] < size[OURS] < size[TORCHDATA]
 
@@ -100,7 +138,7 @@ def test_what_others_lose_is_found_by_measuring(results: dict[str, Any]) -> None
     found = verdicts(results, TORCHDATA)
     assert found["world 2 to 3"].startswith("loses ") and found["longer"].startswith("loses ")
     assert found["last batch"].startswith("0 batches, then ")
-    assert found["random"] == "other numbers"
+    assert found["random"] == found["random workers"] == "other numbers"
 
 
 def test_a_verdict_counts_what_is_lost_and_repeated() -> None:
@@ -111,8 +149,8 @@ def test_a_verdict_counts_what_is_lost_and_repeated() -> None:
 
 
 def test_forged_states_equal_real_ones(results: dict[str, Any]) -> None:
-    """A server refuses to go on where one does not."""
-    assert all(row["forged"] for row in results["first_batch"])
+    """A server refuses to go on where one does not; with workers none is made up."""
+    assert all(row["forged"] == (not row["workers"]) for row in results["first_batch"])
 
 
 def test_a_wrong_forged_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +174,7 @@ def scaled(results: dict[str, Any], factor: float) -> dict[str, Any]:
 def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path) -> None:
     asked = ["overhead", "resume", "exactness"]
     generous = scaled(results, 100)
-    assert compare.worse(generous, results, asked) == []
+    assert compare.worse(generous, results, [OURS], asked) == []
     row = next(row for row in generous["overhead"] if (row["peer"], row["work"], row["workers"]) == (OURS, "jpeg", 0))
     row |= {"ratio": 0.01, "low": 0.01, "high": 0.01}
     (tmp_path / "results.json").write_text(json.dumps(generous))
@@ -144,7 +182,7 @@ def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path)
     done = subprocess.run(call, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
-    named = {line.split(":")[0] for line in compare.worse(scaled(results, 0.001), results, asked)}
+    named = {line.split(":")[0] for line in compare.worse(scaled(results, 0.001), results, [OURS], asked)}
     assert f"{OURS}, first batch at 90 % to that at 0 %" in named
 
 
@@ -153,20 +191,62 @@ def test_each_kind_of_worsening_is_named(results: dict[str, Any]) -> None:
     slow: dict[str, Any] = json.loads(json.dumps(results))
     for row in slow["first_batch"]:
         row["times"] = [30 * time for time in row["times"]] if row["peer"] == OURS else row["times"]
-    assert [line.split(":")[0] for line in compare.worse(results, slow, asked)] == [
+    assert [line.split(":")[0] for line in compare.worse(results, slow, [OURS], asked)] == [
         f"{OURS}, first batch at 0 % to that of {PLAIN}"
     ]
     wrong: dict[str, Any] = json.loads(json.dumps(results))
     next(row for row in wrong["exactness"] if row["peer"] == OURS)["verdict"] = "loses 1, repeats 0 silently"
-    assert len(compare.worse(results, wrong, asked)) == 1
+    assert len(compare.worse(results, wrong, [OURS], asked)) == 1
     for key in ("overhead", "first_batch", "exactness"):
-        missing = {**results, key: [row for row in results[key] if row["peer"] != OURS or row.get("work") == "x"]}
-        if key != "first_batch":
-            missing[key] = missing[key] + [{**results[key][0], "peer": OURS, "work": "x", "question": "x"}]
-        else:
-            missing[key] = [{**row, "times": []} if row["peer"] == OURS else row for row in results[key]]
-        told = compare.worse(results, missing, asked)
+        missing = {**results, key: [row for row in results[key] if row["peer"] != OURS]}
+        told = compare.worse(results, missing, [OURS], asked)
         assert told and all("not measured" in line for line in told), key
+
+
+def without(results: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Results whose rows do not have these yet."""
+    return {
+        name: [{key: value for key, value in row.items() if key not in keys} for row in rows]
+        for name, rows in results.items()
+        if name not in keys
+    }
+
+
+def test_what_was_not_published_is_named_and_not_called_worse(results: dict[str, Any]) -> None:
+    asked = ["overhead", "resume", "exactness"]
+    now = {**results, "made": {each: {"plan": {"limit": 60, "rounds": 5}} for each in asked}}
+    assert compare.beyond_comparison(now, now, [OURS], asked) == []
+    fewer = {**now, "overhead": [row for row in results["overhead"] if row["work"] != "draws"]}
+    assert compare.worse(fewer, now, [OURS], asked) == []
+    told = compare.beyond_comparison(fewer, now, [OURS], asked)
+    assert [line.split(", time")[0] for line in told] == [f"{OURS}, draws, {workers} workers" for workers in (0, 2)]
+    made = {**now["made"], "resume": {"plan": {"limit": 10, "rounds": 7}}}
+    assert compare.beyond_comparison({**now, "made": made}, now, [OURS], asked) == [
+        "resume: published with another limit"
+    ]
+    formers: list[dict[str, Any]] = [{}, without(results, "made", "low", "times"), {"overhead": [], "first_batch": []}]
+    for older in formers:
+        assert compare.worse({**older, "exactness": []}, now, [OURS], asked) == []
+        told = compare.beyond_comparison({**older, "exactness": []}, now, [OURS], asked)
+        assert told[0] == "overhead: what was published does not say by which plan"
+        assert len(told) == 3 + 6 + 2 + len(compare.QUESTIONS)
+
+
+def test_limits_that_were_met_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from matplotlib.axes import Axes
+
+    said: list[tuple[float, float, str]] = []
+    monkeypatch.setattr(Axes, "text", lambda axes, x, y, text, **keywords: said.append((x, y, text)))
+
+    def row(peer: str, size: int, seconds: float | None, why: str = "") -> dict[str, Any]:
+        return {"peer": peer, "size": size, "seconds": seconds, "why": why}
+
+    rows = [
+        row(PLAIN, 10, 1.0), row(PLAIN, 100, None, "more than 60 s"), row(PLAIN, 1000, None, "more than 60 s"),
+        row(TORCHDATA, 10, 2.0), row(TORCHDATA, 100, None, "more than 8 GiB"), row(OURS, 100, None, "not written"),
+    ]  # fmt: skip
+    compare.plot_lines(rows, "size", 60, "", "", tmp_path / "plot.png")
+    assert said == [(100, 60, "> 60 s"), (100, 90, "> 8 GiB")]
 
 
 def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:
@@ -185,8 +265,13 @@ def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:
         (["--check", "--question", "boring"], "nothing to compare for boring"),
         (["--check", "--output", "nowhere"], "there is no nowhere"),
         (["--only", "plain"], "no such peer"),
+        (["--only", "torchdata", "--output", str(compare.OUTPUT)], "would replace the rows of all others"),
+        pytest.param(
+            ["--question", "state", "--output", str(compare.OUTPUT)], "choose an empty folder",
+            marks=pytest.mark.skipif(not all(map(compare.installed, EVERYTHING)), reason="a peer is not installed"),
+        ),
     ],
-)
+)  # fmt: skip
 def test_options_that_cannot_be_are_refused(options: list[str], said: str) -> None:
     done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr

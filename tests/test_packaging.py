@@ -100,10 +100,25 @@ def test_tested_versions_are_pinned_for_every_requirement() -> None:
         requirements += [Requirement(text) for text in extra]
     unmet = []
     for requirement in requirements:
+        if requirement.name == "midepoch":
+            continue
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is None or pin not in requirement.specifier:
             unmet.append(str(requirement))
     assert unmet == []
+
+
+def test_the_extra_of_peers_has_all_that_are_compared_and_nothing_that_the_set_up_leaves_out() -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    requirements = {Requirement(text) for text in extras["peers"]}
+    (itself,) = (requirement for requirement in requirements if requirement.name == "midepoch")
+    theirs = (requirements - {itself}) | {Requirement(text) for name in itself.extras for text in extras[name]}
+    source = (ROOT / "benchmarks" / "peers.py").read_text(encoding="utf-8")
+    compared = set(re.findall(r'distributions = \("(.*?)",\)', source))
+    assert len(compared) >= 8
+    assert compared <= {requirement.name for requirement in theirs}
+    others = {Requirement(text) for name, texts in extras.items() if name != "peers" for text in texts}
+    assert theirs <= others
 
 
 def tracked() -> list[str]:
@@ -229,7 +244,7 @@ def test_set_up_installs_torch_first_then_every_extra(setup: ModuleType, command
     assert set(extras["ffcv"]) <= set(installs[-1].split())
     match = re.search(r"\.\[(.*?)\]", installed)
     assert match is not None
-    assert set(match[1].split(",")) == set(extras) - {"ffcv", *setup.BY_THEMSELVES}
+    assert set(match[1].split(",")) == set(extras) - {"ffcv", "peers", *setup.BY_THEMSELVES}
     alone = " ".join(command for command in installs if "--no-deps" in command)
     assert {requirement for name in setup.BY_THEMSELVES for requirement in extras[name]} <= set(alone.split())
 

@@ -216,28 +216,46 @@ def test_a_loader_that_begins_its_epoch_anew_loses_half_an_epoch() -> None:
 
 
 def row(
-    peer: str, progress: float, seconds: float | None, why: str = "", work: str = "jpeg", size: int = 1000
+    peer: str, progress: float, times: list[float], why: str = "", work: str = "jpeg", size: int = 1000, **more: int
 ) -> dict[str, Any]:
-    return {"peer": peer, "work": work, "size": size, "progress": progress, "seconds": seconds, "why": why}
+    return {"peer": peer, "work": work, "size": size, "progress": progress, "times": times, "why": why, **more}
 
 
 def test_what_skipping_a_picture_costs_is_carried_on_to_half_an_epoch(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     rows = [
-        row("skips", 0, 0.25),
-        row("skips", 0.9, 0.25 + 900 * 0.5),
-        row("skips", 0.9, 1e-6, work="integers", size=10**9),
-        row("jumps", 0, 0.5),
-        row("jumps", 0.9, 0.25),  # luck
-        row("none", 0, 1.0),
-        row("none", 0.9, None, "it has no state"),
+        row("skips", 0, [0.24, 0.25, 0.26]),
+        row("skips", 0.9, [0.25 + 900 * 0.5]),  # too long to be measured more often
+        row("skips", 0.9, [1e-6], work="integers", size=10**9),
+        row("skips", 0, [1e-6], workers=2),
+        row("skips", 0.9, [1e-6], workers=2),
+        row("walks", 0, [0.10, 0.11, 0.12, 0.13]),
+        row("walks", 0.9, [0.205, 0.215, 0.225, 0.235]),
+        row("jumps", 0, [0.5, 0.5, 0.3, 0.5]),
+        row("jumps", 0.9, [0.4, 0.6, 0.5, 0.6]),  # within the noise
+        row("lucky", 0, [0.5, 0.6]),
+        row("lucky", 0.9, [0.25, 0.35]),
+        row("none", 0, [1.0]),
+        row("none", 0.9, [], "it has no state"),
     ]
     path.write_text(json.dumps({"first_batch": rows, "other": 1}))
-    assert scale.peers_in(path, 8000) == [
-        scale.Peer("skips: 2,000 s", 0.25 + 4000 * 0.5),
-        scale.Peer("jumps: 500 ms", 0.5),
-        scale.Peer("none: epoch anew (it has no state)", None),
-    ]
+    found = scale.peers_in(path, 8000)
+    assert [peer.label for peer in found] == [
+        "skips: 2,000 s", "walks: 582 ms", "jumps: 500 ms", "lucky: 550 ms", "none: epoch anew (it has no state)"
+    ]  # fmt: skip
+    expected = [0.25 + 4000 * 0.5, 0.115 + 4000 * 0.105 / 900, 0.5, 0.55, None]
+    assert [peer.seconds for peer in found] == pytest.approx(expected)
+
+
+def test_loaders_whose_lines_would_lie_on_each_other_share_one() -> None:
+    def curve(label: str, seconds: float | None) -> dict[str, Any]:
+        job, peer = scale.Job(restart=60, save=10, interval=1800, epoch=28800), scale.Peer(label, seconds)
+        shares = [scale.goodput_of(peer, failures, job, False) for failures in scale.FAILURES]
+        return {"label": label, "seconds": seconds, "optimum": shares}
+
+    curves = [curve("anew", None), curve("slow", 300), curve("fast", 0.02), curve("near", 0.4)]
+    groups = [[each["label"] for each in group] for group in scale.alike(curves)]
+    assert groups == [["fast", "near"], ["slow"], ["anew"]]
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"first_batch": []}'])
@@ -255,7 +273,7 @@ def test_without_measurements_times_are_assumed_and_say_so(text: str | None, tmp
 
 def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times, figures, plot = (tmp_path / name for name in ("times.json", "figures.json", "goodput.png"))
-    rows = [row("ours", 0, 0.5), row("ours", 0.9, 0.5), row("theirs", 0, 0.5), row("theirs", 0.9, None, "no")]
+    rows = [row("ours", 0, [0.5]), row("ours", 0.9, [0.5]), row("theirs", 0, [0.5]), row("theirs", 0.9, [], "no")]
     times.write_text(json.dumps({"first_batch": rows}))
     files = ["--json", str(figures), "--plot", str(plot), "--resume-times", str(times)]
     small = ["--rounds=1", "--indices=2000", "--ranks=16", "--windows=1", "--largest-size=5", "--largest-world=3"]
