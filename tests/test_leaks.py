@@ -21,8 +21,8 @@ import fault_sources as faults
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 MEMORY = 24 << 20  # bytes that allocators may keep, whatever the number of epochs; a leaked batch an epoch is more
 
-# How many epochs go before what is counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs, which
-# make 100 pipelines, and 4 to 6 MB in the next 2,700.
+# How many epochs go before those that are counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs,
+# which make 100 pipelines, and 4 to 6 MB in the next 2,700.
 BEFORE = {"dali": 300 if CHAOS else 30}
 
 pytestmark = faults.QUIET
@@ -206,7 +206,8 @@ def live(make: Maker, epochs: int) -> None:
 def test_epochs_leak_nothing(source: Callable[[Path], Maker], tmp_path: Path) -> None:
     make = source(tmp_path)
     epochs = 1000 if CHAOS else SOURCES[source]
-    live(make, BEFORE.get(source.__name__, 6))  # what is made once: pools of threads, caches, processes that track resources
+    # What is made once: pools of threads, caches, processes that track resources.
+    live(make, BEFORE.get(source.__name__, 6))
     before = faults.settled(faults.Held(0, 0, 0, 0, 0), 0.5)
     live(make, epochs)
     after = faults.settled(before)
