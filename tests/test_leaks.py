@@ -21,8 +21,8 @@ import fault_sources as faults
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 MEMORY = 24 << 20  # bytes that allocators may keep, whatever the number of epochs; a leaked batch an epoch is more
 
-# How many epochs go before those that are counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs,
-# which make 100 pipelines, and 4 to 6 MB in the next 2,700.
+# How many epochs go before those counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs, which
+# make 100 pipelines, and 4 to 6 MB in the next 2,700.
 BEFORE = {"dali": 300 if CHAOS else 30}
 
 pytestmark = faults.QUIET
