@@ -195,7 +195,7 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
     records, place = {}, 0
     while place < len(data) and data[place]:
         length, space, _ = data[place : place + 20].partition(b" ")
-        if not space or not length.isdigit() or int(length) <= len(length) + 1:
+        if not (space and length.isdigit() and len(length) + 1 < int(length) <= len(data) - place):
             raise ValueError("an extended header does not parse")
         keyword, _, value = data[place + len(length) + 1 : place + int(length) - 1].partition(b"=")
         records[keyword] = value
@@ -204,7 +204,7 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
 
 
 class _Pending:
-    """What extended headers said of the file that follows them."""
+    """What extended headers said of the file that follows them; of several the first counts, as in tarfile."""
 
     def __init__(self) -> None:
         self.start = -1
@@ -214,17 +214,23 @@ class _Pending:
 
     def add(self, kind: bytes, data: bytes) -> None:
         self.of_one |= kind != tarfile.XGLTYPE
+        name, size = self.name, self.size
         if kind == _LONG_NAME:
             self.name = data.partition(b"\0")[0]
         elif kind in (_PAX, _PAX_SOLARIS) and (b"path=" in data or b"size=" in data or b"GNU.sparse" in data):
             records = _pax_records(data)
             if any(keyword.startswith(b"GNU.sparse") for keyword in records):
                 raise ValueError("a file is stored as a sparse file")
-            self.name = records.get(b"path", self.name)
+            if b"path" in records:
+                if b"\0" in records[b"path"]:
+                    raise ValueError("an extended header holds a name with a zero byte")
+                self.name = records[b"path"].rstrip(b"/")
             if b"size" in records:
                 if not records[b"size"].isdigit():
                     raise ValueError(f"an extended header holds {records[b'size'][:20]!r} where a size should be")
                 self.size = int(records[b"size"])
+        self.name = self.name if name is None else name
+        self.size = self.size if size is None else size
 
 
 _EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, _PAX, _PAX_SOLARIS, tarfile.XGLTYPE)
@@ -290,7 +296,7 @@ def walk(
         name = header.name if pending.name is None else pending.name
         size = header.size if pending.size is None else pending.size
         taken = None
-        if header.kind in _REGULAR and not (header.kind == tarfile.AREGTYPE and name.endswith(b"/")):
+        if header.kind in _REGULAR and not (header.kind == tarfile.AREGTYPE and header.name.endswith(b"/")):
             text = name.decode("utf-8", "surrogateescape")
             taken = yield Member(pending.start, place, size, text), block
         if not taken:

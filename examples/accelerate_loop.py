@@ -27,22 +27,26 @@ class Noisy(Dataset[torch.Tensor]):
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
 layer = torch.nn.Linear(1, 1)
-model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+model, optimizer = accelerator.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))
 loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
 accelerator.register_for_checkpointing(loader)  # not prepare(): midepoch gives each process its part
 
-folder = Path(sys.argv[1])
-if checkpoints := sorted(folder.glob("batch-*")):
+folder, step = Path(sys.argv[1]), 0
+if checkpoints := sorted(folder.glob("batch-*"), key=lambda path: int(path.name[6:])):
     accelerator.load_state(str(checkpoints[-1]))
+    step = int(checkpoints[-1].name[6:])
 while loader.epoch < 2:
     for batch in loader:
         loss = model(batch).square().mean()
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
-        step = loader.epoch * len(loader) + loader.batches_done
+        step += 1
         print(f"batch {step}: {batch.tolist()}, loss {loss.item()}", flush=True)
-        if step % 3 == 0:
+        if step % 3 == 0 or loader.epoch == 2:
             accelerator.save_state(str(folder / "draft"))
-            (folder / "draft").rename(folder / f"batch-{step:06}")  # whoever is killed in a save has those before
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                (folder / "draft").rename(folder / f"batch-{step}")  # whoever is killed in a save has those before
+            accelerator.wait_for_everyone()
         time.sleep(0.1)  # so that there is time to kill it

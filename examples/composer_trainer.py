@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,12 +43,16 @@ class Model(ComposerModel):
         return loss
 
 
+# Not one that was being written, which Composer does under a checkpoint's own name.
+whole = [path for path in Path(sys.argv[1]).glob("ep*-rank0.pt") if zipfile.is_zipfile(path)]
+newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
 torch.manual_seed(0)
 model = Model()
 trainer = Trainer(
-    model=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", max_duration="2ep",
+    model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.1), device="cpu", max_duration="2ep",
     train_dataloader=midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0),
     device_train_microbatch_size=4, callbacks=[ExactResume()],
-    run_name="example", save_folder=sys.argv[1], save_interval="3ba", autoresume=True,
+    save_folder=sys.argv[1], save_interval="3ba", save_overwrite=True, save_latest_filename=None,
+    load_path=str(newest) if newest else None,
 )  # fmt: skip
 trainer.fit()

@@ -24,14 +24,15 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index / 40]) + 0.1 * torch.randn(1)
 
 
-torch.manual_seed(0)
 fabric = Fabric(accelerator="cpu")
+fabric.launch()
+torch.manual_seed(0)
 layer = torch.nn.Linear(1, 1)
-model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))
 loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
-state = {"model": model, "optimizer": optimizer, "loader": loader}
+state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
 
-checkpoint = Path(sys.argv[1], "checkpoint.pt")
+checkpoint, draft = Path(sys.argv[1], "checkpoint.pt"), Path(sys.argv[1], "draft.pt")
 if checkpoint.exists():
     fabric.load(checkpoint, state)
 while loader.epoch < 2:
@@ -40,9 +41,11 @@ while loader.epoch < 2:
         optimizer.zero_grad()
         fabric.backward(loss)
         optimizer.step()
-        step = loader.epoch * len(loader) + loader.batches_done
-        print(f"batch {step}: {batch.tolist()}, loss {loss.item()}", flush=True)
-        if step % 3 == 0:
-            fabric.save(checkpoint.with_suffix(".draft"), state)
-            checkpoint.with_suffix(".draft").replace(checkpoint)  # whoever is killed in a save has the one before
+        state["step"] += 1
+        print(f"batch {state['step']}: {batch.tolist()}, loss {loss.item()}", flush=True)
+        if state["step"] % 3 == 0 or loader.epoch == 2:
+            fabric.save(draft, state)
+            fabric.barrier()
+            if fabric.is_global_zero:
+                draft.replace(checkpoint)  # whoever is killed in a save has the one before
         time.sleep(0.1)  # so that there is time to kill it

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -38,12 +39,20 @@ class Model(torch.nn.Module):
         return {"loss": loss}
 
 
+def is_whole(checkpoint: Path) -> bool:
+    """Not one that was being written: this is the file that the Trainer writes last."""
+    try:
+        return bool(json.loads((checkpoint / "trainer_state.json").read_text()))
+    except (FileNotFoundError, ValueError):
+        return False
+
+
 torch.manual_seed(0)
 arguments = TrainingArguments(
     sys.argv[1], num_train_epochs=2, save_steps=3, report_to=[], use_cpu=True, disable_tqdm=True
 )
 trainer = Trainer(Model(), arguments)
 feed(trainer, midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0))
-# A checkpoint's last file, so that one that was being written is passed over.
-whole = sorted(Path(sys.argv[1]).glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
-trainer.train(resume_from_checkpoint=str(whole[-1].parent) if whole else None)
+checkpoints = sorted(Path(sys.argv[1]).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+whole = [str(path) for path in checkpoints if is_whole(path)]
+trainer.train(resume_from_checkpoint=whole[-1] if whole else None)

@@ -27,7 +27,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,15 +40,17 @@ class Module(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> Any:
         return midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
 
 
 torch.manual_seed(0)
-every_third = ModelCheckpoint(sys.argv[1], every_n_train_steps=3, save_last=True)
+every_third = ModelCheckpoint(sys.argv[1], every_n_train_steps=3)
 trainer = Trainer(
     accelerator="cpu", max_epochs=2, callbacks=[every_third, ExactResume()], logger=False, enable_progress_bar=False
 )
-trainer.fit(Module(), ckpt_path="last")  # which is none at first
+# Not one that was being written: Lightning makes a file in TMPDIR, and moves it.
+whole = [path for path in Path(sys.argv[1]).glob("*.ckpt") if zipfile.is_zipfile(path)]
+trainer.fit(Module(), ckpt_path=max(whole, key=lambda path: path.stat().st_mtime, default=None))

@@ -27,29 +27,34 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 def train(settings: dict[str, Any]) -> None:
-    context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    rank, world_size = (context := ray.train.get_context()).get_world_rank(), context.get_world_size()
     loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4 // world_size, shuffle=True), seed=0)
+    torch.manual_seed(0)
+    model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            loader.load_state_dict(torch.load(Path(folder, "state.pt"), weights_only=True)["loader"])
-    with Path(settings["folder"], f"batches-{rank}.txt").open("a", buffering=1) as log:
-        while loader.epoch < 2:
-            for batch in loader:
-                step = loader.epoch * len(loader) + loader.batches_done
-                print(f"batch {step} of rank {rank}: {batch.tolist()}", file=log)
-                with tempfile.TemporaryDirectory() as folder:
-                    torch.save({"loader": midepoch.gather(loader)}, Path(folder, "state.pt"))  # beside the model
-                    saved = ray.train.Checkpoint.from_directory(folder) if rank == 0 and step % 3 == 0 else None
-                    ray.train.report({}, checkpoint=saved)
-                time.sleep(0.1)  # so that there is time to kill it
+        with checkpoint.as_directory() as saved:
+            for part, state in zip((model, optimizer, loader), torch.load(f"{saved}/state.pt"), strict=True):
+                part.load_state_dict(state)
+    while loader.epoch < 2:
+        for batch in loader:
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step = loader.epoch * len(loader) + loader.batches_done
+            with Path(settings["at"], f"batches-{rank}.txt").open("a") as log:
+                print(f"batch {step} of rank {rank}: {batch.tolist()}, loss {loss.item()}", file=log)
+            if step % 3 == 0 or loader.epoch == 2:
+                states = model.state_dict(), optimizer.state_dict(), midepoch.gather(loader)  # on every worker
+                with tempfile.TemporaryDirectory() as draft:
+                    torch.save(states, f"{draft}/state.pt")
+                    ray.train.report({}, ray.train.Checkpoint.from_directory(draft) if rank == 0 else None)
+            time.sleep(0.1)  # so that there is time to kill it
 
 
+(folder := Path(sys.argv[1]).absolute()).mkdir(parents=True, exist_ok=True)  # workers have another directory
 ray.init(num_cpus=2, include_dashboard=False)
-trainer = ray.train.torch.TorchTrainer(
-    train,
-    train_loop_config={"folder": sys.argv[1]},
-    scaling_config=ray.train.ScalingConfig(num_workers=2),
-    run_config=ray.train.RunConfig(name="run", storage_path=str(Path(sys.argv[1], "ray").absolute())),
-)
-trainer.fit()  # which looks for checkpoints of a run of this name
+scaling = ray.train.ScalingConfig(num_workers=2)
+where = ray.train.RunConfig(name="run", storage_path=str(folder / "ray"))  # whose checkpoints the next run looks for
+ray.train.torch.TorchTrainer(train, train_loop_config={"at": folder}, scaling_config=scaling, run_config=where).fit()

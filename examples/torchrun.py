@@ -39,6 +39,7 @@ class Trainer:
                 self._run_batch(features, targets)
                 self.snapshot.step()
                 print(f"batch {self.snapshot.steps} of rank {self.rank}: {targets.tolist()}", flush=True)
+        self.snapshot.close()
 
 
 def train(options: argparse.Namespace) -> None:

@@ -42,6 +42,7 @@ def my_config() -> Any:
 
 
 checkpoint = Path(sys.argv[1], "checkpoint.pt")
+checkpoint.parent.mkdir(parents=True, exist_ok=True)
 saved: Any = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else {"step": 0, "loader": {}}
 world_size = 3 if checkpoint.exists() else 2
 sizes = {"dp_world_size": world_size, "local_batch_size": GLOBAL_BATCH // world_size}

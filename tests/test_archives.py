@@ -261,6 +261,45 @@ def test_sizes_that_cannot_be_are_damage(tmp_path: Path, size: str) -> None:
         assert index.damage is not None and index.names.tolist() == [b"a.x"]
 
 
+def long_name(kind: bytes, name: bytes, beyond: int = 0) -> bytes:
+    """A header that names the next file, GNU's or a pax one; of which a record may say to end beyond it."""
+    info = tarfile.TarInfo("long")
+    record = b"%03d path=%s\n" % (len(name) + 10 + beyond, name)
+    info.type, data = kind, record if kind == tarfile.XHDTYPE else name + b"\0"
+    info.size = len(data)
+    return info.tobuf(tarfile.USTAR_FORMAT) + data.ljust(-(-len(data) // 512) * 512, b"\0")
+
+
+@pytest.mark.parametrize("second", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+@pytest.mark.parametrize("first", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_of_two_names_for_one_file_the_first_counts(tmp_path: Path, first: bytes, second: bytes) -> None:
+    # A header doubled by damage, or two archivers' ways at once.
+    member = tarfile.TarInfo("a.x").tobuf(tarfile.USTAR_FORMAT)
+    together = long_name(first, b"b.x") + long_name(second, b"c.x") + member
+    (tmp_path / "x.tar").write_bytes(together + tarfile.TarInfo("d.x").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    check(tmp_path / "x.tar")
+    assert index_tar(tmp_path / "x.tar").names.tolist() == [b"b.x", b"d.x"]
+
+
+@pytest.mark.parametrize("header", [long_name(tarfile.XHDTYPE, b"b\0.x"), long_name(tarfile.XHDTYPE, b"b.x", 3)])
+def test_names_that_cannot_be_are_damage(tmp_path: Path, header: bytes) -> None:
+    """With a zero byte in it; and one that ends beyond its header, where tarfile takes the zeros behind it too."""
+    blocks = [tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT) for name in ("a.x", "c.x")]
+    (tmp_path / "x.tar").write_bytes(blocks[0] + header + blocks[1] + bytes(1024))
+    for index in (index_tar(tmp_path / "x.tar"), index_tar(io.BytesIO((tmp_path / "x.tar").read_bytes()), "it")):
+        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+
+
+def test_a_name_that_an_extended_header_ends_with_a_slash(tmp_path: Path) -> None:
+    """The kind of a file is in its own header, which says no folder."""
+    member = tarfile.TarInfo("a")
+    member.type = tarfile.AREGTYPE
+    data = long_name(tarfile.XHDTYPE, b"b/") + member.tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
+    (tmp_path / "x.tar").write_bytes(data)
+    check(tmp_path / "x.tar")
+    assert index_tar(tmp_path / "x.tar").names.tolist() == [b"b"]
+
+
 def test_what_is_passed_over_may_have_an_absurd_size(tmp_path: Path) -> None:
     """As a kind of file that nobody knows may."""
     make(tmp_path / "x.tar", "gnu", ["a.x", "b.x", "c.x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -93,13 +94,14 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
-    """With SIGKILL in mid-epoch: batches, and losses, are bit-equal to those of a run that nobody killed."""
+    """In mid-epoch and in a save; batches and losses are bit-equal to those of a run that nobody killed."""
     names = ["lightning_trainer.py", "hugging_face_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
     names += ["distributed_checkpoint.py", "ignite_engine.py"]
     modules = ["lightning", "transformers", "accelerate", "ignite.engine"]
     for module in modules:
         pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[trainers])")
-    command = [sys.executable, str(ROOT / "tests" / "kill_examples.py"), str(tmp_path), "--import", *modules, "--"]
+    command = [sys.executable, str(ROOT / "tests" / "kill_examples.py"), str(tmp_path), "--in-a-save", "--import"]
+    command += [*modules, "--"]
     report = json.loads(run([*command, *(str(ROOT / "examples" / name) for name in names)], tmp_path))
     assert list(report) == names
     for name, runs in report.items():
@@ -137,7 +139,8 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
         killed = [job.stdout.readline() for _ in range(61)]
         family = psutil.Process(job.pid)
         for process in [family, *family.children(recursive=True)]:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         killed += job.stdout.readlines()
     seen: dict[int, list[Any]] = {}
     # Torchrun's processes write a line's text and its end apart, so two may stand in one.

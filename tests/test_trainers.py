@@ -267,8 +267,9 @@ def test_examples_are_killed_and_go_on(trainer: str, tmp_path: Path) -> None:
     names = {"composer": "composer_trainer.py", "ray": "ray_train.py", "torchtitan": "torchtitan_feed.py"}
     options = {"composer": ["--import", "cpu_torchvision"], "ray": ["--kill-after", "14"]}  # of two workers
     example = str(EXAMPLES / names[trainer])
-    output = run_apart(trainer, "kill_examples.py", tmp_path, None, example, *options.get(trainer, []))
-    assert_went_on(trainer, **json.loads(output)[names[trainer]])
+    output = run_apart(trainer, "kill_examples.py", tmp_path, None, example, "--in-a-save", *options.get(trainer, []))
+    # Ray's controller learns of a checkpoint some time after it was reported.
+    assert_went_on(trainer, behind=3 if trainer == "ray" else 0, **json.loads(output)[names[trainer]])
 
 
 def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
