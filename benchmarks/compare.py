@@ -72,7 +72,7 @@ class Plan:
     pictures: int = 10**4
     sizes: tuple[int, ...] = (10**4, 10**5, 10**6, 10**7, 10**8, 10**9)
     state_sizes: tuple[int, ...] = (10**4, 10**6, 10**9)
-    repeats: int = 7
+    repeats: int = 5
     samples: int = 5760  # divides by 2 and by 3 ranks' batches, before the cut and after it
     boring: tuple[int, int] = (30, 300)
     limit: float = 60
