@@ -634,6 +634,8 @@ def run(name: str, kills: int, seed: int) -> dict[str, Any]:
     chaos = Chaos(name, seed, folder)
     while chaos.tally.kills < kills:
         chaos.job(kills)
+        minutes = (time.monotonic() - started) / 60
+        print(f"{chaos.tally.jobs} jobs, {chaos.tally.kills} kills, {minutes:.0f} min", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     tally = chaos.tally
     return {
