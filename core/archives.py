@@ -35,6 +35,7 @@ _WITHOUT_DATA = (
     tarfile.FIFOTYPE,
 )
 _LONG_NAME, _PAX, _PAX_SOLARIS = tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE
+_LONGEST_NAME = 1 << 13  # bytes; twice what Linux takes for a path, and an index has room for the longest in each place
 _LARGEST_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is damage, not a name
 
 
@@ -161,7 +162,8 @@ def _parse_header(block: bytes) -> _Header | None:
 
 def _parse_known_header(block: bytes) -> _Header | tuple[bytes, int, bytes]:
     """The same for what has been found to be a sound header before: a quarter of the time in the usual notation."""
-    if block[257:262] == b"ustar" and block[156:157] in _USUAL and not block[345:346].strip(b"\0"):
+    # A size may fill its field to the last of twelve bytes, which this leaves to the others.
+    if block[257:262] == b"ustar" and block[156:157] in _USUAL and not block[345] and block[135] in b"\0 ":
         try:
             return block[: block.index(0)] if not block[99] else block[:100], int(block[124:135], 8), block[156:157]
         except ValueError:
@@ -231,6 +233,8 @@ class _Pending:
                 self.size = int(records[b"size"])
         self.name = self.name if name is None else name
         self.size = self.size if size is None else size
+        if self.name is not None and len(self.name) > _LONGEST_NAME:
+            raise ValueError("a name is longer than any")
 
 
 _EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, _PAX, _PAX_SOLARIS, tarfile.XGLTYPE)
@@ -318,10 +322,11 @@ def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, 
         TarError: it is no such stretch.
     """
     found: list[tuple[str, bytes]] = []
-    place, pending = 0, None
+    place, end, pending = 0, 0, None
     while place < length:
         try:
             name, size, kind = _parse_known_header(take(place, BLOCK))
+            is_folder = kind == tarfile.AREGTYPE and name.endswith(b"/")
             place += BLOCK
             if kind in _EXTENSIONS:
                 pending = pending or _Pending()
@@ -334,12 +339,15 @@ def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, 
             name = name if pending.name is None else pending.name
             size = size if pending.size is None else pending.size
             pending = None
-        if kind in _REGULAR and not (kind == tarfile.AREGTYPE and name.endswith(b"/")):
+        if kind in _REGULAR and not is_folder:
             content = take(place, size)
             if len(content) < size or place + size > length:
                 raise TarError(archive, start + place, "a file ends beyond where the index has it")
             found.append((name.decode("utf-8", "surrogateescape"), content))
+        end = place + size
         place += padded(size)
+    if length not in (end, place):
+        raise TarError(archive, start + end, "a file ends before where the index has it")
     return found
 
 
@@ -447,7 +455,9 @@ def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fie
         letters = rows[:, :100] != 0
         # Anything but zero-padded octal numbers, a name continued in the prefix field, and what some archivers leave
         # behind a name's end, is left to walking.
-        if (digits < 0).any() or (digits > 7).any() or rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
+        if ((digits < 0) | (digits > 7)).any() or ((stated < 0) | (stated > 7)).any() or (rows[:, 135] & 0xDF).any():
+            return None
+        if rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
             return None
         sizes[part] = digits @ powers
         without_data = (kinds[part] >= ord("1")) & (kinds[part] <= ord("6"))

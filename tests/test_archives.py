@@ -261,6 +261,40 @@ def test_sizes_that_cannot_be_are_damage(tmp_path: Path, size: str) -> None:
         assert index.damage is not None and index.names.tolist() == [b"a.x"]
 
 
+SIZES_OF_64 = [b"000000000100", b"         100", b"00000000100 ", b"    100     ", b"100".ljust(12, b"\0")]
+
+
+@pytest.mark.parametrize("field", SIZES_OF_64)
+@pytest.mark.parametrize("last", [True, False])
+def test_sizes_in_every_notation(tmp_path: Path, field: bytes, last: bool) -> None:
+    """Some archivers fill a field to its last byte, so that no terminator stands behind the number."""
+    header = bytearray(tarfile.TarInfo("a.x").tobuf(tarfile.USTAR_FORMAT))
+    header[124:136] = field
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    member = bytes(header) + bytes(range(64)).ljust(512, b"\0")
+    after = b"" if last else tarfile.TarInfo("b.x").tobuf(tarfile.USTAR_FORMAT)
+    (tmp_path / "x.tar").write_bytes(member + after + bytes(1024))
+    check(tmp_path / "x.tar")
+    assert index_tar(tmp_path / "x.tar").sizes.tolist() == [64] + [0] * (not last)
+
+
+def test_a_stretch_that_does_not_end_where_its_last_file_does(tmp_path: Path) -> None:
+    make(tmp_path / "x.tar", "ustar", ["a.x", "b.x"])
+    index, data = index_tar(tmp_path / "x.tar"), (tmp_path / "x.tar").read_bytes()
+    end = int(index.offsets[0] + index.sizes[0])
+    assert members(data[:end], 0) and members(data[: int(index.headers[1])], 0)
+    with pytest.raises(TarError, match="before where the index has it"):
+        members(data[: end + 1], 0)
+
+
+def test_names_longer_than_any_are_damage(tmp_path: Path) -> None:
+    """An index has as much room for each name as the longest has bytes."""
+    make(tmp_path / "x.tar", "gnu", ["a.x", "b" * 10_000])
+    index = index_tar(tmp_path / "x.tar")
+    assert index.damage is not None and index.names.tolist() == [b"a.x"]
+
+
 def long_name(kind: bytes, name: bytes, beyond: int = 0) -> bytes:
     """A header that names the next file, GNU's or a pax one; of which a record may say to end beyond it."""
     info = tarfile.TarInfo("long")
