@@ -250,8 +250,10 @@ def _short(value: Any) -> str:
 
 
 def _ago(moment: float) -> str:
+    if not 0 <= moment < 1 << 40:
+        return "at an unknown time"
     seconds = time.time() - moment
-    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if 0 <= moment < 1 << 40 else "at an unknown time"
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
             count = int(seconds // length)

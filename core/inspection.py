@@ -7,6 +7,8 @@ Reads what torch.save wrote (a `Snapshot`, a checkpoint of Lightning's, whatever
 from __future__ import annotations
 
 import contextlib
+import enum
+import errno
 import io
 import json
 import os
@@ -19,7 +21,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -302,9 +304,14 @@ def _time_of(path: Path) -> float:
         return time.time()
 
 
+def _is_inside(file: Path) -> bool:
+    """A regular file, and no link, which may lead anywhere."""
+    return file.is_file() and not file.is_symlink()
+
+
 def _look_into_folder(path: Path) -> Contents:
     """Checkpoints of trainers that write several files."""
-    files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file())
+    files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and _is_inside(each))
     places: list[Place] = []
     problems: list[str] = []
     passed_over: list[SnapshotError] = []  # such as generators of NumPy's that a trainer pickled
@@ -347,14 +354,37 @@ class _ShardsUnpickler(pickle._Unpickler):
             return found
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which midepoch does not unpickle")
 
+    def _build(self) -> None:
+        """Of records alone: a class or a function would be another one from then on, in this whole process."""
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        unpickler: Any = self
+        built = type(unpickler.stack[-2])
+        if built.__module__ not in (metadata.__name__, filesystem.__name__) or issubclass(built, enum.Enum):
+            raise pickle.UnpicklingError(f"it would change a {built.__name__}")
+        unpickler.load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
+
+
+def _opened(file: Path) -> BinaryIO:
+    """A regular file that is no link: what lies in a checkpoint's folder, and does not lead out of it or wait."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+    return os.fdopen(descriptor, "rb")
+
 
 def _look_into_shards(path: Path) -> Contents:
     """A checkpoint of torch.distributed.checkpoint, in which each key of a state is an entry of its own."""
     file = path / ".metadata"
     try:
-        if file.stat().st_size > _LARGEST_TEXT:
+        with _opened(file) as opened:
+            data = opened.read(_LARGEST_TEXT + 1)
+        if len(data) > _LARGEST_TEXT:
             raise ValueError("it is larger than any")
-        described = _ShardsUnpickler(io.BytesIO(file.read_bytes())).load()
+        described = _ShardsUnpickler(io.BytesIO(data)).load()
         stored = {index.fqn: info for index, info in described.storage_data.items()}
         names = [name for name in described.state_dict_metadata if isinstance(name, str)]
     except Exception as error:
@@ -374,12 +404,13 @@ def _look_into_shards(path: Path) -> Contents:
 def _entry(folder: Path, info: Any) -> Any:
     """One value. The names in a checkpoint are those of files beside it, and nothing else is opened."""
     name, offset, length = (getattr(info, each, None) for each in ("relative_path", "offset", "length"))
-    if not isinstance(name, str) or Path(name).name != name or (folder / name).is_symlink():
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not any(each in name for each in "/\0")
+    if not isinstance(name, str) or not plain or (folder / name).is_symlink():
         raise SnapshotError(f"{folder} names a file outside of itself ({str(name)[:200]!r}): use another checkpoint")
     if not (type(offset) is int and type(length) is int and 0 <= offset < 1 << 62 and 0 <= length <= _LARGEST_TEXT):
         raise SnapshotError(f"{folder} is damaged (an entry of impossible length): use another checkpoint")
     try:
-        with (folder / name).open("rb") as file:
+        with _opened(folder / name) as file:
             file.seek(offset)
             return _loaded(io.BytesIO(file.read(length)), folder / name)
     except OSError as error:

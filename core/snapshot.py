@@ -547,8 +547,7 @@ def _check_fits(name: str, part: Any, state: Any) -> None:
     elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _takes_others(part):
         own = part.state_dict()
         for key in sorted(own.keys() | state.keys()):
-            mine, theirs = (getattr(each.get(key, None), "shape", None) for each in (own, state))
-            if (key in own) != (key in state) or (mine is not None and theirs is not None and mine != theirs):
+            if (key in own) != (key in state) or not _takes(own[key], state[key]):
                 raise SnapshotError(
                     f"{name} differs at {key!r}: the snapshot has {_described(state, key)}, this model "
                     f"{_described(own, key)}; make the model as it was"
@@ -571,6 +570,14 @@ def _check_fits(name: str, part: Any, state: Any) -> None:
         raise SnapshotError(f"{name} differs: the snapshot's was empty, as when it is disabled; make it as it was")
 
 
+def _takes(own: Any, saved: Any) -> bool:
+    """Whether a tensor of a model can be filled with what was saved; what is no tensor is the model's own affair."""
+    if not isinstance(own, torch.Tensor):
+        return True
+    fits = isinstance(saved, torch.Tensor) and saved.shape == own.shape and saved.layout == own.layout
+    return fits and not saved.is_meta
+
+
 def _has_kind(part: Any) -> bool:
     """Whether a state is of no use to another class: not a model's, whose names and shapes tell, nor a loader's."""
     return not isinstance(part, torch.nn.Module) and loader_of(part) is None
@@ -579,8 +586,11 @@ def _has_kind(part: Any) -> bool:
 def _described(state: Mapping[str, Any], key: str) -> str:
     if key not in state:
         return "none"
-    shape = getattr(state[key], "shape", None)
-    return "one" if shape is None else f"shape {tuple(shape)}"
+    value = state[key]
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    kind = "" if value.layout == torch.strided and not value.is_meta else f", {value.layout} on {value.device}"
+    return f"shape {tuple(value.shape)}{kind}"
 
 
 def _takes_others(module: torch.nn.Module) -> bool:
@@ -640,6 +650,10 @@ def _decoded(text: str) -> dict[str, Any]:
     """What `_generators` was, tried on generators that nobody uses."""
     state: dict[str, Any] = decode(text)
     random.Random().setstate(state["python"])
+    twister = state["numpy"]["state"]
+    # Numpy looks at no place, and would draw from whatever lies there in memory.
+    if type(twister["pos"]) is not int or not 0 <= twister["pos"] <= 624 or np.shape(twister["key"]) != (624,):
+        raise ValueError("numpy's generator stands where it has no numbers")
     np.random.RandomState().set_state(state["numpy"])
     torch.Generator().set_state(state["torch"])
     return state
@@ -753,6 +767,12 @@ def _content(path: Path, check: bool = False) -> dict[str, Any]:
 
 def damage_in(archive: zipfile.ZipFile) -> str:
     """What is wrong with a record that torch.save wrote, or nothing; every byte is compared with its checksum."""
+    # torch.save compresses nothing, so that a file cannot take more memory than it has bytes, nor for ever to look at.
+    if packed := [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]:
+        return f"the record {packed[0][:200]} is compressed"
+    assert archive.fp is not None
+    if sum(record.file_size for record in archive.infolist()) > archive.fp.seek(0, os.SEEK_END):
+        return "its records have more bytes than the file"
     for record in archive.infolist():
         # For one that claims to be a folder torch looks at no checksum, and gives what happens to lie in memory.
         if record.external_attr & _FOLDER or record.is_dir():

@@ -110,7 +110,9 @@ def _check_keys(state: object) -> None:
             f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
         )
     missing = [name for name in _FIELDS if name not in state]
-    extra = [repr(name) for name in state if name not in _FIELDS]
+    # Other keys may have no text that Python is able, or has the memory, to make.
+    extra = [repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}" for name in state
+             if name not in _FIELDS]  # fmt: skip
     if missing or extra:
         problems = [f"misses {', '.join(missing)}"] * bool(missing) + [
             f"has unknown keys {', '.join(extra)[:200]}"

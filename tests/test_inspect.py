@@ -6,10 +6,11 @@ import json
 import os
 import pickle
 import resource
+import struct
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -304,6 +305,45 @@ def test_no_code_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SnapshotError, match="outside of itself"):
         look(tmp_path / "shards")
     assert not (tmp_path / "evil").exists()
+
+
+def test_what_a_checkpoint_of_many_files_names_stays_inside(tmp_path: Path) -> None:
+    """Also where it would first change the class by which names are told from paths."""
+    state = after(3).state_dict()
+    write_shards(tmp_path / "shards", state)
+    entry = next((tmp_path / "shards").glob("*.distcp"))
+    entry.rename(tmp_path / entry.name)
+    file = tmp_path / "shards" / ".metadata"
+    content = pickle.loads(file.read_bytes())
+    for info in content.storage_data.values():
+        info.relative_path = f"../{entry.name}"
+    outside = f"../{entry.name}".encode()
+    named = b"X" + struct.pack("<I", len(outside)) + outside
+    changes = b"\x80\x02cpathlib\nPurePosixPath\nN}X\x04\0\0\0name" + named + b"s\x86b0"
+    others = b"\x80\x02ctorch.serialization\n_get_layout\n}X\x05\0\0\0cacheK\x01sb0"
+    for before in (b"\x80\x02", changes, others):
+        file.write_bytes(before + pickle.dumps(content, 2)[2:])
+        with pytest.raises(SnapshotError, match=r"outside of itself|it would change a"):
+            look(tmp_path / "shards")
+    assert PurePosixPath("/a/b").name == "b"
+    assert vars(torch.serialization)["_get_layout"].cache != 1
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_folder_with_a_pipe_in_it_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", after(3).state_dict())
+    (tmp_path / "shards" / name).unlink()
+    os.mkfifo(tmp_path / "shards" / name)
+    done = inspect(str(tmp_path / "shards"))
+    assert done.returncode == 2 and "no regular file" in done.stderr
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    torch.save({"loader": after(3).state_dict()}, tmp_path / "other.pt")
+    (tmp_path / "folder").mkdir()
+    torch.save({"loader": after(5).state_dict()}, tmp_path / "folder" / "own.pt")
+    (tmp_path / "folder" / "link.pt").symlink_to("../other.pt")
+    assert [place.file.name for place in look(tmp_path / "folder").places] == ["own.pt"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import fault_sources as faults
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
-MEMORY = 24 << 20  # bytes that allocators may keep, whatever the number of epochs; a leaked batch an epoch is more
+MEMORY = 24 << 20  # bytes that allocators may keep; of 1,000 epochs a batch of 64 KiB each is more
 
 # How many epochs go before those counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs, which
 # make 100 pipelines, and 4 to 6 MB in the next 2,700.

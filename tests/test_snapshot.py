@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,9 @@ def test_edited_generators_are_refused_with_everything_as_it_was(tmp_path: Path)
     content = torch.load(tmp_path / "snapshot.pt", weights_only=True)
     good = decode(content["generators"][0])
     wrong = [{}, {**good, "python": (3, (1, 2), None)}, {**good, "numpy": {}}, {**good, "torch": torch.zeros(3)}]
+    twister = good["numpy"]["state"]
+    for change in ({"pos": (1 << 31) - 8}, {"pos": -1}, {"pos": 625}, {"pos": True}, {"key": np.zeros(700, np.uint32)}):
+        wrong.append({**good, "numpy": {**good["numpy"], "state": {**twister, **change}}})
     for text in ("", "junk", *map(encode, wrong)):
         torch.save({**content, "generators": [text]}, tmp_path / "snapshot.pt")
         fresh = Run(tmp_path / "snapshot.pt")
@@ -277,6 +281,38 @@ def test_edited_generators_are_refused_with_everything_as_it_was(tmp_path: Path)
             fresh.snapshot.load()
         assert torch.equal(before[0], fresh.model.weight) and fresh.loader.position == 0
         assert before[1:] == (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist())
+
+
+@pytest.mark.parametrize(
+    "value", [3, torch.zeros(1, 3).to_sparse(), torch.zeros(1, 3, device="meta"), torch.zeros(3, 1), "weight"]
+)
+def test_what_a_model_cannot_be_filled_with_is_refused_with_everything_as_it_was(tmp_path: Path, value: Any) -> None:
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(3)
+    run.snapshot.save()
+    content = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    assert content["parts"]["model"]["weight"].shape == (1, 3)
+    content["parts"]["model"]["weight"] = value
+    torch.save(content, tmp_path / "snapshot.pt")
+    fresh = Run(tmp_path / "snapshot.pt")
+    before = {name: each.clone() for name, each in fresh.model.state_dict().items()}
+    with pytest.raises(SnapshotError, match="'weight'"):
+        fresh.snapshot.load()
+    assert fresh.loader.position == 0
+    assert all(torch.equal(each, before[name]) for name, each in fresh.model.state_dict().items())
+
+
+def test_a_snapshot_that_was_packed_is_refused(tmp_path: Path) -> None:
+    """Its records may take a thousand times its bytes; torch.save packs nothing."""
+    run = Run(tmp_path / "snapshot.pt")
+    run.snapshot.save()
+    with zipfile.ZipFile(tmp_path / "snapshot.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "snapshot.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data + bytes(1 << 20) * name.endswith("data.pkl"))
+    with pytest.raises(SnapshotError, match="is compressed"):
+        Run(tmp_path / "snapshot.pt").snapshot.load()
 
 
 # --- damage ---

@@ -438,6 +438,8 @@ HOSTILE: dict[str, str] = {
     "no dtype": tagged(kind="array", dtype="nonsense", shape=[1], data=""),
     "dtype of code": tagged(kind="array", dtype="__import__('os')", shape=[1], data=""),
     "dtype of commas": tagged(kind="array", dtype="i4,i4,(2,{", shape=[1], data=""),
+    "dtype of half a pair": tagged(kind="array", dtype="(2,i4", shape=[1], data=""),
+    "lists that take all memory": as_text(b"[" + b"[0]," * 3_000_000 + b"0]"),
     "dtype of a list": tagged(kind="array", dtype=[["a", "i4"]], shape=[1], data="AAAAAA=="),
     "huge shape": tagged(kind="array", dtype="<i8", shape=[10**30], data="AAAAAAAAAAA="),
     "negative shape": tagged(kind="array", dtype="<i8", shape=[-5, -5], data="AAAAAAAAAAA="),
@@ -447,6 +449,19 @@ HOSTILE: dict[str, str] = {
     "foreign endianness": tagged(kind="tensor", dtype=">i8", shape=[1], data="AAAAAAAAAAA="),
     "long double tensor": tagged(kind="tensor", dtype="<f16", shape=[1], data="A" * 21 + "A=="),
 }
+
+
+def test_other_keys_are_named_whatever_they_are() -> None:
+    """Some have no text that Python is able, or allowed, to make."""
+    deep: Any = ()
+    for _ in range(3000):
+        deep = (deep,)
+    loader = midepoch.wrap(sources.noisy_loader(12), seed=1)
+    keys: list[Any] = ["other", "x" * 10**6, 10**5000, deep, 1.5, None, b"epoch"]
+    for key in keys:
+        with pytest.raises(StateCorruptError, match="has unknown keys") as raised:
+            loader.load_state_dict({**loader.state_dict(), key: 1})
+        assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)

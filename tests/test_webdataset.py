@@ -924,6 +924,18 @@ def test_a_compressed_shard_whose_content_does_not_fit_its_checksum_is_an_error(
         list(midepoch.wrap(dataset, seed=0))
 
 
+@pytest.mark.parametrize("size", [1 << 62, 1 << 70])
+def test_a_streamed_file_of_an_absurd_size_is_an_error(tmp_path: Path, size: int) -> None:
+    header = bytearray(tarfile.TarInfo("0.cls").tobuf(tarfile.USTAR_FORMAT))
+    header[124:136] = b"\x80" + size.to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "b.tgz").write_bytes(gzip.compress(bytes(header) + bytes(2048), mtime=0))
+    dataset = wds.WebDataset([str(tmp_path / "b.tgz")], shardshuffle=False).map(sources.Reading()).batched(2)
+    with pytest.raises(SourceError, match=r"b\.tgz.* bytes, .* are left"):
+        list(midepoch.wrap(dataset, seed=0))
+
+
 def test_an_empty_shard_among_streams_costs_nothing(tmp_path: Path) -> None:
     for shard in range(6):
         write_shard(tmp_path / "a.tar", range(10 * shard, 10 * shard + (0 if shard == 2 else 10)))

@@ -54,8 +54,16 @@ class Snapshot:
                 f"the checksum of DALI's own checkpoint does not fit: it was damaged, or the state was edited around "
                 f"it (epoch {place[0]}, position {place[1]}); use an older state"
             )
-        at, to, ended, shards, checkpoints = decode(text)
-        return cls(tuple(at), tuple(to), ended, shards, tuple(checkpoints))
+        found = decode(text)
+        try:
+            at, to, ended, shards, checkpoints = found
+            sound = [*map(type, (*at, *to, ended, shards))] == [int] * 4 + [bool, int] and shards > 0
+            snapshot = cls((at[0], at[1]), (to[0], to[1]), ended, shards, tuple(checkpoints))
+            if not sound or any(type(each) is not bytes for each in checkpoints):
+                raise ValueError("it holds something else")
+        except (TypeError, ValueError, IndexError) as error:
+            raise StateCorruptError(f"DALI's own part of the state is none ({error}); use an older state") from error
+        return snapshot
 
 
 _SEAL = 16  # hexadecimal digits
