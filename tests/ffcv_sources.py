@@ -20,7 +20,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 import torch
-from ffcv.fields import BytesField, IntField, RGBImageField
+from ffcv.fields import BytesField, IntField, NDArrayField, RGBImageField
 from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
 from ffcv.loader import Loader, OrderOption
 from ffcv.pipeline.operation import Operation
@@ -64,6 +64,13 @@ class Texts(Images):
         return np.full(1 + (7 * index) % 23, index + 1, dtype=np.uint8), index
 
 
+class Arrays(Images):
+    """Arrays of one shape, with their number."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.full(6, index, dtype=np.float32), index
+
+
 def write(path: Path, dataset: Images, fields: Mapping[str, Any]) -> Path:
     writer = DatasetWriter(str(path), dict(fields), num_workers=1, page_size=1 << 21)
     writer.from_indexed_dataset(dataset)
@@ -96,6 +103,8 @@ def write_kind(kind: str, path: Path) -> None:
         write(path, Images(SIZE, 16, varied=True), {"image": image, "label": IntField()})
     elif kind == "text":
         write(path, Texts(SIZE, 0), {"text": BytesField(), "label": IntField()})
+    elif kind == "arrays":
+        write(path, Arrays(SIZE, 0), {"array": NDArrayField(np.dtype("<f4"), (6,)), "label": IntField()})
     elif kind == "pages":  # each image is half a page
         write(path, Images(40, 590), {"image": RGBImageField(), "label": IntField()})
     else:

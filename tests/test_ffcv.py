@@ -613,6 +613,37 @@ def test_numbers_that_no_file_has_are_looked_at_before_ffcv_does(copied: Callabl
         adapter.check_file(path)
 
 
+@pytest.mark.parametrize("kind", ["raw", "text", "arrays"])
+def test_tables_that_do_not_fit_each_other_are_damage(copied: Callable[[str], Path], kind: str) -> None:
+    """FFCV would write beyond a batch, read another sample's page, or leave in a sample what memory held."""
+    path = copied(kind)
+    adapter.check_file(path)
+    whole, (header_type, table_type) = path.read_bytes(), (private.parts().HeaderType, private.parts().ALLOC_TABLE_TYPE)
+    header = np.frombuffer(whole, header_type, 1).copy()
+    table = int(header["alloc_table_ptr"][0])
+    entries = np.frombuffer(whole[table:], table_type)
+    changes: list[tuple[str, int]] = [("sample_id", 1), ("sample_id", 1 << 40), *[("size", 8)] * (kind != "raw")]
+    for name, more in changes:
+        changed = entries.copy()
+        changed[name][3] += more
+        path.write_bytes(whole[:table] + changed.tobytes())
+        with pytest.raises(SourceError, match="is damaged"):
+            adapter.check_file(path)
+    for size in (0, (1 << 21) + 1, 1 << 12):
+        header["page_size"] = size
+        path.write_bytes(header.tobytes() + whole[header.nbytes :])
+        with pytest.raises(SourceError, match=f"pages have {size} bytes"):
+            adapter.check_file(path)
+    if kind == "arrays":
+        path.write_bytes(whole.replace(b"<f4", b"<f2").replace(b'"<f4"', b'"<f2"'))
+        assert path.read_bytes() != whole
+        with pytest.raises(SourceError, match="is damaged"):
+            adapter.check_file(path)
+        path.write_bytes(whole.replace(b"<f4", b"<g4"))
+        with pytest.raises(SourceError, match="cannot be read"):
+            adapter.check_file(path)
+
+
 @pytest.mark.parametrize("lost", [100, 24])
 def test_a_file_without_its_end_is_refused_when_it_is_wrapped(copied: Callable[[str], Path], lost: int) -> None:
     path = copied("raw")
