@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from .errors import SnapshotError, StateError
+from .pickles import check_pickle
 from .protocol import State
 from .snapshot import checksums, damage_in
 from .state import FIELDS, check, reseal
@@ -217,7 +218,7 @@ def _is_archive(path: Path) -> bool:
 
 def _content(path: Path) -> Any:
     if _is_archive(path):
-        _check_records(path)
+        _check_records(path, path)
         return _loaded(path, path)
     try:
         with path.open("rb") as file:
@@ -233,17 +234,19 @@ def _content(path: Path) -> Any:
         ) from error
 
 
-def _check_records(path: Path) -> None:
+def _check_records(source: Path | io.BytesIO, path: Path) -> None:
     """torch.save compresses nothing, so that no record can take more memory than its file has bytes."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
+        with zipfile.ZipFile(source) as archive:
+            for record in archive.infolist():
+                name = record.filename.rpartition("/")[2]
+                is_pickle = name == "data.pkl"
+                if record.compress_type != zipfile.ZIP_STORED or (is_pickle and record.file_size > _LARGEST_PICKLE):
+                    raise ValueError(f"not of torch.save: {name[:100]!r} is compressed or huge")
+                if is_pickle:
+                    check_pickle(archive.read(record))
     except Exception as error:
         raise SnapshotError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
-    for record in records:
-        name = record.filename.rpartition("/")[2]
-        if record.compress_type != zipfile.ZIP_STORED or (name == "data.pkl" and record.file_size > _LARGEST_PICKLE):
-            raise SnapshotError(f"{path} is not of torch.save ({name[:100]!r} is compressed or huge): use another")
 
 
 def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
@@ -384,6 +387,7 @@ def _look_into_shards(path: Path) -> Contents:
             data = opened.read(_LARGEST_TEXT + 1)
         if len(data) > _LARGEST_TEXT:
             raise ValueError("it is larger than any")
+        check_pickle(data)
         described = _ShardsUnpickler(io.BytesIO(data)).load()
         stored = {index.fqn: info for index, info in described.storage_data.items()}
         names = [name for name in described.state_dict_metadata if isinstance(name, str)]
@@ -412,9 +416,12 @@ def _entry(folder: Path, info: Any) -> Any:
     try:
         with _opened(folder / name) as file:
             file.seek(offset)
-            return _loaded(io.BytesIO(file.read(length)), folder / name)
+            entry = io.BytesIO(file.read(length))
     except OSError as error:
         raise SnapshotError(f"{folder / name} cannot be read ({error.strerror}): use another checkpoint") from error
+    _check_records(entry, folder / name)
+    entry.seek(0)
+    return _loaded(entry, folder / name)
 
 
 # --- finding -------------------------------------------------------------------------------------------------------

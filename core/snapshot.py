@@ -38,6 +38,7 @@ from .encoding import decode, encode
 from .errors import MidepochError, MidepochWarning, SnapshotError, StateError
 from .keys import derive_key
 from .loader import loader_of
+from .pickles import check_pickle
 from .signals import Signals
 from .state import is_rank_independent, join_states
 from .world import World
@@ -777,8 +778,15 @@ def damage_in(archive: zipfile.ZipFile) -> str:
         # For one that claims to be a folder torch looks at no checksum, and gives what happens to lie in memory.
         if record.external_attr & _FOLDER or record.is_dir():
             return f"the record {record.filename[:200]} is marked as a folder"
-    wrong = archive.testzip()
-    return "" if wrong is None else f"the checksum of {wrong[:200]} is wrong"
+    if wrong := archive.testzip():
+        return f"the checksum of {wrong[:200]} is wrong"
+    for name in archive.namelist():
+        if name.endswith("data.pkl"):
+            try:
+                check_pickle(archive.read(name))
+            except ValueError as error:
+                return f"the record {name[:200]} is not sound: {error}"
+    return ""
 
 
 def _check_content(path: Path, content: dict[str, Any]) -> None:

@@ -1,0 +1,57 @@
+"""How deep the tuples are that a pickle would build, told from its opcodes: nothing is built.
+
+Python hashes a tuple by its parts, in C and without a bound. A dict's key of tuples in tuples, of which each takes a
+byte in a pickle, exhausts the stack, and the process ends by a signal.
+"""
+
+from __future__ import annotations
+
+import pickletools
+
+__all__ = ["check_pickle"]
+
+_DEEPEST = 200
+_MARK = -1
+_HOLDING = frozenset(
+    ["TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "FROZENSET", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"]
+)
+
+
+def check_pickle(data: bytes) -> None:
+    """Raise ValueError where tuples are nested deeper than any checkpoint's, or `data` is no pickle."""
+    stack: list[int] = []  # of each object: how deep the tuples in it are
+    memo: dict[int, int] = {}
+    try:
+        for opcode, argument, place in pickletools.genops(data):
+            name = opcode.name
+            if name == "MARK":
+                stack.append(_MARK)
+            elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                if stack[-1] == _MARK:
+                    raise ValueError(f"at byte {place} nothing is there to be remembered")
+                memo[len(memo) if argument is None else int(argument)] = stack[-1]
+            elif name in ("GET", "BINGET", "LONG_BINGET"):
+                stack.append(memo[int(argument or 0)])
+            elif name == "DUP":
+                stack.append(stack[-1])
+            else:
+                depth = _deepest_of(opcode, stack)
+                if name in _HOLDING:
+                    depth += 1
+                    if depth > _DEEPEST:
+                        raise ValueError(f"at byte {place} it nests tuples deeper than any checkpoint does")
+                stack += [depth if name in _HOLDING else 0] * len(opcode.stack_after)
+    except (IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is no pickle ({type(error).__name__}: {str(error)[:100]})") from error
+
+
+def _deepest_of(opcode: pickletools.OpcodeInfo, stack: list[int]) -> int:
+    """Of what an opcode takes from the stack."""
+    deepest, below = 0, opcode.stack_before
+    if pickletools.markobject in below:
+        while (top := stack.pop()) != _MARK:
+            deepest = max(deepest, top)
+        below = below[: below.index(pickletools.markobject)]
+    for _ in below:
+        deepest = max(deepest, stack.pop())
+    return deepest
