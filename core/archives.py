@@ -214,13 +214,16 @@ class _Pending:
         self.name: bytes | None = None
         self.size: int | None = None
 
-    def add(self, kind: bytes, data: bytes) -> None:
+    def add(self, kind: bytes, blocks: bytes, size: int) -> None:
+        """Take in an extended header, of `size` bytes in whole blocks: tarfile reads these to their end."""
         self.of_one |= kind != tarfile.XGLTYPE
-        name, size = self.name, self.size
+        first_name, first_size = self.name, self.size
         if kind == _LONG_NAME:
-            self.name = data.partition(b"\0")[0]
-        elif kind in (_PAX, _PAX_SOLARIS) and (b"path=" in data or b"size=" in data or b"GNU.sparse" in data):
-            records = _pax_records(data)
+            self.name = blocks.partition(b"\0")[0]
+        elif kind != tarfile.GNUTYPE_LONGLINK and any(word in blocks for word in _TELLING):
+            records = _pax_records(blocks[:size])
+            if kind == tarfile.XGLTYPE and (b"path" in records or b"size" in records):
+                raise ValueError("a header says the name or the size of all files that follow")
             if any(keyword.startswith(b"GNU.sparse") for keyword in records):
                 raise ValueError("a file is stored as a sparse file")
             if b"path" in records:
@@ -231,12 +234,13 @@ class _Pending:
                 if not records[b"size"].isdigit():
                     raise ValueError(f"an extended header holds {records[b'size'][:20]!r} where a size should be")
                 self.size = int(records[b"size"])
-        self.name = self.name if name is None else name
-        self.size = self.size if size is None else size
+        self.name = self.name if first_name is None else first_name
+        self.size = self.size if first_size is None else first_size
         if self.name is not None and len(self.name) > _LONGEST_NAME:
             raise ValueError("a name is longer than any")
 
 
+_TELLING = (b"path=", b"size=", b"GNU.sparse")
 _EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, _PAX, _PAX_SOLARIS, tarfile.XGLTYPE)
 
 
@@ -293,7 +297,7 @@ def walk(
                 raise damage("it ends inside a header", True)
             place += len(data)
             try:
-                pending.add(header.kind, data[: header.size])
+                pending.add(header.kind, data, header.size)
             except ValueError as error:
                 raise damage(str(error)) from None
             continue
@@ -330,7 +334,7 @@ def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, 
             place += BLOCK
             if kind in _EXTENSIONS:
                 pending = pending or _Pending()
-                pending.add(kind, take(place, size))
+                pending.add(kind, take(place, padded(size)), size)
                 place += padded(size)
                 continue
         except ValueError as error:
@@ -502,9 +506,8 @@ def _renames(
     """Whether extended headers say a name or a size, which walking has to read."""
     if (kinds != ord("x")).any() or (sizes > BLOCK).any():
         return True
-    longest = int(sizes.max())
     for first in range(0, found.size, _ROWS):
-        text = blocks[found[first : first + _ROWS] + 1, :longest].tobytes()
-        if b" path=" in text or b" size=" in text or b"GNU.sparse" in text:
+        text = blocks[found[first : first + _ROWS] + 1].tobytes()
+        if any(word in text for word in _TELLING):
             return True
     return False

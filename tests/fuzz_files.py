@@ -138,7 +138,7 @@ class Snapshots(FileFuzzer):
                 if not snapshot.load():
                     raise Wrong("the file is taken for none")
             except MidepochError as error:
-                if self.loader.state_dict() != self.elsewhere or (self.weights() != before and not sealed):
+                if self.loader.state_dict() != self.elsewhere or self.weights() != before:
                     raise Wrong(f"a refused snapshot has changed a part ({error})") from error
                 return type(error).__name__
             if type(snapshot.steps) is not int:
@@ -239,7 +239,9 @@ class Archives(FileFuzzer):
             if sealed:
                 return "continued"  # tarfile is stricter in what a header may hold
             raise
-        if list(zip(*told[0][1:4], strict=True)) != expected and not sealed:
+        found = list(zip(*told[0][1:4], strict=True))
+        # Without a word tarfile ends where a header's owner or date is no number.
+        if found[: len(expected) if sealed else None] != expected:
             raise Wrong(f"the index has {told[0]}, tarfile {expected}")
         return "continued"
 

@@ -324,6 +324,18 @@ def test_names_that_cannot_be_are_damage(tmp_path: Path, header: bytes) -> None:
         assert index.damage is not None and index.names.tolist() == [b"a.x"]
 
 
+@pytest.mark.parametrize("record", [b"13 path=b.xx\n", b"10 size=9\n"])
+def test_a_header_that_names_all_files_that_follow_is_damage(tmp_path: Path, record: bytes) -> None:
+    """Tarfile gives it to each of them, which nobody can have meant."""
+    info = tarfile.TarInfo("all")
+    info.type, info.size = tarfile.XGLTYPE, len(record)
+    header = info.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+    blocks = [tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT) for name in ("a.x", "c.x")]
+    (tmp_path / "x.tar").write_bytes(blocks[0] + header + blocks[1] + bytes(1024))
+    for index in (index_tar(tmp_path / "x.tar"), index_tar(io.BytesIO((tmp_path / "x.tar").read_bytes()), "it")):
+        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+
+
 def test_a_name_that_an_extended_header_ends_with_a_slash(tmp_path: Path) -> None:
     """The kind of a file is in its own header, which says no folder."""
     member = tarfile.TarInfo("a")
