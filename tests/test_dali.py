@@ -32,9 +32,10 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 import midepoch
 from midepoch import World
 from midepoch.adapters import dali
-from midepoch.adapters.dali import wire
+from midepoch.adapters.dali import checkpoint, wire
 from midepoch.adapters.dali.random import _first_that_fit
-from midepoch.errors import SourceError, StateError, StateMismatchError
+from midepoch.encoding import encode
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable, digest
 
@@ -351,6 +352,27 @@ def test_a_seek_builds_no_pipeline_twice(root: str, rebuilt: list[bytes]) -> Non
             loader.seek(position=4)
             assert ids(loader) == whole[4:]
         assert len(rebuilt) == builds
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[1], 7, None, [[0, 0], [1, 4], False, 1], [[0], [1, 4], False, 1, []], [[0, 0], [1, 4], 0, 1, []],
+     [[0, 0], [1, 4], False, "1", []], [[0, 0], [1, 4], False, 1, ["text"]], [[0, 0], [1, 4], False, 1, 5]],
+    ids=str,
+)  # fmt: skip
+def test_what_is_sealed_and_no_checkpoint_is_refused(content: Any) -> None:
+    """As only somebody who knows the seal can make it."""
+    text = encode(content)
+    sealed = checkpoint._seal(text, (1, 4), 7, World(0, 1)) + text
+    with pytest.raises(StateCorruptError, match="own part of the state is none"):
+        checkpoint.Snapshot.opened(sealed, (1, 4), 7, World(0, 1))
+
+
+def test_an_epoch_that_dali_would_be_led_to_for_ever_is_refused(root: str) -> None:
+    with native(root=root) as loader:
+        with pytest.raises(StateMismatchError, match="epochs after DALI's own checkpoint"):
+            loader.seek(epoch=10**9)
+        assert (loader.epoch, loader.position) == (0, 0)
 
 
 def test_a_factory_s_pipelines_are_made_once_if_they_have_not_run(root: str) -> None:

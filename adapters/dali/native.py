@@ -28,6 +28,7 @@ from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
 
+_MOST_EPOCHS = 100_000  # that a checkpoint is moved on over; each takes milliseconds
 _REMEMBERED_BATCHES = 8  # checkpoints kept for in_flight, of about 300 bytes each
 
 _WRITE_A_FACTORY = (
@@ -270,12 +271,14 @@ class NativeAdapter(Adapter):
                 f"num_shards differs: the state was saved with {snapshot.shards}, this pipeline has {shards}; make the "
                 "reader as it was, or start this data anew"
             )
+        _check_reach(snapshot.at, snapshot.to)
 
     def jump(self, here: Place, detail: str, there: Place, seed: int, world: World) -> str:
         """By moving the checkpoint on: readers skip without reading, random operators go on where they stood."""
         known = Snapshot.opened(detail, here, seed, world) if detail else None
         if known is None or there < known.at:
             known = Snapshot((0, 0), there, False, self._stated_shards(world), ())
+        _check_reach(known.at, there)
         return dataclasses.replace(known, to=there).sealed(seed, world)
 
     # --- iterators ---
@@ -463,6 +466,14 @@ class _Live:
             position += ranks
             batches = None if batches is None else batches - 1
         self.place = (epoch, position)
+
+
+def _check_reach(at: Place, to: Place) -> None:
+    if to[0] - at[0] > _MOST_EPOCHS:
+        raise StateMismatchError(
+            f"epoch {to[0]} is {to[0] - at[0]} epochs after DALI's own checkpoint, and DALI is led through each: "
+            f"take a state that is at most {_MOST_EPOCHS} epochs before it"
+        )
 
 
 class _NativeSession(Session):
