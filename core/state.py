@@ -182,8 +182,10 @@ def compare_fingerprints(saved: str, current: str) -> None:
     before, now = _parsed(saved), _parsed(current)
     differing = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     name = differing[0] if differing else "fingerprint"
+    # A name that only the state has may be a stranger's, with what a terminal obeys.
+    told = name if name in now or not differing else repr(name)[:80]
     raise StateMismatchError(
-        f"{name} differs: the state was saved with {before.get(name, 'none')!r}, this loader has "
+        f"{told} differs: the state was saved with {repr(before.get(name, 'none'))[:200]}, this loader has "
         f"{now.get(name, 'none')!r}; make the loader as it was, or start this data anew"
     )
 

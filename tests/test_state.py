@@ -464,6 +464,15 @@ def test_other_keys_are_named_whatever_they_are() -> None:
         assert len(str(raised.value)) < 400
 
 
+def test_a_part_of_a_fingerprint_that_a_terminal_would_obey_is_escaped() -> None:
+    loader = midepoch.wrap(sources.noisy_loader(12), seed=1)
+    state = loader.state_dict()
+    parts = {"\x1b[2J": "y" * 300, **json.loads(state["fingerprint"])}
+    with pytest.raises(StateMismatchError) as raised:
+        loader.load_state_dict(midepoch.reseal({**state, "fingerprint": json.dumps(parts)}))
+    assert "\x1b" not in str(raised.value) and len(str(raised.value)) < 500
+
+
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_is_refused(text: str) -> None:
     with pytest.raises(StateCorruptError):
