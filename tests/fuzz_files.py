@@ -239,9 +239,9 @@ class Archives(FileFuzzer):
             if sealed:
                 return "continued"  # tarfile is stricter in what a header may hold
             raise
-        found = list(zip(*told[0][1:4], strict=True))
+        indexed = list(zip(*told[0][1:4], strict=True))
         # Without a word tarfile ends where a header's owner or date is no number.
-        if found[: len(expected) if sealed else None] != expected:
+        if indexed[: len(expected) if sealed else None] != expected:
             raise Wrong(f"the index has {told[0]}, tarfile {expected}")
         return "continued"
 
