@@ -9,8 +9,10 @@ size that is guessed from the first field.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from streaming import StreamingDataLoader, StreamingDataset
@@ -20,9 +22,10 @@ from torch.utils.data import DataLoader
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError, UnsupportedSourceError
-from midepoch.keys import derive_key
+from midepoch.indexed import draws_nothing
+from midepoch.keys import derive_key, extend_key
 from midepoch.protocol import Capabilities, Capability
-from midepoch.randomness import Purpose, Streams
+from midepoch.randomness import Purpose, Streams, warn_of_kept
 from midepoch.serving import WorkerAnswers
 from midepoch.world import World
 
@@ -80,6 +83,8 @@ class StreamingAdapter(Adapter):
         self.batch_size, self.drop_last = source.batch_size, source.drop_last
         self.seed = dataset.shuffle_seed
         self._opening = Streams()
+        self._draws = _Draws(dataset) if options.streams else None
+        self._kept_workers: Any = None  # the iterator of persistent ones
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -98,6 +103,11 @@ class StreamingAdapter(Adapter):
             raise UnsupportedSourceError(
                 f"{type(source).__name__} iterates a StreamingDataset in a way of its own, so its batches cannot be "
                 "counted: wrap a StreamingDataLoader"
+            )
+        if type(source.dataset).__iter__ is not StreamingDataset.__iter__:
+            raise UnsupportedSourceError(
+                f"{type(source.dataset).__name__} has an __iter__ of its own, so its samples cannot be counted: do in "
+                "__getitem__ what it does to a sample"
             )
         return cls(source, options)
 
@@ -166,15 +176,23 @@ class StreamingAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """As Streaming has it."""
-        own = type(self.source.dataset).__getitem__ is not StreamingDataset.__getitem__
+        dataset, collate = self.source.dataset, self.source.collate_fn
         exact = Capability(True, "samples are read as they were written")
-        if own:
-            exact = Capability(False, "what the dataset's own __getitem__ draws is nobody's to restore")
+        if not draws_nothing(collate):
+            split = "what collate_fn draws, on the same batch size and world size"
+            exact = promises.augmentations(self.options, type(dataset), _parts(dataset), collate, same_split=split)
+        elif _reads_itself(dataset):
+            exact = promises.augmentations(self.options, type(dataset), _parts(dataset))
         return Capabilities(
             exact_order=Capability(True, "Streaming's order is a function of seed, epoch and canonical nodes"),
             exact_augmentations=exact,
             constant_time_resume=Capability(True, "whatever the progress; Streaming plans the whole epoch each time"),
-            elastic_world=Capability(True, "as Streaming: with the same number of samples in a step of all ranks"),
+            elastic_world=Capability(
+                True,
+                "Streaming deals one sequence of samples out to all ranks, one by one"
+                if _deals_one_by_one(dataset)
+                else "as Streaming: with the same number of samples in a step of all ranks",
+            ),
             elastic_workers=Capability(True, "Streaming hands out batches in the order of its plan"),
             rank_independent=promises.ONE_STATE,
         )
@@ -191,17 +209,23 @@ class StreamingAdapter(Adapter):
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """The plan can be carried out here."""
-        saved, here = _Plan.parsed(detail), self._plan(world)
-        if saved.batch != here.batch:
+        saved, here, dataset = _Plan.parsed(detail), self._plan(world), self.source.dataset
+        if saved.batch != here.batch and not _deals_one_by_one(dataset):
             raise StateMismatchError(
                 f"the global batch size differs: the state was saved with {saved.batch}, this loader has {here.batch}; "
-                f"change batch_size with the number of ranks, so that their product stays {saved.batch}"
+                f"batching_method={dataset.batching_method!r} needs it to stay: change batch_size with the number of "
+                f"ranks, so that their product is {saved.batch}"
             )
-        nodes = self.source.dataset._parallel_rank_world.num_nodes
+        nodes = dataset._parallel_rank_world.num_nodes
         if saved.canonical % nodes and nodes % saved.canonical:
             raise StateMismatchError(
                 f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, and "
                 f"{nodes} nodes neither divide that nor are a multiple of it; run on a number that is"
+            )
+        if position % nodes:
+            raise StateMismatchError(
+                f"the state is behind {position} samples, of which Streaming would give {position % nodes} again on "
+                f"{nodes} nodes: run on a number of nodes that divides {position}"
             )
 
     # --- sessions ---
@@ -225,7 +249,174 @@ class StreamingAdapter(Adapter):
         )
         # torch draws the worker processes' seed, which is none of the caller's business.
         with self._opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch)):
-            return _StreamingSession(loader, str(plan))
+            own_code = _reads_itself(dataset) or not draws_nothing(loader.collate_fn)
+            if self._draws is None or not own_code:
+                return _StreamingSession(loader, DataLoader.__iter__(loader), str(plan))
+            if loader.persistent_workers and loader._iterator is not self._kept_workers:
+                loader._iterator = None  # workers that were started by others know nothing of the streams
+            with self._draws.at_hand(loader):
+                iterator = DataLoader.__iter__(loader)
+            self._kept_workers = loader._iterator
+        return _StreamingSession(loader, iterator, str(plan), self._draws)
+
+
+def _reads_itself(dataset: StreamingDataset) -> bool:
+    """Whether its class does more with a sample than to read it, as Streaming's own sets of pictures do."""
+    kind = type(dataset)
+    return kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
+
+
+def _deals_one_by_one(dataset: StreamingDataset) -> bool:
+    """Whether its samples lie in one sequence, of which each step takes the next: to nodes first, then to their ranks.
+
+    So does Streaming's ``get_partitions_orig``, to which it comes for all numbers of nodes that `check_detail` lets
+    pass. The other methods make each batch of parts of all streams.
+    """
+    return bool(dataset.batching_method == "random")
+
+
+def _parts(dataset: StreamingDataset) -> dict[str, Any]:
+    """What it holds, but for its many shards and for what `_Draws` lends it."""
+    return {name: part for name, part in vars(dataset).items() if name not in ("streams", "shards", *_LENT)}
+
+
+_LENT = ("_get_work", "_each_sample_id")
+
+
+class _Draws:
+    """Puts what a dataset's own code draws for a sample, and `collate_fn` for a batch, under streams of their own.
+
+    Streaming asks itself for the number of each sample right before it reads it, and says before each pass, in each
+    worker process, where it begins. Both are heard by methods that the dataset is lent while a pass begins; in worker
+    processes its copies keep them.
+
+    A sample's key has its position in the sequence that is dealt out; where there is none, the step of all ranks that
+    it belongs to, and its number, so that one which is drawn twice in a step has the same numbers twice. Both are the
+    same on other ranks, workers and nodes. As with a DataLoader the first batch of a process tells whether samples
+    draw; while none has, nothing is put under a stream, and a batch of which one does after all is read again.
+    """
+
+    def __init__(self, dataset: StreamingDataset) -> None:
+        self.dataset = dataset
+        self.streams = Streams(type(dataset))
+        self._collate: Callable[[Any], Any]
+        self._plain_collate = False
+        self._sample_key = self._batch_key = 0
+        self._start = self._apart = 0  # positions: of the first step of this process, and from each to its next
+        self._offset = 0  # of this rank's batch in a step
+        self._turn = self._turns = 0  # when this rank is dealt a sample, of how many that are
+        self._batches = 0  # of this pass, in this process
+        self._read: list[tuple[int, int]] = []  # keys and numbers of the samples of the batch that is being read
+        self._draws = self._rests = False  # a sample has drawn in this process; this batch is under no stream
+
+    @contextlib.contextmanager
+    def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """For the time in which an iterator is made of the loader, or takes its first batch."""
+        self._collate, loader.collate_fn = loader.collate_fn, self._collated
+        self._plain_collate = draws_nothing(self._collate)
+        for name, method in zip(_LENT, (self._begin, self._each), strict=True):
+            setattr(self.dataset, name, method)
+        try:
+            yield
+        finally:
+            loader.collate_fn = self._collate
+            for name in _LENT:
+                delattr(self.dataset, name)
+
+    def _begin(self, epoch: int, sample_in_epoch: int) -> Any:
+        """In place of ``_get_work``."""
+        dataset = self.dataset
+        work = type(dataset)._get_work(dataset, epoch, sample_in_epoch)
+        self.stand(epoch, sample_in_epoch, dataset._parallel_worker_world)
+        self._batches = 0
+        self._read.clear()
+        self.streams.refresh(*self._roots())
+        self._draws = self._draws or not self.streams.can_rest
+        return work
+
+    def _roots(self) -> tuple[object, ...]:
+        """Where generators of its own may be."""
+        return _parts(self.dataset), self._collate
+
+    def stand(self, epoch: int, sample_in_epoch: int, world: Any) -> None:
+        """Behind so many samples of an epoch, in a process whose place is Streaming's `world`."""
+        dataset = self.dataset
+        self._sample_key = derive_key(Purpose.SAMPLE, dataset.shuffle_seed, epoch)
+        self._batch_key = derive_key(Purpose.BATCH, dataset.shuffle_seed, epoch)
+        step = dataset.batch_size * world.num_ranks
+        self._start = sample_in_epoch + world.worker_of_rank * step
+        self._apart = world.workers_per_rank * step
+        self._offset = world.rank * dataset.batch_size
+        self._turn, self._turns = world.rank_of_node * world.num_nodes + world.node, world.num_ranks
+
+    def words(self, index: int, number: int) -> tuple[int, ...]:
+        """What the key is made of, of the sample that this process reads after `index` others of a pass."""
+        step, place = divmod(index, self.dataset.batch_size)
+        start = self._start + step * self._apart
+        if _deals_one_by_one(self.dataset):
+            return (start + place * self._turns + self._turn,)
+        return start, number
+
+    def _each(self, it: Any) -> Iterator[int]:
+        """In place of ``_each_sample_id``."""
+        streams, read = self.streams, self._read
+        for number in type(self.dataset)._each_sample_id(self.dataset, it):
+            if not read:
+                self._rests = streams.batches > 0 and not self._draws
+                streams.begin(self._rests)
+            key = extend_key(self._sample_key, *self.words(it.yield_index, int(number)))
+            read.append((key, number))
+            if not self._rests:
+                self._put_under(key)
+            yield number
+            if read and not self._rests:  # the last one of a batch is seen to where that is collated
+                self._draws = self._draws or streams.drew()
+
+    def _put_under(self, key: int) -> None:
+        self.streams.start(key)
+        if not self._draws:
+            self.streams.watch()
+
+    def _collated(self, samples: list[Any]) -> Any:
+        """In place of ``collate_fn``."""
+        streams = self.streams
+        key = extend_key(self._batch_key, self._start + self._batches * self._apart + self._offset, Purpose.BATCH)
+        self._batches += 1
+        try:
+            if self._rests and streams.touched():
+                streams.wake()
+                samples = self._read_again()
+                if not self._draws:
+                    warn_of_kept(self.dataset, f"{self._read[0][1]} or one of its batch")
+                self._draws = True
+            elif not self._rests:
+                self._draws = self._draws or streams.drew()
+            batch = self._collated_under(key, samples)
+        finally:
+            streams.end()
+        if streams.found_late(self.dataset, self._roots):
+            self._draws = True
+            streams.begin()
+            try:
+                batch = self._collated_under(key, self._read_again())
+            finally:
+                streams.end()
+        self._read.clear()
+        return batch
+
+    def _collated_under(self, key: int, samples: list[Any]) -> Any:
+        if not self._plain_collate:
+            self.streams.wake()
+            self.streams.start(key)
+        return self._collate(samples)
+
+    def _read_again(self) -> list[Any]:
+        samples = []
+        for key, number in self._read:
+            self._put_under(key)
+            samples.append(self.dataset[number])
+            self._draws = self._draws or self.streams.drew()
+        return samples
 
 
 def _let_go_of_places(dataset: StreamingDataset) -> None:
@@ -262,11 +453,28 @@ class _Places:
 
 
 class _StreamingSession(Session):
-    def __init__(self, loader: DataLoader[Any], detail: str) -> None:
-        self._loader, self._detail = loader, detail
+    def __init__(
+        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, draws: _Draws | None = None
+    ) -> None:
         # torch's own, without Streaming's guess of how many samples a batch has.
-        self._iterator: Any = DataLoader.__iter__(loader)
-        self.take = WorkerAnswers(self._iterator).__next__
+        self._loader, self._detail = loader, detail
+        self.take = self._next = WorkerAnswers(iterator).__next__
+        self._draws, self._began = draws, False
+        if draws is not None and not loader.num_workers:
+            self.take = self._take
+
+    def _take(self) -> Any:
+        """The next batch, read in this process. Where that fails, the caller's generators are given back too."""
+        draws = self._draws
+        assert draws is not None
+        try:
+            if self._began:
+                return self._next()
+            self._began = True
+            with draws.at_hand(self._loader):
+                return self._next()
+        finally:
+            draws.streams.end()
 
     def detail(self, back: int, finished: bool) -> str:
         """The plan."""
@@ -274,9 +482,11 @@ class _StreamingSession(Session):
 
     def close(self) -> None:
         """End the threads that read ahead; torch ends its worker processes."""
-        self._iterator = None
+        self.take = self._next = _nothing_left
         running = getattr(self._loader.dataset, "_iterator", None)
         if running is not None:
             running.exit()
 
 
+def _nothing_left() -> Any:
+    raise StopIteration

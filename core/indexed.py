@@ -7,7 +7,6 @@ worker gets a request, the batch is the same.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -16,11 +15,11 @@ from torch.utils.data import StackDataset, Subset, default_collate, default_conv
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .adapter import Adapter, Options, Run, Session
-from .errors import MidepochWarning, SourceError
+from .errors import SourceError
 from .keys import derive_key, derive_keys, extend_key
 from .order import EpochOrder
 from .protocol import Capabilities, Capability
-from .randomness import Purpose, Streams
+from .randomness import Purpose, Streams, warn_of_kept
 from .sampler import ListedEpoch, ResumableSampler, length_of
 from .world import Share, World
 
@@ -38,6 +37,10 @@ __all__ = [
 ]
 
 _KEY_BLOCK = 512
+
+# Of whose registered collate functions it is known that they draw nothing. Importing DALI's plugin for torch registers
+# one, so that without it here every loader of a process would cost more, and promise less, for what another imports.
+_DRAWLESS = (default_collate.__module__, "nvidia.dali.plugin.pytorch.experimental.proxy")
 
 
 class IteratorSession(Session):
@@ -136,7 +139,6 @@ class MapReader:
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
         self._key_block_start = 0
-        self._reads, self._next_search = 0, 1  # batches in this process
         self._draws = False  # a sample has drawn a random number in this process
 
     def __call__(self, request: MapRequest) -> Any:
@@ -151,27 +153,14 @@ class MapReader:
             self._key_block = []
             self._streams.refresh()
         batch = self._read_under_streams(request, self._streams)
-        self._reads += 1
-        if self._reads == self._next_search:
-            # Ever more seldom: generators that a dataset makes while it reads are mostly made at once.
-            self._next_search *= 4
-            if self._streams.refresh():
-                if self._reads > 1:
-                    warnings.warn(
-                        f"{type(self.dataset).__name__} made a random generator after its first batch, so samples "
-                        "before may not be drawn alike after a resume: make it in __init__, or use "
-                        "midepoch.sample_generator()",
-                        MidepochWarning,
-                        stacklevel=2,
-                    )
-                # Now that they are known, once more.
-                batch = self._read_under_streams(request, self._streams)
+        if self._streams.found_late(self.dataset):
+            batch = self._read_under_streams(request, self._streams)
         return batch
 
     def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
         # The first batch of a process tells whether samples draw random numbers. As long as none has, nothing is put
         # under a stream, and a sample that draws after all is read again.
-        rest = self._reads > 0 and not self._draws and not self._whole and streams.can_rest
+        rest = streams.batches > 0 and not self._draws and not self._whole and streams.can_rest
         streams.begin(rest)
         try:
             if self._whole:
@@ -223,13 +212,7 @@ class MapReader:
             drew = streams.drew()
             self._draws = self._draws or drew
             if again and not drew:
-                warnings.warn(
-                    f"{type(self.dataset).__name__} drew random numbers for sample {index} when it was first read, and "
-                    "none when it was read again: it keeps what it drew, which will not be the same after a resume; "
-                    "draw with midepoch.sample_generator(), or draw a number for every sample",
-                    MidepochWarning,
-                    stacklevel=2,
-                )
+                warn_of_kept(self.dataset, index)
             again = False
 
     def _read_whole(self, request: MapRequest, streams: Streams) -> Any:
@@ -261,8 +244,7 @@ def draws_nothing(collate: Callable[[Any], Any]) -> bool:
     """True for torch's own collate functions, which need no stream, unless others were registered with them."""
     if collate is default_convert:
         return True
-    own = default_collate.__module__
-    return collate is default_collate and all(each.__module__ == own for each in default_collate_fn_map.values())
+    return collate is default_collate and all(each.__module__ in _DRAWLESS for each in default_collate_fn_map.values())
 
 
 def reads_whole_batches(dataset: Any) -> bool:

@@ -18,6 +18,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,11 +28,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from .errors import MidepochError
+from .errors import MidepochError, MidepochWarning
 from .keys import derive_key, mix
 from .lending import lend_globals
 
-__all__ = ["OwnedGenerator", "Purpose", "Streams", "find_generators", "sample_generator"]
+__all__ = ["OwnedGenerator", "Purpose", "Streams", "find_generators", "sample_generator", "warn_of_kept"]
 
 
 class Purpose:
@@ -83,6 +84,17 @@ def sample_generator() -> np.random.Generator:
     if made is None or made[0] != key:
         made = _current.generator = key, np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
     return made[1]
+
+
+def warn_of_kept(reader: object, sample: object) -> None:
+    """Say that `sample` drew random numbers when nobody was ready for that, and none when it was read again."""
+    warnings.warn(
+        f"{type(reader).__name__} drew random numbers for sample {sample} when it was first read, and none when it was "
+        "read again: it keeps what it drew, which will not be the same after a resume; draw with "
+        "midepoch.sample_generator(), or draw a number for every sample",
+        MidepochWarning,
+        stacklevel=3,
+    )
 
 
 # --- generators that a dataset owns ---------------------------------------------------------------------------------
@@ -426,6 +438,7 @@ class Streams:
 
     Attributes:
         can_rest: ``begin(rest=True)`` and `touched` work, as far as the last search can tell.
+        batches: of which `found_late` was asked.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -441,6 +454,7 @@ class Streams:
         self._outer: tuple[Any, ...] = (None, None, None)
         self.can_rest = False
         self.asked = False  # `sample_generator` was called since `begin`
+        self.batches, self._next_search = 0, 1
 
     def refresh(self, *more: object) -> bool:
         """Look for owned generators again, behind `more` too; True if there are some that were not known."""
@@ -449,6 +463,27 @@ class Streams:
         self._owned = found.owned
         self.can_rest = not found.owned and not found.reads_states and self._globals.rests
         return any(id(owned.generator) not in known for owned in self._owned)
+
+    def found_late(self, reader: object, more: Callable[[], tuple[object, ...]] = tuple) -> bool:
+        """To be asked after each batch: whether `reader` has made generators that the batch drew from without a key.
+
+        If so, they are known from now on, and the batch has to be read once more. They are looked for ever more seldom,
+        since those that a dataset makes while it reads are mostly made at once; behind what `more` gives, too.
+        """
+        self.batches += 1
+        if self.batches != self._next_search:
+            return False
+        self._next_search *= 4
+        if not self.refresh(*more()):
+            return False
+        if self.batches > 1:
+            warnings.warn(
+                f"{type(reader).__name__} made a random generator after its first batch, so samples before may not be "
+                "drawn alike after a resume: make it in __init__, or use midepoch.sample_generator()",
+                MidepochWarning,
+                stacklevel=3,
+            )
+        return True
 
     def begin(self, rest: bool = False) -> None:
         """Remember the caller's generators. With `rest`, only where `can_rest`, see whether anybody draws from them."""

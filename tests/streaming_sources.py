@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import os
+import random
 import resource
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+import numpy as np
+import torch
 from filelock import FileLock
 from law_sources import log_read
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
@@ -114,6 +117,58 @@ class Failing(StreamingDataset):
         return super().__getitem__(at)
 
 
+class Drawing(StreamingDataset):
+    """Draws for each sample from every kind of generator; one is its own, and one is made when the first is read."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.generator = np.random.default_rng()
+        self.late: random.Random | None = None
+
+    def __getitem__(self, at: Any) -> Any:
+        if self.late is None:
+            self.late = random.Random()
+        drawn = [random.random(), np.random.rand(), float(torch.rand(())), self.generator.random(), self.late.random()]
+        return {**super().__getitem__(at), "drawn": np.array(drawn)}
+
+
+class DrawingLower(StreamingDataset):
+    """The same in the method below."""
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        return {**super().get_item(sample_id, retry), "drawn": torch.rand(2)}
+
+
+class Seldom(StreamingDataset):
+    """Draws for two samples of all."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return {**super().__getitem__(at), "drawn": np.random.rand() if at in (4, 17) else 0.0}
+
+
+class Keeping(Seldom):
+    """And never again for these."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.kept: dict[int, Any] = {}
+
+    def __getitem__(self, at: Any) -> Any:
+        if at not in self.kept:
+            self.kept[at] = super().__getitem__(at)
+        return self.kept[at]
+
+
+def mix(samples: list[Any]) -> Any:
+    """A collate_fn that draws for a batch."""
+    return {**torch.utils.data.default_collate(samples), "mixed": np.random.rand(3)}
+
+
+def drawn(batch: Any) -> dict[str, list[Any]]:
+    """What a batch consists of that was drawn, with the numbers of its samples."""
+    return {name: np.asarray(batch[name]).tolist() for name in ("number", "drawn", "mixed") if name in batch}
+
+
 def numbers(batches: list[Any]) -> list[list[int]]:
     return [batch["number"].tolist() for batch in batches]
 
@@ -125,7 +180,8 @@ def identify(batch: Any) -> list[int]:
 
 def bare(
     size: int = SIZE, batch_size: int = BATCH, num_workers: int = 0, seed: int = SEED, read_log: str | None = None,
-    drop_last: bool = False, failing: tuple[int, str] | None = None, **options: Any,
+    drop_last: bool = False, failing: tuple[int, str] | None = None, kind: type[StreamingDataset] = StreamingDataset,
+    loading: dict[str, Any] | None = None, **options: Any,
 ) -> StreamingDataLoader:  # fmt: skip
     options = {"local": a_copy(size), "batch_size": batch_size, "shuffle": True, "shuffle_seed": seed, **options}
     # Streaming looks for a free name of shared memory and then takes it, which two processes may do at once.
@@ -133,8 +189,10 @@ def bare(
         if failing is not None:
             dataset: StreamingDataset = Failing(failing, **options)
         else:
-            dataset = StreamingDataset(**options) if read_log is None else Logging(read_log, **options)
-    return StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=drop_last)
+            dataset = kind(**options) if read_log is None else Logging(read_log, **options)
+    return StreamingDataLoader(
+        dataset, batch_size=batch_size, num_workers=num_workers, drop_last=drop_last, **loading or {}
+    )
 
 
 def make_loader(
@@ -154,17 +212,19 @@ def main() -> None:
     options = {"replication": int(replication[0])} if replication else {}
     rank = os.environ["RANK"]
     folder = f"{out}/local"  # shared by all ranks, as on one machine, which wait for each other
-    dataset = StreamingDataset(local=folder, batch_size=int(batch_size), shuffle=True, shuffle_seed=SEED, **options)
+    dataset = Drawing(local=folder, batch_size=int(batch_size), shuffle=True, shuffle_seed=SEED, **options)
     source = StreamingDataLoader(dataset, batch_size=int(batch_size))
     loader = midepoch.wrap(source)
     if state != "-":
         loader.load_state_dict(json.loads(Path(state).read_text()))
     left, batches = loader.batches_left, []
+    draws: list[Any] = []
     for batch in loader:
         batches.append(batch["number"].tolist())
+        draws.append(drawn(batch)["drawn"])
         if len(batches) == int(steps):
             break
-    done = {"batches": batches, "state": loader.state_dict(), "left": left}
+    done = {"batches": batches, "draws": draws, "state": loader.state_dict(), "left": left}
     Path(f"{out}/rank{rank}.json").write_text(json.dumps(done))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
@@ -29,6 +29,7 @@ import sources
 
 import midepoch
 from midepoch import MidepochError
+from midepoch.indexed import draws_nothing
 from midepoch.keys import derive_key, derive_keys, extend_key, mix
 from midepoch.lending import LentGlobals, SlowlyLentGlobals
 from midepoch.loader import Loader
@@ -1017,6 +1018,12 @@ def test_a_collate_function_registered_with_torch_s_has_the_batch_s_stream(monke
     whole = sources.taken(make())
     for cut in (1, 2, 5):
         assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
+def test_what_dali_registers_with_torch_s_collate_function_draws_nothing() -> None:
+    plugin = pytest.importorskip("nvidia.dali.plugin.pytorch", reason="needs the extra dali")
+    assert any(each.__module__.startswith(plugin.__name__) for each in default_collate_fn_map.values())
+    assert draws_nothing(default_collate)
 
 
 class FailsByChance(sources.Indices):

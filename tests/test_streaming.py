@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,12 +23,28 @@ import cpu_torchvision  # noqa: F401
 
 pytest.importorskip("streaming", reason="mosaicml-streaming is not installed (pip install midepoch[streaming])")
 
+import numpy as np
 import streaming_sources as sources
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sources import flat
+from streaming import StreamingDataset
+from streaming.base.partition import get_partitions
+from streaming.base.world import World
 from torch.utils.data import DataLoader
 
 import midepoch
-from midepoch import MidepochError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, wrap
+from midepoch import (
+    MidepochError,
+    MidepochWarning,
+    StateCorruptError,
+    StateError,
+    StateMismatchError,
+    UnsupportedSourceError,
+    wrap,
+)
+from midepoch.adapters.streaming import _Draws
 from midepoch.loader import Loader
 from midepoch.testing import ResumableTests
 
@@ -164,6 +182,8 @@ def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
         taken_before = make(**options)
         assert taken(taken_before, cut) == whole[:cut]
         assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
+        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs it to stay"):
+            resumed(taken_before.state_dict(), batch_size=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +191,6 @@ def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
     [
         ({"size": 15}, "samples"),
         ({"epoch_size": 12}, "samples"),
-        ({"batch_size": 4}, "global batch size"),
         ({"shuffle_algo": "py1s"}, "shuffle"),
         ({"shuffle": False}, "shuffle"),
         ({"shuffle_block_size": 4}, "shuffle"),
@@ -238,9 +257,171 @@ def test_a_plain_loader_over_a_streaming_dataset_works_too() -> None:
     assert head + taken(resumed(loader.state_dict())) == taken(make())
 
 
-def test_what_a_dataset_draws_itself_is_not_promised() -> None:
+DRAWS: dict[str, dict[str, Any]] = {
+    "samples": {"kind": sources.Drawing},
+    "samples, below": {"kind": sources.DrawingLower},
+    "batches": {"loading": {"collate_fn": sources.mix}},
+    "both": {"kind": sources.Drawing, "loading": {"collate_fn": sources.mix}},
+}
+
+
+def drawn(loader: Loader, count: int | None = None) -> list[dict[str, list[Any]]]:
+    return [sources.drawn(batch) for batch in itertools.islice(iter(loader), count)]
+
+
+@pytest.mark.parametrize("options", DRAWS.values(), ids=DRAWS)
+def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, Any]) -> None:
+    with make(**options) as loader:
+        assert loader.capabilities.exact_augmentations
+        epochs = [drawn(loader) for _ in range(2)]
+    values = [str(batch[name]) for batch in flat(epochs) for name in ("drawn", "mixed") if name in batch]
+    assert len(set(values)) == len(values)
+    for cut, (before, after) in enumerate([(0, 2), (2, 1), (2, 0)], start=1):
+        with make(num_workers=before, **options) as loader:
+            assert drawn(loader, cut) == epochs[0][:cut]
+            state = loader.state_dict()
+        with resumed(state, num_workers=after, **options) as loader:
+            assert [drawn(loader), drawn(loader)] == [epochs[0][cut:], epochs[1]]
+
+
+@pytest.mark.parametrize("method", ["stratified", "per_stream"])
+def test_what_is_drawn_comes_again_where_batches_are_made_in_other_ways(method: str) -> None:
+    options = {"batching_method": method, "size": 15, "kind": sources.Drawing}
+    whole = drawn(make(**options))
+    for workers in (0, 2):
+        with make(num_workers=workers, **options) as loader:
+            loader.seek(position=2 * sources.BATCH)
+            assert drawn(loader) == whole[2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_batch_size_goes_on_with_the_same_samples(workers: int) -> None:
+    def samples(batches: list[dict[str, list[Any]]]) -> list[tuple[int, list[float]]]:
+        return [pair for batch in batches for pair in zip(batch["number"], batch["drawn"], strict=True)]
+
+    whole = samples(drawn(make(kind=sources.Drawing)))
+    for cut, batch_size in ((1, 4), (2, 1), (4, 5)):
+        loader = make(kind=sources.Drawing)
+        head = drawn(loader, cut)
+        with resumed(loader.state_dict(), kind=sources.Drawing, batch_size=batch_size, num_workers=workers) as loader:
+            assert loader.batches_left == -(-(sources.SIZE - cut * sources.BATCH) // batch_size)
+            assert samples(head + drawn(loader)) == whole
+            state = loader.state_dict()
+        with resumed(state, kind=sources.Drawing) as loader:
+            assert loader.epoch == 1 and samples(drawn(loader)) != whole
+
+
+@given(
+    canonical=st.sampled_from([1, 2, 4, 12]),
+    nodes=st.sampled_from([1, 2, 4]),
+    ranks_per_node=st.integers(1, 3),
+    workers=st.integers(1, 3),
+    batch_size=st.integers(1, 4),
+    size=st.integers(13, 90),
+    data=st.data(),
+)
+def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
+    canonical: int, nodes: int, ranks_per_node: int, workers: int, batch_size: int, size: int, data: st.DataObject
+) -> None:
+    """Streaming's own plan, of any number of nodes that may go on with a state."""
+    each = -(-size // canonical)
+    each += -each % max(1, nodes // canonical)
+    # Streaming refuses to begin in what fills up the sequence.
+    behind = data.draw(st.integers(0, size // nodes)) * nodes
+    sequence = get_partitions("relaxed", size, canonical, 1, 1, 1, 1).flatten()
+    if canonical < nodes:  # which pads it by another number of samples
+        sequence = get_partitions("relaxed", size, canonical, nodes, 1, 1, 1).transpose(3, 2, 0, 1, 4).flatten()
+    plan = get_partitions("relaxed", size, canonical, nodes, ranks_per_node, workers, batch_size, behind, nodes)
+    draws: Any = _Draws(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"))
+    found: dict[int, int] = {}
+    for worker in range(nodes * ranks_per_node * workers):
+        world = World(nodes, ranks_per_node, workers, worker)
+        draws.stand(0, behind, world)
+        mine = plan[world.node, world.rank_of_node, world.worker_of_rank].flatten()
+        found |= {draws.words(index, number)[0]: number for index, number in enumerate(mine.tolist()) if number != -1}
+    assert list(sequence[behind:]) == [found[position] for position in range(behind, len(sequence))]
+    assert len(found) - (len(sequence) - behind) < nodes * ranks_per_node  # no more than to fill up a turn
+
+
+def test_workers_that_are_spawned_draw_the_same() -> None:
+    with make(**DRAWS["both"]) as loader:
+        whole = drawn(loader)
+    loading = {"collate_fn": sources.mix, "multiprocessing_context": "spawn"}
+    with make(kind=sources.Drawing, num_workers=1, loading=loading) as loader:
+        loader.seek(position=sources.BATCH)
+        assert drawn(loader) == whole[1:]
+
+
+def test_a_sample_that_draws_long_after_the_others_is_read_again() -> None:
+    with make(size=40, kind=sources.Seldom, num_workers=0) as loader:
+        whole = drawn(loader)
+        assert np.count_nonzero(flat([batch["drawn"] for batch in whole])) == 2
+    for workers in (0, 2):
+        with make(size=40, kind=sources.Seldom, num_workers=workers) as loader:
+            loader.seek(position=3 * sources.BATCH)
+            assert drawn(loader) == whole[3:]
+    with make(size=40, kind=sources.Keeping) as loader, pytest.warns(MidepochWarning, match="keeps what it drew"):
+        drawn(loader)
+
+
+def test_workers_that_persist_know_of_the_next_epoch() -> None:
+    with make(kind=sources.Drawing) as loader:
+        epochs = [drawn(loader) for _ in range(3)]
+    loading = {"persistent_workers": True, "collate_fn": sources.mix}
+    source = sources.bare(kind=sources.Drawing, num_workers=2, loading=loading)
+    next(iter(source))  # workers of the loader as it was before
+    with wrap(source) as loader:
+        for epoch in range(3):
+            loader.seek(epoch=epoch)
+            got = drawn(loader)
+            assert [batch["drawn"] for batch in got] == [batch["drawn"] for batch in epochs[epoch]]
+        assert source.collate_fn is sources.mix
+    with make(kind=sources.Drawing, loading={"collate_fn": sources.mix}) as loader:
+        loader.seek(epoch=2)
+        assert drawn(loader) == got
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_callers_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
+    source = sources.bare(kind=sources.Drawing, num_workers=num_workers, loading={"collate_fn": sources.mix})
+    dataset = source.dataset
+    own = dataset.generator.bit_generator.state
+    with wrap(source, seed=sources.SEED) as loader:
+        random.seed(3)
+        np.random.seed(4)
+        torch.manual_seed(5)
+        expected = random.random(), np.random.rand(), float(torch.rand(()))
+        random.seed(3)
+        np.random.seed(4)
+        torch.manual_seed(5)
+        for _ in loader:
+            pass
+        assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
+    assert dataset.generator.bit_generator.state == own
+    assert not {"_get_work", "_each_sample_id"} & vars(dataset).keys()
+    assert source.collate_fn is sources.mix
+
+
+def test_what_cannot_be_put_under_a_stream_is_not_promised() -> None:
+    class Seeds(sources.Drawing):
+        def __init__(self, **keywords: Any) -> None:
+            super().__init__(**keywords)
+            self.seeds = np.random.SeedSequence(1)
+
     assert make().capabilities.exact_augmentations
-    assert not make(read_log="/dev/null").capabilities.exact_augmentations
+    told = make(kind=Seeds).capabilities.exact_augmentations
+    assert not told and "SeedSequence" in told.reason
+    assert not wrap(sources.bare(kind=sources.Drawing), randomness="none").capabilities.exact_augmentations
+    assert wrap(sources.bare(), randomness="none").capabilities.exact_augmentations
+
+
+def test_a_dataset_that_iterates_in_a_way_of_its_own_is_refused() -> None:
+    class Picky(StreamingDataset):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            return (sample for sample in super().__iter__() if sample["number"] % 2)
+
+    with pytest.raises(UnsupportedSourceError, match=r"Picky has an __iter__ of its own.*__getitem__"):
+        make(kind=Picky)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -301,7 +482,8 @@ def ranks(
 
 def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Path) -> None:
     """1 x 12, 2 x 6 and 3 x 4 are the same steps; the ranks share each."""
-    whole = ranks(tmp_path / "alone", 1, 48, 12)[0]["batches"]
+    alone = ranks(tmp_path / "alone", 1, 48, 12)[0]
+    whole, drawn = alone["batches"], dict(zip(flat(alone["batches"]), flat(alone["draws"]), strict=True))
     for world_size, new in ((2, 3), (3, 1), (1, 2)):
         head = ranks(tmp_path / f"{world_size}", world_size, 48, 12 // world_size, steps=2)
         states = [rank["state"] for rank in head]
@@ -310,18 +492,27 @@ def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Pat
         for part, start in ((head, 0), (rest, 2)):
             steps = [sorted(flat(list(step))) for step in zip(*(rank["batches"] for rank in part), strict=True)]
             assert steps == [sorted(step) for step in whole[start : start + len(steps)]]
+            for rank in part:
+                assert flat(rank["draws"]) == [drawn[number] for number in flat(rank["batches"])]
         assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest] == [2] * new
 
 
 def test_samples_that_do_not_divide_are_repeated_as_streaming_does(tmp_path: Path) -> None:
-    """Another global batch is refused by name."""
+    """On another number of ranks, too, where a step has another number of samples."""
     head = ranks(tmp_path / "two", 2, 21, 4, steps=1)
     rest = ranks(tmp_path / "again", 2, 21, 4, state=head[0]["state"])
     got = Counter(flat([batch for rank in (*head, *rest) for batch in rank["batches"]]))
     assert set(got) == set(range(21)) and got.total() == 22
     assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest]
-    with pytest.raises(AssertionError, match="the global batch size differs: the state was saved with 8"):
-        ranks(tmp_path / "other", 1, 21, 4, state=head[0]["state"])
+    alone = ranks(tmp_path / "alone", 1, 21, 1)[0]
+    drawn = dict(zip(flat(alone["batches"]), flat(alone["draws"]), strict=True))
+    for new, batch_size in ((1, 4), (3, 1)):
+        rest = ranks(tmp_path / f"{new}x{batch_size}", new, 21, batch_size, state=head[0]["state"])
+        got = Counter(flat([batch for rank in (*head, *rest) for batch in rank["batches"]]))
+        assert set(got) == set(range(21)) and got.total() == 8 + -(-13 // new) * new
+        assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest]
+        for rank in rest:
+            assert rank["draws"][0] == [drawn[number] for number in rank["batches"][0]]
 
 
 def test_replicated_samples_count_once(tmp_path: Path) -> None:
