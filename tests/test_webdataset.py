@@ -1220,6 +1220,30 @@ def test_a_replaced_object_is_indexed_anew(tmp_path: Path, cache: Path) -> None:
             remote(base, urls, 0).load_state_dict(state)
 
 
+def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path, cache: Path) -> None:
+    """By one of the same size, so that nothing but its etag tells."""
+    pytest.importorskip("fsspec")
+    urls = make_shards(tmp_path / "shards", [9, 9])
+    size = Path(urls[0]).stat().st_size
+    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
+        loader = remote(base, urls, 0)
+        whole = digest(remote(base, urls, 0))
+        batches = iter(loader)
+        got = [next(batches)]
+        state, untouched = loader.state_dict(), Path(urls[0]).read_bytes()
+        write_shard(Path(urls[0]), range(50, 59))
+        assert Path(urls[0]).stat().st_size == size
+        os.utime(urls[0], (1, 1))  # nginx makes an etag of this and the size
+        with pytest.raises(SourceError, match=r"0\.tar has changed since it was indexed: wrap the pipeline anew"):
+            got.extend(batches)
+        assert digest(got) == whole[: len(got)]
+        assert loader.state_dict()["position"] >= state["position"]
+        Path(urls[0]).write_bytes(untouched)
+        with remote(base, urls, 0) as anew:
+            anew.load_state_dict(state)
+            assert digest(anew) == whole[1:]
+
+
 def test_a_server_that_gives_no_parts_is_streamed(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     if shutil.which("curl") is None:

@@ -8,8 +8,9 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -165,6 +166,37 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
+def _condition(shard: Shard) -> str:
+    """The etag under which alone a server is to give parts of it: only over HTTP can that be asked for.
+
+    Weak ones, which begin otherwise, are equal for different bytes and no condition for ranges (RFC 9110, 13.1.1).
+    """
+    strong = urlparse(shard.url).scheme in ("http", "https") and shard.stamp.startswith('"')
+    return shard.stamp if strong else ""
+
+
+def _headers(filesystem: Any, condition: str) -> dict[str, Any]:
+    """The argument of fsspec's HTTP file system that states the condition; those that the user gave it stay."""
+    return {"headers": {**filesystem.kwargs.get("headers", {}), "If-Match": condition}} if condition else {}
+
+
+def _fetched(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """The answers to each call of `cat_ranges`, which all run at once."""
+    if len(calls) == 1:
+        paths, starts, stops, more = calls[0]
+        return [filesystem.cat_ranges(paths, starts, stops, on_error="return", **more)]
+    import asyncio
+
+    from fsspec.asyn import sync
+
+    async def together() -> Any:
+        return await asyncio.gather(
+            *(filesystem._cat_ranges(*call[:3], on_error="return", **call[3]) for call in calls)
+        )
+
+    return cast(list[list[Any]], sync(filesystem.loop, together))
+
+
 # A forked process gets copies of the file systems of its parent, and fsspec drops them. That closes their connections,
 # which takes the sockets off the epoll instance that it still shares with the parent, and the parent waits for ever. So
 # none that was used here is ever dropped.
@@ -286,15 +318,29 @@ class RangeReader:
 
     def _read_remote(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
         filesystem, _ = _filesystem(self._shards[ranges[0][0]].url)
-        paths = [filesystem._strip_protocol(self._shards[number].url) for number, _, _ in ranges]
-        starts, stops = [start for _, start, _ in ranges], [start + length for _, start, length in ranges]
-        answers: list[Any] = filesystem.cat_ranges(paths, starts, stops, on_error="return")
+        answers: list[Any] = [None] * len(ranges)
+        groups: dict[str, list[int]] = {}
+        for place, (number, _, _) in enumerate(ranges):
+            groups.setdefault(_condition(self._shards[number]), []).append(place)
+        calls = []
+        for condition, places in groups.items():
+            asked = [ranges[place] for place in places]
+            paths = [filesystem._strip_protocol(self._shards[number].url) for number, _, _ in asked]
+            starts, stops = [start for _, start, _ in asked], [start + length for _, start, length in asked]
+            calls.append((paths, starts, stops, _headers(filesystem, condition)))
+        for places, given in zip(groups.values(), _fetched(filesystem, calls), strict=True):
+            for place, answer in zip(places, given, strict=True):
+                answers[place] = answer
         for answer, (number, start, _) in zip(answers, ranges, strict=True):
-            if isinstance(answer, BaseException):
-                raise SourceError(
-                    f"{self._shards[number].url} could not be read at byte {start} ({type(answer).__name__}: {answer}):"
-                    " if it has changed, wrap the pipeline anew"
-                ) from answer
+            if not isinstance(answer, BaseException):
+                continue
+            url = self._shards[number].url
+            if getattr(answer, "status", None) == HTTPStatus.PRECONDITION_FAILED:
+                raise SourceError(f"{url} has changed since it was indexed: wrap the pipeline anew") from answer
+            raise SourceError(
+                f"{url} could not be read at byte {start} ({type(answer).__name__}: {answer}): if it has changed, wrap "
+                "the pipeline anew"
+            ) from answer
         return answers
 
     def close(self) -> None:
