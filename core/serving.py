@@ -11,8 +11,9 @@ import functools
 import os
 import re
 import signal
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -104,11 +105,13 @@ class _WorkerError(SourceError, RuntimeError):
 class WorkerAnswers:
     """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
 
-    torch raises RuntimeError for that, as for many other things, and does not say what may be done about it.
+    torch raises RuntimeError for that, as for many other things, and does not say what may be done about it. Where a
+    batch was on its way from the worker it fails to fetch that, with whatever error the connection's end makes.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._next = iterator.__next__
+        self._workers: Sequence[Any] = getattr(iterator, "_workers", ())
 
     def __iter__(self) -> Self:
         return self
@@ -116,13 +119,29 @@ class WorkerAnswers:
     def __next__(self) -> Any:
         try:
             return self._next()
-        except RuntimeError as error:
-            cure = next((cure for told, cure in _CURES.items() if told.search(str(error))), None)
+        except (RuntimeError, OSError, EOFError) as error:
+            reason = self._reason(error).strip().rstrip(".")
+            cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
             if cure is None:
                 raise
-            reason = str(error).strip().rstrip(".")
             raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
 
+    def _reason(self, error: BaseException) -> str:
+        """What torch says of a worker's death, or would say if it had seen that before its connection's end."""
+        if self._workers and not isinstance(error, RuntimeError) and not str(error).startswith("Caught "):
+            until = time.monotonic() + _DYING
+            try:
+                while time.monotonic() < until:
+                    for worker in self._workers:
+                        if not worker.is_alive():
+                            return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
+                    time.sleep(0.01)
+            except RuntimeError as told:  # by torch's handler of signals
+                return str(told)
+        return str(error)
+
+
+_DYING = 2.0  # seconds from the end of a worker's connections to its own, at most
 
 # By what torch says. A worker's own error is shown with its traceback and begins with other words.
 _CURES = {
