@@ -169,12 +169,16 @@ class Peer:
         """Files are written once, by a process of its own: some writers fork."""
         folder = CACHE / self.distributions[0] / f"{spec.work}-{spec.size}"
         if self.files and not folder.exists():
-            CACHE.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(dir=CACHE))
-            command = [sys.executable, __file__, self.name, "--write", str(draft), json.dumps(asdict(spec))]
-            subprocess.run(command, check=True, capture_output=True, timeout=600)
-            folder.parent.mkdir(exist_ok=True)
-            draft.rename(folder)
+            from filelock import FileLock
+
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # Processes of several peers that read the same files come here at once.
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    draft = Path(tempfile.mkdtemp(dir=CACHE))
+                    command = [sys.executable, __file__, self.name, "--write", str(draft), json.dumps(asdict(spec))]
+                    subprocess.run(command, check=True, capture_output=True, timeout=600)
+                    draft.rename(folder)
         return folder
 
     def build(self, spec: Spec) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,17 @@ def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
     assert sorted(pictures) == sorted(2 * [(name, workers) for name in NAMES for workers in (0, 2)])
     size = {row["peer"]: row["bytes"] for row in results["state"]}
     assert size[PLAIN] < size[OURS] < size[TORCHDATA]
+
+
+def test_processes_that_need_the_same_files_write_them_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    monkeypatch.setattr(peers, "CACHE", tmp_path / "cache")
+    with ThreadPoolExecutor(3) as together:
+        asked = [together.submit(peers.PEERS["WebDataset"]().folder, peers.Spec()) for _ in range(3)]
+        folder = {each.result() for each in asked}.pop()
+    assert sorted(path.suffix for path in folder.iterdir()) == [".tar"] * peers.SHARDS
+    assert {path.name for path in folder.parent.iterdir()} <= {folder.name, f"{folder.name}.lock"}
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["webdataset"]  # no draft
 
 
 def test_students_distribution() -> None:
