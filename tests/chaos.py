@@ -691,7 +691,8 @@ def main() -> None:
     print(json.dumps(counts))
     if options.json:
         rows = json.loads(options.json.read_text()) if options.json.exists() else []
-        rows = [row for row in rows if row["backend"] != options.backend] + [counts]
+        again = options.backend, options.seed
+        rows = [row for row in rows if (row["backend"], row["seed"]) != again] + [counts]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

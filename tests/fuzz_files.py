@@ -303,8 +303,11 @@ class Betons(FileFuzzer):
         loader.load_state_dict(self.state)
         self.expected = [row[1] for batch in loader for row in rows(batch)]
 
+    def source(self) -> Any:
+        return self.sources.make(path=str(self.path), batches_ahead=2)
+
     def wrapped(self) -> Any:
-        return midepoch.wrap(self.sources.make(path=str(self.path), batches_ahead=2), seed=3)
+        return midepoch.wrap(self.source(), seed=3)
 
     def outcome(self, data: bytes, sealed: bool) -> str:
         """As a training job would: look at the file, wrap it, load, read."""
@@ -317,7 +320,11 @@ class Betons(FileFuzzer):
         except MidepochError as error:
             return type(error).__name__
         try:
-            loader = self.wrapped()
+            source = self.source()
+        except Exception as error:  # noqa: BLE001  # whatever FFCV raises itself, before midepoch is asked
+            return f"FFCV's own {type(error).__name__}"
+        try:
+            loader = midepoch.wrap(source, seed=3)
             for _ in loader:  # whatever it holds: the process must outlive it
                 pass
             loader.load_state_dict(self.state)

@@ -28,6 +28,14 @@ sleep = time.sleep
 Run = tuple[dict[str, str], int]  # batches by their names, and the exit status
 
 
+def kill_with_children(pid: int) -> None:
+    """As a scheduler ends a job."""
+    family = psutil.Process(pid)
+    for process in [family, *family.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def files_of(folder: Path) -> dict[Path, int]:
     """When each was changed, but those in which a script says what it does."""
     found = {}
@@ -65,10 +73,7 @@ def run(script: Path, folder: Path, kill_after: int | None = None, in_a_save: bo
             if in_a_save and there is None:
                 there = files_of(folder)
             if not in_a_save or there != files_of(folder):
-                family = psutil.Process(child)
-                for process in [family, *family.children(recursive=True)]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+                kill_with_children(child)
                 kill_after = None
         sleep(0.001 if there else 0.01)
     return dict(found), status

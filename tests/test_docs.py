@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +21,7 @@ import midepoch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kill_examples import assert_went_on
+from kill_examples import assert_went_on, kill_with_children
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -137,10 +135,7 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
     with subprocess.Popen(torchrun(2, 1000), stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         killed = [job.stdout.readline() for _ in range(61)]
-        family = psutil.Process(job.pid)
-        for process in [family, *family.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_with_children(job.pid)
         killed += job.stdout.readlines()
     seen: dict[int, list[Any]] = {}
     # Torchrun's processes write a line's text and its end apart, so two may stand in one.

@@ -28,7 +28,7 @@ from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
 
-_MOST_EPOCHS = 100_000  # that a checkpoint is moved on over; each takes milliseconds
+_MOST_EPOCHS = 100_000  # that a checkpoint is moved on over, one after the other
 _REMEMBERED_BATCHES = 8  # checkpoints kept for in_flight, of about 300 bytes each
 
 _WRITE_A_FACTORY = (
