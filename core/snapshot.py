@@ -47,8 +47,8 @@ __all__ = ["Snapshot", "checksums", "damage_in"]
 
 _FORMAT = 1
 _FOLDER = 0x10  # among the attributes of a record in a zip archive
-_SECONDS_BETWEEN_AGREEMENTS = 0.2
-_MOST_STEPS_BETWEEN_AGREEMENTS = 64
+_SECONDS_BETWEEN_AGREEMENTS = 0.5
+_MOST_STEPS_BETWEEN_AGREEMENTS = 128
 _RARELY = 1 << 62  # a step that is never reached
 _SECONDS_FOR_AN_AGENT_TO_SIGNAL = 30.0
 _logger = logging.getLogger("midepoch")
@@ -66,7 +66,7 @@ class Snapshot:
     Every process makes one, and calls `load`, `step` and `save` at the same places: they talk to each other.
 
     On SIGTERM or SIGUSR1, be it to one process only, all of them save after the same batch and leave by SystemExit.
-    While they train, that costs a small exchange every fifth of a second; in one process nothing.
+    While they train, that costs a small exchange twice a second; in one process nothing.
 
     The file is what ``torch.save`` writes: ``torch.load(path, weights_only=True)["parts"]["model"]`` is the model's
     state. One before it lies beside it, ``snapshot.pt.1``, and is taken where the newest is damaged.
@@ -193,7 +193,7 @@ class Snapshot:
             self._due = 0
 
     def _agree(self, ranks: _Ranks) -> bool:
-        """Whether some rank has received a signal. All ask each other at the same steps, some five times a second."""
+        """Whether some rank has received a signal. All ask each other at the same steps, some two times a second."""
         if self._next_agreement != _RARELY and self.steps < self._next_agreement:
             return False
         step, before = self._last_agreement
