@@ -205,6 +205,7 @@ class StreamingAdapter(Adapter):
 
     def jump(self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World) -> str:
         """The same plan."""
+        self._check_position(there[1])
         return detail or self.beginning(there[0], world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
@@ -222,10 +223,14 @@ class StreamingAdapter(Adapter):
                 f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, and "
                 f"{nodes} nodes neither divide that nor are a multiple of it; run on a number that is"
             )
+        self._check_position(position)
+
+    def _check_position(self, position: int) -> None:
+        nodes = self.source.dataset._parallel_rank_world.num_nodes
         if position % nodes:
             raise StateMismatchError(
-                f"the state is behind {position} samples, of which Streaming would give {position % nodes} again on "
-                f"{nodes} nodes: run on a number of nodes that divides {position}"
+                f"{position} samples of the epoch are done, of which Streaming would give {position % nodes} again on "
+                f"{nodes} nodes: run on a number of nodes that divides {position}, or seek to a multiple of {nodes}"
             )
 
     # --- sessions ---

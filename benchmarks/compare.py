@@ -240,6 +240,8 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     rows: list[Row] = []
     for (work, workers, name), taken in times.items():
         base = PEERS[name].base
+        if base not in peers:
+            continue  # nobody asked for this one: another is compared with it
         pairs = zip(taken, times[work, workers, base], strict=True)
         ratio = between([mine / theirs for mine, theirs in pairs])
         rows.append({"peer": name, "work": work, "workers": workers, "microseconds": statistics.median(taken),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +199,19 @@ def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path)
     assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
     named = {line.split(":")[0] for line in compare.worse(scaled(results, 0.001), results, [OURS], asked)}
     assert f"{OURS}, first batch at 90 % to that at 0 %" in named
+
+
+def test_one_that_is_compared_with_another_than_the_plain_loader_can_be_measured_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextlib.contextmanager
+    def servers(names: list[str], *_: Any) -> Iterator[list[SimpleNamespace]]:
+        yield [SimpleNamespace(name=name) for name in names]
+
+    monkeypatch.setattr(compare, "servers", servers)
+    monkeypatch.setattr(compare, "stretches", lambda live, *_: {s.name: 1.0 + s.name.startswith("m") for s in live})
+    rows = compare.overhead(["midepoch Streaming"], compare.QUICK)
+    assert {(row["peer"], row["base"], row["ratio"]) for row in rows} == {("midepoch Streaming", "Streaming", 2.0)}
 
 
 def test_each_kind_of_worsening_is_named(results: dict[str, Any]) -> None:

@@ -381,6 +381,22 @@ def test_workers_that_persist_know_of_the_next_epoch() -> None:
         assert drawn(loader) == got
 
 
+def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
+    source = sources.bare()
+    with wrap(source, seed=sources.SEED) as loader:
+        loader.seek(position=3)
+        state = loader.state_dict()
+        source.dataset._parallel_rank_world = World(2, 1, 1, 0)
+        refused = r"would give 1 again on 2 nodes.*multiple of 2"
+        with pytest.raises(StateMismatchError, match=refused):
+            loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match=refused):
+            loader.seek(position=5)
+        assert loader.position == 3
+        loader.seek(position=4)
+        assert loader.position == 4
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_callers_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
     source = sources.bare(kind=sources.Drawing, num_workers=num_workers, loading={"collate_fn": sources.mix})
