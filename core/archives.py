@@ -153,7 +153,7 @@ def _parse_header(block: bytes) -> _Header | None:
         raise ValueError("a header's size is negative")
     name = block[:100].partition(b"\0")[0]
     prefix = block[345:500].partition(b"\0")[0]
-    if prefix and block[257:263] == b"ustar\0":
+    if prefix and kind not in tarfile.GNU_TYPES:  # as tarfile has it, and so webdataset, whatever format it is
         name = prefix + b"/" + name
     if kind == tarfile.GNUTYPE_SPARSE:
         raise ValueError(f"{name!r} is stored as a sparse file")

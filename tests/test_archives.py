@@ -129,6 +129,18 @@ def test_archives_without_the_magic_are_walked(tmp_path: Path) -> None:
     check(tmp_path / "v7.tar")
 
 
+@pytest.mark.parametrize("magic", [b"ustar\x0000", b"ustar  \0", bytes(8)])
+def test_a_name_goes_on_in_the_prefix_field_in_every_format(tmp_path: Path, magic: bytes) -> None:
+    """POSIX says so of its own format only; tarfile, by which webdataset reads, does so in all."""
+    make(tmp_path / "x.tar", "ustar", ["a.x", "b.x"])
+    data, index = bytearray((tmp_path / "x.tar").read_bytes()), index_tar(tmp_path / "x.tar")
+    overwrite(data, int(index.headers[1]), 257, magic)
+    overwrite(data, int(index.headers[1]), 345, b"folder")
+    (tmp_path / "other.tar").write_bytes(data)
+    check(tmp_path / "other.tar")
+    assert index_tar(tmp_path / "other.tar").names.tolist() == [b"a.x", b"folder/b.x"]
+
+
 def test_an_empty_archive_has_no_members(tmp_path: Path) -> None:
     make(tmp_path / "x.tar", "pax", [])
     index = index_tar(tmp_path / "x.tar")
