@@ -459,7 +459,9 @@ def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fie
         letters = rows[:, :100] != 0
         # Anything but zero-padded octal numbers, a name continued in the prefix field, and what some archivers leave
         # behind a name's end, is left to walking.
-        if ((digits < 0) | (digits > 7)).any() or ((stated < 0) | (stated > 7)).any() or (rows[:, 135] & 0xDF).any():
+        if ((digits < 0) | (digits > 7)).any() or ((stated < 0) | (stated > 7)).any():
+            return None
+        if (rows[:, [135, 154, 155]] & 0xDF).any():  # behind the numbers stand zeros and spaces
             return None
         if rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
             return None

@@ -173,6 +173,11 @@ def with_bad_checksum(data: bytearray, index: Any) -> bytearray:
     return data
 
 
+def with_more_behind_the_checksum(data: bytearray, index: Any) -> bytearray:
+    data[int(index.offsets[7]) - 512 + 154 : int(index.offsets[7]) - 512 + 156] = b"\xfa\x1f"
+    return data
+
+
 def with_bad_magic(data: bytearray, index: Any) -> bytearray:
     data[int(index.offsets[7]) - 512 : int(index.offsets[7])] = b"?" * 512
     return data
@@ -185,6 +190,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray, Any], bytearray], int]] = {
     "no marker": (without_marker, 10),
     "a hole of zeros": (with_a_hole, 7),
     "bad checksum": (with_bad_checksum, 7),
+    "more behind the checksum": (with_more_behind_the_checksum, 7),
     "bad magic": (with_bad_magic, 7),
 }
 
