@@ -105,9 +105,10 @@ def main() -> None:
     corpus, found = (Path(tempfile.mkdtemp(prefix=f"midepoch-guided-{kind}-")) for kind in ("corpus", "found"))
     for number, seed in enumerate(target.seeds):
         (corpus / str(number)).write_bytes(seed)
+    # The process itself may grow: atheris, which traces comparisons, keeps the arrays that comparisons of numpy's give.
     options: dict[str, Any] = {
         "max_total_time": round(60 * chosen.minutes), "seed": chosen.seed, "max_len": 2 * max(map(len, target.seeds)),
-        "timeout": 20, "malloc_limit_mb": 1024, "rss_limit_mb": 4096, "artifact_prefix": f"{found}/",
+        "timeout": 20, "malloc_limit_mb": 1024, "rss_limit_mb": 12288, "artifact_prefix": f"{found}/",
     }  # fmt: skip
     arguments = [sys.argv[0], str(corpus), *(f"-{name}={value}" for name, value in options.items())]
     mutator: Callable[[bytes, int, int], bytes] = mutated
