@@ -141,7 +141,7 @@ def test_killed_workers_are_started_again_by_torchrun(uninterrupted: dict[int, l
 def test_a_signal_to_one_process_ends_all_after_the_same_batch(
     uninterrupted: dict[int, list[Any]], tmp_path: Path
 ) -> None:
-    job = Job(tmp_path, 2, "--every=1000")
+    job = Job(tmp_path, 2, "--every=1000", "--pause=0.1")  # processes ask each other twice a second
     wait_for(lambda: sum("step" in each for each in events(tmp_path)) > 6, job)
     os.kill(pids(tmp_path, 2)[1], signal.SIGUSR1)
     output = job.wait()
@@ -160,7 +160,7 @@ def test_a_signal_to_one_process_ends_all_after_the_same_batch(
 
 
 def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2, "--own", "--every=1000")
+    job = Job(tmp_path, 2, "--own", "--every=1000", "--pause=0.1")
     wait_for(lambda: sum("step" in each for each in events(tmp_path)) > 6, job)
     os.kill(pids(tmp_path, 2)[0], signal.SIGTERM)
     output = job.wait()
