@@ -804,7 +804,8 @@ class Server:
         """Microseconds a batch, so many batches from an epoch's beginning and its end; the loader stays for the next.
 
         The clock stops while there is still as much to read ahead as when it started, and nothing comes between the
-        batches before it and those that count: a pause would fill what a loader has ready.
+        batches before it and those that count: a pause would fill what a loader has ready. As in a training loop, a
+        batch is held while the next one is made.
         """
         if self.live is None or self.live[0] != spec:
             if self.live is not None:
@@ -814,11 +815,12 @@ class Server:
         gc.collect()
         iterator = self.peer.iterate(self.live[1])
         for _ in range(apart):
-            next(iterator)
+            batch = next(iterator)
         start = time.perf_counter()
         for _ in range(timed):
-            next(iterator)
+            batch = next(iterator)
         seconds = time.perf_counter() - start
+        del batch
         for _ in iterator:
             pass
         return seconds / timed * 1e6
