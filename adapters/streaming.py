@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
-from streaming import StreamingDataLoader, StreamingDataset
+import streaming.base.util
+from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.shared import SharedMemory
 from torch.utils.data import DataLoader
 
@@ -30,6 +32,10 @@ from midepoch.serving import WorkerAnswers
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
+
+# How long Streaming waits before it tries a download again is drawn by random.random(), in a thread of its own: while a
+# sample draws, which would have other numbers for that.
+vars(streaming.base.util)["random"] = random.Random()
 
 
 class _Plan(NamedTuple):
@@ -205,7 +211,7 @@ class StreamingAdapter(Adapter):
 
     def jump(self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World) -> str:
         """The same plan."""
-        self._check_position(there[1])
+        self._check_position(*there, world, detail)
         return detail or self.beginning(there[0], world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
@@ -223,14 +229,30 @@ class StreamingAdapter(Adapter):
                 f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, and "
                 f"{nodes} nodes neither divide that nor are a multiple of it; run on a number that is"
             )
-        self._check_position(position)
+        self._check_position(epoch, position, world, detail)
 
-    def _check_position(self, position: int) -> None:
-        nodes = self.source.dataset._parallel_rank_world.num_nodes
+    def _check_position(self, epoch: int, position: int, world: World, detail: str) -> None:
+        dataset = self.source.dataset
+        nodes, step = dataset._parallel_rank_world.num_nodes, self.units_per_step(world)
         if position % nodes:
             raise StateMismatchError(
                 f"{position} samples of the epoch are done, of which Streaming would give {position % nodes} again on "
                 f"{nodes} nodes: run on a number of nodes that divides {position}, or seek to a multiple of {nodes}"
+            )
+        if not _deals_one_by_one(dataset):
+            if position % step:
+                raise StateMismatchError(
+                    f"{position} samples of the epoch are done, of which Streaming would give {position % step} again, "
+                    f"since batching_method={dataset.batching_method!r} makes whole batches: seek to a multiple of the "
+                    f"{step} samples in a step of all ranks"
+                )
+            return
+        size = self.size(dataset.shuffle_seed, epoch, world, detail)
+        if size is not None and int(dataset.epoch_size) < position < size:
+            raise StateMismatchError(
+                f"{position} samples of the epoch are done; those from {dataset.epoch_size} on to {size} only repeat "
+                f"others, to fill up the canonical nodes, and Streaming cannot begin among them: go on with the next "
+                f"epoch, loader.seek(epoch={epoch + 1})"
             )
 
     # --- sessions ---
@@ -252,23 +274,38 @@ class StreamingAdapter(Adapter):
                 "initial_physical_nodes": plan.nodes,
             }
         )
+        if not self.options.streams:  # all that is drawn is the caller's
+            return _StreamingSession(loader, DataLoader.__iter__(loader), str(plan))
         # torch draws the worker processes' seed, which is none of the caller's business.
         with self._opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch)):
             own_code = _reads_itself(dataset) or not draws_nothing(loader.collate_fn)
             if self._draws is None or not own_code:
-                return _StreamingSession(loader, DataLoader.__iter__(loader), str(plan))
+                return _StreamingSession(loader, self._begun(), str(plan))
             if loader.persistent_workers and loader._iterator is not self._kept_workers:
                 loader._iterator = None  # workers that were started by others know nothing of the streams
             with self._draws.at_hand(loader):
-                iterator = DataLoader.__iter__(loader)
+                iterator = self._begun()
             self._kept_workers = loader._iterator
         return _StreamingSession(loader, iterator, str(plan), self._draws)
+
+    def _begun(self) -> Iterator[Any]:
+        """torch's iterator, without Streaming's guess of how many samples a batch has."""
+        loader = self.source
+        generator, loader.generator = loader.generator, None  # the caller's: torch would draw from it
+        try:
+            return cast(Iterator[Any], DataLoader.__iter__(loader))
+        finally:
+            loader.generator = generator
 
 
 def _reads_itself(dataset: StreamingDataset) -> bool:
     """Whether its class does more with a sample than to read it, as Streaming's own sets of pictures do."""
     kind = type(dataset)
-    return kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
+    return (
+        kind.__getitem__ is not StreamingDataset.__getitem__
+        or kind.get_item is not StreamingDataset.get_item
+        or "get_item" in vars(dataset)
+    )
 
 
 def _deals_one_by_one(dataset: StreamingDataset) -> bool:
@@ -281,8 +318,10 @@ def _deals_one_by_one(dataset: StreamingDataset) -> bool:
 
 
 def _parts(dataset: StreamingDataset) -> dict[str, Any]:
-    """What it holds, but for its many shards and for what `_Draws` lends it."""
-    return {name: part for name, part in vars(dataset).items() if name not in ("streams", "shards", *_LENT)}
+    """What it holds, but for its many shards, streams of Streaming's own class, and what `_Draws` lends it."""
+    parts = {name: part for name, part in vars(dataset).items() if name not in ("streams", "shards", *_LENT)}
+    parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
+    return parts
 
 
 _LENT = ("_get_work", "_each_sample_id")

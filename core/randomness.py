@@ -22,7 +22,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -183,12 +183,20 @@ def _is_global(generator: object) -> bool:
     )
 
 
+def _is_plain(key: object) -> bool:
+    """Whether its repr is the same in each process."""
+    if isinstance(key, tuple):
+        return all(map(_is_plain, key))
+    return key is None or isinstance(key, str | bytes | int | float | bool)
+
+
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """What can be reached from `value` in one step, with the text that names the step."""
     if isinstance(value, dict):
-        for place, (key, child) in enumerate(list(value.items())):
-            # The repr of anything else may hold an address.
-            yield f"[{key!r}]" if isinstance(key, str | bytes | int | float | bool) else f"[#{place}]", child
+        for key, child in list(value.items()):
+            # The repr of anything else may hold an address, and its place tells what was read before: as in a set, all
+            # such must do with one name, and one stream.
+            yield f"[{key!r}]" if _is_plain(key) else "[]", child
     elif isinstance(value, set | frozenset):
         # Their order is another one in each process, so all members must do with one name, and one stream.
         for child in list(value):
@@ -458,9 +466,11 @@ class Streams:
 
     def refresh(self, *more: object) -> bool:
         """Look for owned generators again, behind `more` too; True if there are some that were not known."""
-        known = {id(owned.generator) for owned in self._owned or ()}
+        known = {id(owned.generator): owned.salt for owned in self._owned or ()}
         found = find_generators(*self._roots, *more)
-        self._owned = found.owned
+        # One that is known keeps its stream, though a shorter path may lead to it by now: where a process starts anew,
+        # that is not there yet.
+        self._owned = [replace(each, salt=known.get(id(each.generator), each.salt)) for each in found.owned]
         self.can_rest = not found.owned and not found.reads_states and self._globals.rests
         return any(id(owned.generator) not in known for owned in self._owned)
 

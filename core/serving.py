@@ -128,12 +128,13 @@ class WorkerAnswers:
 
     def _reason(self, error: BaseException) -> str:
         """What torch says of a worker's death, or would say if it had seen that before its connection's end."""
-        if self._workers and not isinstance(error, RuntimeError) and not str(error).startswith("Caught "):
+        # An error of the worker's own is made anew from a text with "Caught", around which its type may put others.
+        if self._workers and not isinstance(error, RuntimeError) and "Caught " not in str(error):
             until = time.monotonic() + _DYING
             try:
                 while time.monotonic() < until:
                     for worker in self._workers:
-                        if not worker.is_alive():
+                        if not worker.is_alive() and worker.exitcode:  # 0 has one that has given all that it had
                             return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
                     time.sleep(0.01)
             except RuntimeError as told:  # by torch's handler of signals

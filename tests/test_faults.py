@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,21 @@ def test_a_worker_that_dies_with_a_batch_on_its_way() -> None:
     with midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1) as anew:
         anew.load_state_dict(loader.state_dict())
         assert got + lists(anew) == whole
+
+
+class Unreachable(Slow):
+    """Its error's text puts words of its own around those that torch makes of it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise urllib.error.URLError("no route to host")
+
+
+def test_an_error_of_a_worker_s_own_is_not_taken_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midepoch.serving._DYING", 100.0)
+    since = time.monotonic()
+    with pytest.raises(urllib.error.URLError, match="no route to host"):
+        next(iter(midepoch.wrap(DataLoader(Unreachable(), 4, num_workers=2), seed=1)))
+    assert time.monotonic() - since < 50, "nobody waits for a death"
 
 
 class Deadly(Slow):

@@ -1026,6 +1026,60 @@ def test_what_dali_registers_with_torch_s_collate_function_draws_nothing() -> No
     assert draws_nothing(default_collate)
 
 
+class ByKey(sources.Indices):
+    """Makes a generator for each kind of sample when the first of that kind is read."""
+
+    def __init__(self, size: int, keys: list[Any]) -> None:
+        super().__init__(size)
+        self.keys, self.made = keys, dict[Any, random.Random]()
+
+    def __getitem__(self, index: int) -> Any:
+        key = self.keys[index % len(self.keys)]
+        if key not in self.made:
+            self.made[key] = random.Random()
+        return index, self.made[key].random()
+
+
+class Aliased(sources.Indices):
+    """Takes a generator for its own when the first sample is read, so that two paths lead to it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.part = types.SimpleNamespace(part=types.SimpleNamespace(generator=random.Random()))
+        self.generator: random.Random | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.generator is None:
+            self.generator = self.part.part.generator
+        return index, self.generator.random()
+
+
+def by_tuples() -> Dataset[Any]:
+    return ByKey(40, [(32, 32), (64, 64), ("wide", None)])
+
+
+def by_objects() -> Dataset[Any]:
+    return ByKey(40, [frozenset({1}), frozenset({2}), frozenset({3})])
+
+
+def aliased() -> Dataset[Any]:
+    return Aliased(40)
+
+
+@pytest.mark.parametrize("make_dataset", [by_tuples, by_objects, aliased])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_does_not_tell_what_was_read_before(
+    make_dataset: Callable[[], Dataset[Any]], num_workers: int
+) -> None:
+    def make() -> Loader:
+        data = DataLoader(make_dataset(), batch_size=4, num_workers=num_workers)
+        return midepoch.wrap(data, seed=1)
+
+    whole = sources.taken(make())
+    for cut in (1, 2, 5, 9):
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
 class FailsByChance(sources.Indices):
     def __getitem__(self, index: int) -> Any:
         if random.random() < 0.2:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -29,8 +29,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import flat
-from streaming import StreamingDataset
+from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.partition import get_partitions
+from streaming.base.util import retry
 from streaming.base.world import World
 from torch.utils.data import DataLoader
 
@@ -395,6 +396,85 @@ def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
         assert loader.position == 3
         loader.seek(position=4)
         assert loader.position == 4
+
+
+@pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
+def test_a_place_within_a_batch_is_refused_where_batches_are_made_whole(method: str) -> None:
+    with wrap(sources.bare(batching_method=method), seed=sources.SEED) as loader:
+        with pytest.raises(StateMismatchError, match=r"would give 1 again.*multiple of the 3 samples"):
+            loader.seek(position=4)
+        loader.seek(position=3)
+        assert loader.position == 3
+
+
+def test_a_place_among_samples_that_only_fill_up_is_refused() -> None:
+    with wrap(sources.bare(size=14, num_canonical_nodes=4), seed=sources.SEED) as loader:
+        with pytest.raises(StateMismatchError, match=r"from 14 on to 16 only repeat.*seek\(epoch=1\)"):
+            loader.seek(position=15)
+        loader.seek(position=16)
+        assert loader.position == 16
+
+
+class Held(Stream):  # type: ignore[misc]
+    """Has a generator."""
+
+    def __init__(self, local: str) -> None:
+        super().__init__(local=local)
+        self.generator = random.Random()
+
+
+class OfStreams(StreamingDataset):  # type: ignore[misc]
+    """Draws from its stream's generator."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return {**super().__getitem__(at), "drawn": self.streams[0].generator.random()}
+
+
+def by_streams() -> StreamingDataLoader:
+    streams = [Held(sources.a_copy(sources.SIZE))]
+    dataset = OfStreams(streams=streams, batch_size=sources.BATCH, shuffle=True, shuffle_seed=sources.SEED)
+    return StreamingDataLoader(dataset, batch_size=sources.BATCH)
+
+
+def by_an_attribute() -> StreamingDataLoader:
+    loader = sources.bare()
+    read = loader.dataset.get_item
+    loader.dataset.get_item = lambda *arguments: {**read(*arguments), "drawn": random.random()}
+    return loader
+
+
+@pytest.mark.parametrize("source", [by_streams, by_an_attribute])
+def test_code_that_draws_is_found_where_it_hides(source: Callable[[], StreamingDataLoader]) -> None:
+    with wrap(source(), seed=sources.SEED) as loader:
+        whole = [batch["drawn"].tolist() for batch in loader]
+        assert len({draw for batch in whole for draw in batch}) == sources.SIZE
+    with wrap(source(), seed=sources.SEED) as loader:
+        loader.seek(position=2 * sources.BATCH)
+        assert [batch["drawn"].tolist() for batch in loader] == whole[2:]
+
+
+def test_a_download_that_is_tried_again_draws_nothing_of_a_samples() -> None:
+    tries = []
+
+    def download() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("not yet")
+        return "there"
+
+    before = random.getstate()
+    assert retry(num_attempts=3, initial_backoff=0, max_jitter=0.001)(download)() == "there" and len(tries) == 3
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_loaders_own_generator_stays_as_it_was(num_workers: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    source = sources.bare(num_workers=num_workers, loading={"generator": generator})
+    with wrap(source, seed=sources.SEED) as loader:
+        assert len(list(loader)) == 5
+    assert source.generator is generator and bool((generator.get_state() == before).all())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
