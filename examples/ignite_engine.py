@@ -43,7 +43,9 @@ def update(engine: Engine, batch: torch.Tensor) -> None:
 trainer = Engine(update)
 parts = {"trainer": trainer, "model": model, "optimizer": optimizer, "loader": loader}
 saver = DiskSaver(sys.argv[1], require_empty=False)  # which writes a file beside and renames it
-trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), Checkpoint(parts, saver, filename_pattern="last.pt"))
-if (checkpoint := Path(sys.argv[1], "last.pt")).exists():
-    Checkpoint.load_objects(parts, torch.load(checkpoint, weights_only=True))
+# Two of them: ignite removes the oldest file before it writes the new one, so that of one there may be none.
+trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), Checkpoint(parts, saver, n_saved=2))
+checkpoints = sorted(Path(sys.argv[1]).glob("checkpoint_*.pt"), key=lambda path: int(path.stem.partition("_")[2]))
+if checkpoints:
+    Checkpoint.load_objects(parts, torch.load(checkpoints[-1], weights_only=True))
 trainer.run(loader, max_epochs=2)
