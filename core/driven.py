@@ -319,7 +319,7 @@ class DrivenReader:
             streams.end()
         if not self._searched:
             self._searched = True
-            if streams.refresh(self._iterator):
+            if streams.refresh(self._iterator, late=True):
                 warnings.warn(
                     f"{type(self.dataset).__name__} makes a random generator while it is read, too late for the "
                     "first batch "

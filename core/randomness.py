@@ -21,7 +21,7 @@ import types
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -190,8 +190,12 @@ def _is_plain(key: object) -> bool:
     return key is None or isinstance(key, str | bytes | int | float | bool)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What can be reached from `value` in one step, with the text that names the step."""
+def _children(value: Any, settled: int | None) -> Iterator[tuple[str, Any]]:
+    """What can be reached from `value` in one step, with the text that names the step.
+
+    Of a list, so many items are `settled`; None for all. Those behind them came while samples were read, so that their
+    places tell what was read before: all of one type must do with one name, and one stream.
+    """
     if isinstance(value, dict):
         for key, child in list(value.items()):
             # The repr of anything else may hold an address, and its place tells what was read before: as in a set, all
@@ -205,7 +209,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         # A list of a million file names is told by its types, without a million steps.
         if len(value) <= 64 or not _is_data(value):
             for place, child in enumerate(list(value)):
-                yield f"[{place}]", child
+                named = place if settled is None or place < settled else type(child).__qualname__
+                yield f"[{named}]", child
     elif isinstance(value, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
@@ -342,11 +347,13 @@ class Found(NamedTuple):
         owned: generator objects.
         hopeless: the paths of those that cannot be keyed.
         reads_states: some code may look at the state of a global generator; or not all could be searched.
+        lengths: of the lists and tuples that were searched, by their paths.
     """
 
     owned: list[OwnedGenerator]
     hopeless: list[str]
     reads_states: bool
+    lengths: dict[str, int]
 
 
 _STATES = {
@@ -383,15 +390,19 @@ def _is_of_itself(function: types.FunctionType) -> bool:
     return True
 
 
-def find_generators(*roots: object) -> Found:
+def find_generators(*roots: object, settled: Mapping[str, int] | None = None) -> Found:
     """The generator objects reachable from `roots`, and the paths of those that cannot be keyed.
 
     Follows attributes, slots, containers, closures, defaults, partials, bound methods, classes, and what methods and
     functions name at the top of their modules. The global generators are not listed: `Streams` has them anyway.
+
+    Args:
+        settled: the `lengths` that were found before samples were read; None if none were read since the last search.
     """
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
     reads_states = False
+    lengths: dict[str, int] = {}
     queue: deque[tuple[str, Any]] = deque((f"{type(root).__name__}", root) for root in roots)
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
@@ -423,8 +434,11 @@ def find_generators(*roots: object) -> Found:
                 found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
             continue
         reads_states = reads_states or _reads_states(value)
-        queue.extend([(path + step, child) for step, child in _children(value)])
-    return Found(found, hopeless, reads_states)
+        if isinstance(value, list | tuple | deque):
+            lengths[path] = len(value)
+        before = None if settled is None else settled.get(path, 0)
+        queue.extend([(path + step, child) for step, child in _children(value, before)])
+    return Found(found, hopeless, reads_states, lengths)
 
 
 # --- all of them at once --------------------------------------------------------------------------------------------
@@ -452,6 +466,7 @@ class Streams:
     def __init__(self, *roots: object) -> None:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
+        self._settled: dict[str, int] = {}  # lengths of lists when no sample of this pass had been read
         self._globals = lend_globals()
         # Looked up once: this is done for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
@@ -464,10 +479,16 @@ class Streams:
         self.asked = False  # `sample_generator` was called since `begin`
         self.batches, self._next_search = 0, 1
 
-    def refresh(self, *more: object) -> bool:
-        """Look for owned generators again, behind `more` too; True if there are some that were not known."""
+    def refresh(self, *more: object, late: bool = False) -> bool:
+        """Look for owned generators again, behind `more` too; True if there are some that were not known.
+
+        Args:
+            late: samples were read since the last time.
+        """
         known = {id(owned.generator): owned.salt for owned in self._owned or ()}
-        found = find_generators(*self._roots, *more)
+        found = find_generators(*self._roots, *more, settled=self._settled if late else None)
+        if not late:
+            self._settled = found.lengths
         # One that is known keeps its stream, though a shorter path may lead to it by now: where a process starts anew,
         # that is not there yet.
         self._owned = [replace(each, salt=known.get(id(each.generator), each.salt)) for each in found.owned]
@@ -484,7 +505,7 @@ class Streams:
         if self.batches != self._next_search:
             return False
         self._next_search *= 4
-        if not self.refresh(*more()):
+        if not self.refresh(*more(), late=True):
             return False
         if self.batches > 1:
             warnings.warn(

@@ -563,9 +563,9 @@ def test_the_search_ends() -> None:
     cycle.append(cycle)
     holder = Holder(None)
     holder.held = [holder, cycle, list(range(10**6)), {"names": ["file"] * 10**5}]
-    found, hopeless, _ = find_generators(holder)
+    found, hopeless, *_ = find_generators(holder)
     assert (found, hopeless) == ([], [])
-    many, said, _ = find_generators(Holder([Holder(None) for _ in range(150_000)]))
+    many, said, *_ = find_generators(Holder([Holder(None) for _ in range(150_000)]))
     assert many == []
     assert len(said) == 1
     assert "100000" in said[0]
@@ -607,7 +607,7 @@ def test_a_sampler_s_own_generator_is_left_as_it_was() -> None:
 
 def test_the_global_generators_are_not_owned() -> None:
     holder = Holder([random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator])
-    assert find_generators(holder) == ([], [], False)
+    assert find_generators(holder)[:3] == ([], [], False)
 
 
 def test_two_owned_generators_do_not_share_a_stream() -> None:
@@ -1054,6 +1054,39 @@ class Aliased(sources.Indices):
         return index, self.generator.random()
 
 
+class Flip:
+    """Makes its generator when it is first asked."""
+
+    def __init__(self) -> None:
+        self.generator: random.Random | None = None
+
+    def __call__(self) -> float:
+        if self.generator is None:
+            self.generator = random.Random()
+        return self.generator.random()
+
+
+class InAList(sources.Indices):
+    """As `ByKey`, but that they stand in a list in the order in which they were made, beside others made before."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.flips = [Flip(), Flip()]
+        self.made, self.places = [random.Random()], dict[int, int]()
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 3 not in self.places:
+            self.places[index % 3] = len(self.made)
+            self.made.append(random.Random())
+        drawn = [self.made[0].random(), self.made[self.places[index % 3]].random(), *(flip() for flip in self.flips)]
+        assert len(set(drawn)) == 4, "generators that are told apart by what does not change have streams of their own"
+        return index, drawn
+
+
+def in_a_list() -> Dataset[Any]:
+    return InAList(40)
+
+
 def by_tuples() -> Dataset[Any]:
     return ByKey(40, [(32, 32), (64, 64), ("wide", None)])
 
@@ -1066,7 +1099,7 @@ def aliased() -> Dataset[Any]:
     return Aliased(40)
 
 
-@pytest.mark.parametrize("make_dataset", [by_tuples, by_objects, aliased])
+@pytest.mark.parametrize("make_dataset", [by_tuples, by_objects, in_a_list, aliased])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_does_not_tell_what_was_read_before(
     make_dataset: Callable[[], Dataset[Any]], num_workers: int

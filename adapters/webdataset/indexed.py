@@ -122,7 +122,7 @@ class IndexedReader:
         answer = self._read(request, request.start, request.stop)
         if self._unread:
             self._unread = False
-            if self._streams is not None and self._streams.refresh():
+            if self._streams is not None and self._streams.refresh(late=True):
                 # Stages made generators of their own while they ran: now that they are known, once more.
                 answer = self._read(request, request.start, request.stop)
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
