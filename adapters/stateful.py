@@ -20,6 +20,7 @@ from midepoch.keys import derive_key, extend_key
 from midepoch.protocol import RAW, Capabilities, Capability
 from midepoch.randomness import Purpose, Streams
 from midepoch.sampler import length_of
+from midepoch.serving import workers_outlive_signals
 from midepoch.world import World
 
 __all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
@@ -129,7 +130,8 @@ class StatefulAdapter(Adapter):
         self._used = True
         if state is not None:
             self.source.load_state_dict(state)
-        return iter(self.source)
+        with workers_outlive_signals(self.source):
+            return iter(self.source)
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """What gives the iterator's next batch."""

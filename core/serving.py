@@ -7,6 +7,7 @@ come back in the order of the requests.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -28,7 +29,7 @@ from .keys import derive_key
 from .randomness import Purpose
 from .signals import signals_in_hand
 
-__all__ = ["Server", "WorkerAnswers"]
+__all__ = ["Server", "WorkerAnswers", "workers_outlive_signals"]
 
 
 def _nothing() -> None:
@@ -125,6 +126,12 @@ class WorkerAnswers:
             if cure is None:
                 raise
             raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+
+    def end(self, instead: Callable[[], Any]) -> None:
+        """Ask `instead` from now on, and end the worker processes."""
+        iterator = getattr(self._next, "__self__", None)
+        self._next, self._workers = instead, ()
+        _shut_down(iterator)
 
     def _reason(self, error: BaseException) -> str:
         """What torch says of a worker's death, or would say if it had seen that before its connection's end."""
@@ -227,8 +234,8 @@ class _Outlives:
             os.kill(os.getpid(), number)
 
 
-class _WorkerInit:
-    """Shows code in a worker process the user's dataset where it looks for it, then runs the user's own function."""
+class _Outlive:
+    """Lets a worker process outlive signals, then runs the user's own function."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -242,12 +249,36 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         for number in self._outlived:
             signal.signal(number, _Outlives(self._leaving))
+        self._shown()
+        if self._then is not None:
+            self._then(worker)
+
+    def _shown(self) -> None:
+        """Before the user's function is run."""
+
+
+class _WorkerInit(_Outlive):
+    """The same in a worker of ours, where code is shown the user's dataset where it looks for it."""
+
+    def _shown(self) -> None:
         info = get_worker_info()
         if info is not None:
             # WorkerInfo refuses assignment, so that users do not; torch's docs have them configure info.dataset.
             object.__setattr__(info, "dataset", info.dataset.reader.dataset)  # type: ignore[attr-defined]
-        if self._then is not None:
-            self._then(worker)
+
+
+@contextlib.contextmanager
+def workers_outlive_signals(source: object) -> Iterator[None]:
+    """While an iterator is made of a user's own loader: its workers are started with it, or with its first batch."""
+    if not signals_in_hand or not isinstance(source, DataLoader) or not source.num_workers:
+        yield
+        return
+    theirs = source.worker_init_fn
+    source.worker_init_fn = _Outlive(theirs)
+    try:
+        yield
+    finally:
+        source.worker_init_fn = theirs
 
 
 def _as_it_is(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import itertools
 import os
 import random
@@ -708,8 +709,26 @@ class Slow(torch.utils.data.Dataset):
         time.sleep(0.005)
         return index
 
+def streaming(workers):
+    import cpu_torchvision
+    from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+    with MDSWriter(out="data", columns={"number": "int"}) as writer:
+        for number in range(4000):
+            writer.write({"number": number})
+    class Data(StreamingDataset):
+        def __getitem__(self, at):
+            time.sleep(0.005)
+            return super().__getitem__(at)
+    return StreamingDataLoader(Data(local="data", batch_size=4), batch_size=4, **workers)
+
+def stateful(workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader(Slow(), batch_size=4, **workers)
+
 if __name__ == "__main__":
-    source = DataLoader(Slow(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[2])
+    workers = {"num_workers": 2, "multiprocessing_context": sys.argv[2]}
+    make = {"Streaming": streaming, "StatefulDataLoader": stateful}.get(sys.argv[4])
+    source = make(workers) if make else DataLoader(Slow(), batch_size=4, **workers)
     loader = midepoch.wrap(source, seed=0)
     snapshot = midepoch.Snapshot(sys.argv[1], data=loader)
     for batch in loader:
@@ -722,18 +741,31 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("context", "number"),
-    [("fork", signal.SIGTERM), ("fork", signal.SIGUSR1), ("spawn", signal.SIGTERM), ("fork", None)],
+    ("context", "number", "kind"),
+    [
+        ("fork", signal.SIGTERM, "DataLoader"),
+        ("fork", signal.SIGUSR1, "DataLoader"),
+        ("spawn", signal.SIGTERM, "DataLoader"),
+        ("fork", None, "DataLoader"),
+        ("fork", signal.SIGTERM, "StatefulDataLoader"),
+        ("fork", None, "StatefulDataLoader"),
+        ("fork", signal.SIGTERM, "Streaming"),
+        ("fork", None, "Streaming"),
+    ],
 )
 def test_a_signal_to_all_processes_with_their_workers(
-    context: str, number: signal.Signals | None, tmp_path: Path
+    context: str, number: signal.Signals | None, kind: str, tmp_path: Path
 ) -> None:
     """As schedulers send it. And workers do not outlive a process that ends for another reason."""
+    needed = {"Streaming": "streaming", "StatefulDataLoader": "torchdata"}.get(kind, "torch")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed (pip install midepoch[streaming,torchdata])")
     (tmp_path / "job.py").write_text(WITH_WORKERS)
-    command = [sys.executable, "job.py", "snapshot.pt", context, "raise" if number is None else "wait"]
+    command = [sys.executable, "job.py", "snapshot.pt", context, "raise" if number is None else "wait", kind]
     job = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
     assert job.stdout is not None
     for line in job.stdout:
         if line.strip() == "3":
