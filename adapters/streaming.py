@@ -12,10 +12,15 @@ import atexit
 import contextlib
 import random
 import re
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
+import streaming.base.format
+import streaming.base.format.json.encodings
+import streaming.base.format.mds.encodings
+import streaming.base.format.xsv.encodings
 import streaming.base.util
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.shared import SharedMemory
@@ -23,12 +28,18 @@ from torch.utils.data import DataLoader
 
 from midepoch import promises
 from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import (
+    MidepochError,
+    SourceError,
+    StateCorruptError,
+    StateMismatchError,
+    UnsupportedSourceError,
+)
 from midepoch.indexed import draws_nothing
 from midepoch.keys import derive_key, extend_key
 from midepoch.protocol import Capabilities, Capability
 from midepoch.randomness import Purpose, Streams, warn_of_kept
-from midepoch.serving import WorkerAnswers
+from midepoch.serving import WorkerAnswers, workers_outlive_signals
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
@@ -89,7 +100,7 @@ class StreamingAdapter(Adapter):
         self.batch_size, self.drop_last = source.batch_size, source.drop_last
         self.seed = dataset.shuffle_seed
         self._opening = Streams()
-        self._draws = _Draws(dataset) if options.streams else None
+        self._reads, self._draws = _Reads(dataset), _Draws(dataset)
         self._kept_workers: Any = None  # the iterator of persistent ones
 
     @classmethod
@@ -187,7 +198,7 @@ class StreamingAdapter(Adapter):
         if not draws_nothing(collate):
             split = "what collate_fn draws, on the same batch size and world size"
             exact = promises.augmentations(self.options, type(dataset), _parts(dataset), collate, same_split=split)
-        elif _reads_itself(dataset):
+        elif _has_own_code(dataset):
             exact = promises.augmentations(self.options, type(dataset), _parts(dataset))
         return Capabilities(
             exact_order=Capability(True, "Streaming's order is a function of seed, epoch and canonical nodes"),
@@ -262,6 +273,8 @@ class StreamingAdapter(Adapter):
         self.sharing(run.world)  # refuses another world
         plan = self._plan(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
+        if (reading := _sessions.get(id(dataset))) is not None:
+            reading.give_way()
         _let_go_of_places(dataset)
         # A pass looks at both: it takes the place for stale if its epoch is not the next one.
         dataset.next_epoch = run.epoch
@@ -274,38 +287,48 @@ class StreamingAdapter(Adapter):
                 "initial_physical_nodes": plan.nodes,
             }
         )
-        if not self.options.streams:  # all that is drawn is the caller's
-            return _StreamingSession(loader, DataLoader.__iter__(loader), str(plan))
+        if loader.persistent_workers and loader._iterator is not self._kept_workers:
+            loader._iterator = None  # workers that were started by others know nothing of what they are lent here
+        own_code = _has_own_code(dataset) or not draws_nothing(loader.collate_fn)
+        reads = self._draws if own_code and self.options.streams else self._reads
         # torch draws the worker processes' seed, which is none of the caller's business.
-        with self._opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch)):
-            own_code = _reads_itself(dataset) or not draws_nothing(loader.collate_fn)
-            if self._draws is None or not own_code:
-                return _StreamingSession(loader, self._begun(), str(plan))
-            if loader.persistent_workers and loader._iterator is not self._kept_workers:
-                loader._iterator = None  # workers that were started by others know nothing of the streams
-            with self._draws.at_hand(loader):
-                iterator = self._begun()
-            self._kept_workers = loader._iterator
-        return _StreamingSession(loader, iterator, str(plan), self._draws)
+        key = derive_key(Purpose.OPENING, run.seed, run.epoch)
+        drawn = self._opening.under(key) if self.options.streams else contextlib.nullcontext()
+        with drawn, reads.at_hand(loader), workers_outlive_signals(loader):
+            iterator = self._begun()
+        self._kept_workers = loader._iterator
+        return _StreamingSession(loader, iterator, str(plan), reads)
 
     def _begun(self) -> Iterator[Any]:
         """torch's iterator, without Streaming's guess of how many samples a batch has."""
         loader = self.source
-        generator, loader.generator = loader.generator, None  # the caller's: torch would draw from it
+        generator = loader.generator
+        if self.options.streams:
+            loader.generator = None  # the caller's: torch would draw from it
         try:
             return cast(Iterator[Any], DataLoader.__iter__(loader))
         finally:
             loader.generator = generator
 
 
-def _reads_itself(dataset: StreamingDataset) -> bool:
-    """Whether its class does more with a sample than to read it, as Streaming's own sets of pictures do."""
+def _has_own_code(dataset: StreamingDataset) -> bool:
+    """Whether other code than `StreamingDataset`'s makes a sample: a class's, as in sets of pictures, or a format's."""
     kind = type(dataset)
     return (
         kind.__getitem__ is not StreamingDataset.__getitem__
         or kind.get_item is not StreamingDataset.get_item
         or "get_item" in vars(dataset)
+        or bool(_own_formats())
     )
+
+
+def _own_formats() -> list[type]:
+    """Classes that were registered with Streaming to decode a column, or to read a kind of shard."""
+    formats = streaming.base.format
+    registered = [vars(each.encodings)["_encodings"] for each in (formats.mds, formats.json, formats.xsv)]
+    registered.append(vars(formats)["_readers"])
+    kinds = [kind for each in registered for kind in each.values()]
+    return [kind for kind in kinds if kind.__module__.partition(".")[0] != "streaming"]
 
 
 def _deals_one_by_one(dataset: StreamingDataset) -> bool:
@@ -321,18 +344,48 @@ def _parts(dataset: StreamingDataset) -> dict[str, Any]:
     """What it holds, but for its many shards, streams of Streaming's own class, and what `_Draws` lends it."""
     parts = {name: part for name, part in vars(dataset).items() if name not in ("streams", "shards", *_LENT)}
     parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
+    parts["formats"] = _own_formats()
     return parts
 
 
 _LENT = ("_get_work", "_each_sample_id")
 
 
-class _Draws:
+class _Reads:
+    """Reads all samples of Streaming's plan, or says why not.
+
+    Streaming ends without a word where a thread of its own has failed, or another pass over the dataset has begun. It
+    is heard by a method that the dataset is lent while a pass begins; in worker processes its copies keep that.
+    """
+
+    def __init__(self, dataset: StreamingDataset) -> None:
+        self.dataset = dataset
+
+    @contextlib.contextmanager
+    def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """For the time in which an iterator is made of the loader, or takes its first batch."""
+        dataset = self.dataset
+        dataset._each_sample_id = self._each
+        try:
+            yield
+        finally:
+            del dataset._each_sample_id
+
+    def _each(self, it: Any) -> Iterator[int]:
+        """In place of ``_each_sample_id``."""
+        yield from type(self.dataset)._each_sample_id(self.dataset, it)
+        if it.yield_index < it.total:
+            _given_way() if it.should_exit() else _failed()
+
+    def end(self) -> None:
+        """To be called after each batch."""
+
+
+class _Draws(_Reads):
     """Puts what a dataset's own code draws for a sample, and `collate_fn` for a batch, under streams of their own.
 
     Streaming asks itself for the number of each sample right before it reads it, and says before each pass, in each
-    worker process, where it begins. Both are heard by methods that the dataset is lent while a pass begins; in worker
-    processes its copies keep them.
+    worker process, where it begins. Both are heard as `_Reads` hears.
 
     A sample's key has its position in the sequence that is dealt out; where there is none, the step of all ranks that
     it belongs to, and its number, so that one which is drawn twice in a step has the same numbers twice. Both are the
@@ -341,7 +394,7 @@ class _Draws:
     """
 
     def __init__(self, dataset: StreamingDataset) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.streams = Streams(type(dataset))
         self._collate: Callable[[Any], Any]
         self._plain_collate = False
@@ -358,14 +411,17 @@ class _Draws:
         """For the time in which an iterator is made of the loader, or takes its first batch."""
         self._collate, loader.collate_fn = loader.collate_fn, self._collated
         self._plain_collate = draws_nothing(self._collate)
-        for name, method in zip(_LENT, (self._begin, self._each), strict=True):
-            setattr(self.dataset, name, method)
+        self.dataset._get_work = self._begin
         try:
-            yield
+            with super().at_hand(loader):
+                yield
         finally:
             loader.collate_fn = self._collate
-            for name in _LENT:
-                delattr(self.dataset, name)
+            del self.dataset._get_work
+
+    def end(self) -> None:
+        """Give the caller's generators back, also where a sample has failed."""
+        self.streams.end()
 
     def _begin(self, epoch: int, sample_in_epoch: int) -> Any:
         """In place of ``_get_work``."""
@@ -404,7 +460,7 @@ class _Draws:
     def _each(self, it: Any) -> Iterator[int]:
         """In place of ``_each_sample_id``."""
         streams, read = self.streams, self._read
-        for number in type(self.dataset)._each_sample_id(self.dataset, it):
+        for number in super()._each(it):
             if not read:
                 self._rests = streams.batches > 0 and not self._draws
                 streams.begin(self._rests)
@@ -497,40 +553,72 @@ class _Places:
 
 
 class _StreamingSession(Session):
-    def __init__(
-        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, draws: _Draws | None = None
-    ) -> None:
+    """This rank's batches; one at a time for each dataset, as Streaming has it."""
+
+    def __init__(self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _Reads) -> None:
         # torch's own, without Streaming's guess of how many samples a batch has.
-        self._loader, self._detail = loader, detail
-        self.take = self._next = WorkerAnswers(iterator).__next__
-        self._draws, self._began = draws, False
-        if draws is not None and not loader.num_workers:
-            self.take = self._take
+        self._loader, self._detail, self._reads = loader, detail, reads
+        self._answers = WorkerAnswers(iterator)
+        self._began = False
+        self._reading: Any = None  # what Streaming knows of a pass in this process
+        self.take = self._answers.__next__ if loader.num_workers else self._take
+        _sessions[id(loader.dataset)] = self
 
     def _take(self) -> Any:
-        """The next batch, read in this process. Where that fails, the caller's generators are given back too."""
-        draws = self._draws
-        assert draws is not None
+        """The next batch, read in this process."""
         try:
             if self._began:
-                return self._next()
+                return next(self._answers)
             self._began = True
-            with draws.at_hand(self._loader):
-                return self._next()
+            try:
+                with self._reads.at_hand(self._loader):
+                    return next(self._answers)
+            finally:
+                self._reading = getattr(self._loader.dataset, "_iterator", None)
         finally:
-            draws.streams.end()
+            self._reads.end()
 
     def detail(self, back: int, finished: bool) -> str:
         """The plan."""
         return self._detail
 
+    def give_way(self) -> None:
+        """To another pass over the dataset: where this one is taken from again it says so."""
+        loader = self._loader
+        if loader.persistent_workers:
+            loader._iterator = None
+        self._answers.end(_given_way)
+        self._end_threads()
+
     def close(self) -> None:
         """End the threads that read ahead; torch ends its worker processes."""
-        self.take = self._next = _nothing_left
-        running = getattr(self._loader.dataset, "_iterator", None)
-        if running is not None:
-            running.exit()
+        self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))
+        self._end_threads()
+        if _sessions.get(id(self._loader.dataset)) is self:
+            del _sessions[id(self._loader.dataset)]
+
+    def _end_threads(self) -> None:
+        if self._reading is not None:
+            self._reading.exit()
 
 
-def _nothing_left() -> Any:
+_sessions: weakref.WeakValueDictionary[int, _StreamingSession] = weakref.WeakValueDictionary()
+"""The session that reads a dataset in this process, by the dataset's identity."""
+
+
+def _given_way() -> NoReturn:
+    raise SourceError(
+        "another pass over this StreamingDataset has begun, which ends the one before: give each loader a "
+        "StreamingDataset of its own; the next batch is the one that was not given"
+    )
+
+
+def _failed() -> NoReturn:
+    raise SourceError(
+        "a thread of Streaming's that reads ahead has failed and ended this pass (its error stands in the output "
+        "above): mend what that says, make the StreamingDataset anew, and load the last state"
+    )
+
+
+def _nothing_left() -> NoReturn:
     raise StopIteration

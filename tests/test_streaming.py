@@ -29,7 +29,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import flat
-from streaming import Stream, StreamingDataLoader, StreamingDataset
+from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from streaming.base.format.mds import encodings
 from streaming.base.partition import get_partitions
 from streaming.base.util import retry
 from streaming.base.world import World
@@ -39,6 +40,7 @@ import midepoch
 from midepoch import (
     MidepochError,
     MidepochWarning,
+    SourceError,
     StateCorruptError,
     StateError,
     StateMismatchError,
@@ -465,6 +467,80 @@ def test_a_download_that_is_tried_again_draws_nothing_of_a_samples() -> None:
     before = random.getstate()
     assert retry(num_attempts=3, initial_backoff=0, max_jitter=0.001)(download)() == "there" and len(tries) == 3
     assert random.getstate() == before
+
+
+class Noisy(encodings.Int):  # type: ignore[misc]
+    """A column whose decoding draws."""
+
+    def decode(self, data: bytes) -> tuple[int, float]:
+        return super().decode(data), random.random()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_code_that_draws_is_found_in_a_format_that_was_registered(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(encodings._encodings, "noisy", Noisy)
+    with MDSWriter(out=str(tmp_path), columns={"number": "noisy"}) as writer:
+        for number in range(sources.SIZE):
+            writer.write({"number": number})
+
+    def loader() -> Loader:
+        dataset = StreamingDataset(local=str(tmp_path), batch_size=2, shuffle=True)
+        return wrap(StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers))
+
+    one = loader()
+    assert one.capabilities.exact_augmentations
+    whole = [[part.tolist() for part in batch["number"]] for batch in one]
+    assert len({drawn for _, several in whole for drawn in several}) == sources.SIZE
+    one.seek(epoch=0, position=6)
+    assert [[part.tolist() for part in batch["number"]] for batch in one] == whole[3:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
+    """As Streaming has it: a second pass ends the first, which is said where that one is gone on with."""
+    source = sources.bare(num_workers=num_workers)
+    whole = taken(wrap(source))
+    loaders = [wrap(source), wrap(source)]
+    one, other = map(iter, loaders)
+    assert sources.numbers([next(one), next(other)]) == whole[:1] * 2
+    for batch in (1, 2):
+        for each in (one, other):
+            with pytest.raises(SourceError, match=r"another pass .* a StreamingDataset of its own; the next batch is"):
+                next(each)
+            assert sources.numbers([next(each)]) == whole[batch : batch + 1]
+    assert sources.numbers(list(other)) == whole[3:]
+    assert [(loader.epoch, loader.position) for loader in loaders] == [(0, 3 * sources.BATCH), (1, 0)]
+    with pytest.raises(SourceError, match="another pass"):
+        next(one)
+    assert sources.numbers([next(one)]) == whole[3:4]
+    if not num_workers:
+        next(iter(source))  # a pass that is not midepoch's
+        with pytest.raises(SourceError, match="another pass"):
+            next(one)
+
+
+@pytest.mark.parametrize("method", ["random", "per_stream"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method: str, num_workers: int) -> None:
+    """As it does where a thread that reads ahead fails; some methods leave nobody to know how many batches remain."""
+    source = sources.bare(batching_method=method, num_workers=num_workers)
+    loader, whole = wrap(source), taken(make(batching_method=method))
+    calls = itertools.count()
+
+    def fail(shard: int, blocking: bool = True) -> None:
+        if next(calls) == 3:
+            raise OSError("a connection that ended")
+
+    source.dataset.prepare_shard = fail
+    done: list[list[int]] = []
+    with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+        for batch in loader:
+            done += sources.numbers([batch])
+    assert len(done) < len(whole)
+    assert done == whole[: len(done)]
+    assert taken(resumed(loader.state_dict(), batching_method=method)) == whole[len(done) :]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
