@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import random
 import re
 import weakref
@@ -273,7 +274,7 @@ class StreamingAdapter(Adapter):
         self.sharing(run.world)  # refuses another world
         plan = self._plan(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
-        if (reading := _sessions.get(id(dataset))) is not None:
+        if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
         _let_go_of_places(dataset)
         # A pass looks at both: it takes the place for stale if its epoch is not the next one.
@@ -562,7 +563,7 @@ class _StreamingSession(Session):
         self._began = False
         self._reading: Any = None  # what Streaming knows of a pass in this process
         self.take = self._answers.__next__ if loader.num_workers else self._take
-        _sessions[id(loader.dataset)] = self
+        _sessions[_here(loader.dataset)] = self
 
     def _take(self) -> Any:
         """The next batch, read in this process."""
@@ -594,16 +595,20 @@ class _StreamingSession(Session):
         """End the threads that read ahead; torch ends its worker processes."""
         self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))
         self._end_threads()
-        if _sessions.get(id(self._loader.dataset)) is self:
-            del _sessions[id(self._loader.dataset)]
+        if _sessions.get(here := _here(self._loader.dataset)) is self:
+            del _sessions[here]
 
     def _end_threads(self) -> None:
         if self._reading is not None:
             self._reading.exit()
 
 
-_sessions: weakref.WeakValueDictionary[int, _StreamingSession] = weakref.WeakValueDictionary()
-"""The session that reads a dataset in this process, by the dataset's identity."""
+_sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()
+"""The session that reads a dataset. A forked process leaves alone those of the one that it comes from."""
+
+
+def _here(dataset: StreamingDataset) -> tuple[int, int]:
+    return os.getpid(), id(dataset)
 
 
 def _given_way() -> NoReturn:
