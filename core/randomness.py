@@ -190,12 +190,8 @@ def _is_plain(key: object) -> bool:
     return key is None or isinstance(key, str | bytes | int | float | bool)
 
 
-def _children(value: Any, settled: int | None) -> Iterator[tuple[str, Any]]:
-    """What can be reached from `value` in one step, with the text that names the step.
-
-    Of a list, so many items are `settled`; None for all. Those behind them came while samples were read, so that their
-    places tell what was read before: all of one type must do with one name, and one stream.
-    """
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What can be reached from `value` in one step, with the text that names the step."""
     if isinstance(value, dict):
         for key, child in list(value.items()):
             # The repr of anything else may hold an address, and its place tells what was read before: as in a set, all
@@ -209,8 +205,7 @@ def _children(value: Any, settled: int | None) -> Iterator[tuple[str, Any]]:
         # A list of a million file names is told by its types, without a million steps.
         if len(value) <= 64 or not _is_data(value):
             for place, child in enumerate(list(value)):
-                named = place if settled is None or place < settled else type(child).__qualname__
-                yield f"[{named}]", child
+                yield f"[{place}]", child
     elif isinstance(value, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
@@ -347,7 +342,7 @@ class Found(NamedTuple):
         owned: generator objects.
         hopeless: the paths of those that cannot be keyed.
         reads_states: some code may look at the state of a global generator; or not all could be searched.
-        lengths: of the lists and tuples that were searched, by their paths.
+        lengths: of the lists that were searched, by their paths.
     """
 
     owned: list[OwnedGenerator]
@@ -390,14 +385,11 @@ def _is_of_itself(function: types.FunctionType) -> bool:
     return True
 
 
-def find_generators(*roots: object, settled: Mapping[str, int] | None = None) -> Found:
+def find_generators(*roots: object) -> Found:
     """The generator objects reachable from `roots`, and the paths of those that cannot be keyed.
 
     Follows attributes, slots, containers, closures, defaults, partials, bound methods, classes, and what methods and
     functions name at the top of their modules. The global generators are not listed: `Streams` has them anyway.
-
-    Args:
-        settled: the `lengths` that were found before samples were read; None if none were read since the last search.
     """
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
@@ -434,10 +426,9 @@ def find_generators(*roots: object, settled: Mapping[str, int] | None = None) ->
                 found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
             continue
         reads_states = reads_states or _reads_states(value)
-        if isinstance(value, list | tuple | deque):
+        if isinstance(value, list | deque):
             lengths[path] = len(value)
-        before = None if settled is None else settled.get(path, 0)
-        queue.extend([(path + step, child) for step, child in _children(value, before)])
+        queue.extend([(path + step, child) for step, child in _children(value)])
     return Found(found, hopeless, reads_states, lengths)
 
 
@@ -486,14 +477,30 @@ class Streams:
             late: samples were read since the last time.
         """
         known = {id(owned.generator): owned.salt for owned in self._owned or ()}
-        found = find_generators(*self._roots, *more, settled=self._settled if late else None)
-        if not late:
+        found = find_generators(*self._roots, *more)
+        if late:
+            self._warn_of_order(found, known)
+        else:
             self._settled = found.lengths
         # One that is known keeps its stream, though a shorter path may lead to it by now: where a process starts anew,
         # that is not there yet.
         self._owned = [replace(each, salt=known.get(id(each.generator), each.salt)) for each in found.owned]
         self.can_rest = not found.owned and not found.reads_states and self._globals.rests
         return any(id(owned.generator) not in known for owned in self._owned)
+
+    def _warn_of_order(self, found: Found, known: Mapping[int, int]) -> None:
+        """Where generators are appended to a list one by one: their places tell which samples were read before."""
+        for path, length in found.lengths.items():
+            before = self._settled.get(path, length)  # a list that is new as a whole has its order from elsewhere
+            appended = tuple(f"{path}[{place}]" for place in range(before, length)) if length > before + 1 else ()
+            if any(each.path.startswith(appended) and id(each.generator) not in known for each in found.owned):
+                warnings.warn(
+                    f"{path} grows by random generators while samples are read, so their order, and with it what they "
+                    "draw, depends on which samples were read before, and may be another after a resume: keep them in "
+                    "a dict by what tells them apart, make them in __init__, or use midepoch.sample_generator()",
+                    MidepochWarning,
+                    stacklevel=4,
+                )
 
     def found_late(self, reader: object, more: Callable[[], tuple[object, ...]] = tuple) -> bool:
         """To be asked after each batch: whether `reader` has made generators that the batch drew from without a key.
