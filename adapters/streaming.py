@@ -288,16 +288,19 @@ class StreamingAdapter(Adapter):
                 "initial_physical_nodes": plan.nodes,
             }
         )
-        if loader.persistent_workers and loader._iterator is not self._kept_workers:
-            loader._iterator = None  # workers that were started by others know nothing of what they are lent here
         own_code = _has_own_code(dataset) or not draws_nothing(loader.collate_fn)
         reads = self._draws if own_code and self.options.streams else self._reads
         # torch draws the worker processes' seed, which is none of the caller's business.
         key = derive_key(Purpose.OPENING, run.seed, run.epoch)
         drawn = self._opening.under(key) if self.options.streams else contextlib.nullcontext()
-        with drawn, reads.at_hand(loader), workers_outlive_signals(loader):
-            iterator = self._begun()
-        self._kept_workers = loader._iterator
+        # Persistent workers that were started by others know nothing of what ours are lent, and the other way round.
+        theirs = loader._iterator
+        loader._iterator = None if getattr(self._kept_workers, "_shutdown", True) else self._kept_workers
+        try:
+            with drawn, reads.at_hand(loader), workers_outlive_signals(loader):
+                iterator = self._begun()
+        finally:
+            self._kept_workers, loader._iterator = loader._iterator, theirs
         return _StreamingSession(loader, iterator, str(plan), reads)
 
     def _begun(self) -> Iterator[Any]:
@@ -585,9 +588,6 @@ class _StreamingSession(Session):
 
     def give_way(self) -> None:
         """To another pass over the dataset: where this one is taken from again it says so."""
-        loader = self._loader
-        if loader.persistent_workers:
-            loader._iterator = None
         self._answers.end(_given_way)
         self._end_threads()
 

@@ -515,10 +515,21 @@ def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
     with pytest.raises(SourceError, match="another pass"):
         next(one)
     assert sources.numbers([next(one)]) == whole[3:4]
+    next(iter(source))  # a pass that is not midepoch's
     if not num_workers:
-        next(iter(source))  # a pass that is not midepoch's
         with pytest.raises(SourceError, match="another pass"):
             next(one)
+
+
+def test_a_pass_by_hand_leaves_persistent_workers_alone() -> None:
+    source = sources.bare()
+    loader = wrap(StreamingDataLoader(source.dataset, batch_size=sources.BATCH, num_workers=1, persistent_workers=True))
+    whole, iterator = taken(make()), iter(loader)
+    done = sources.numbers([next(iterator)])
+    next(iter(loader.source))
+    assert done + sources.numbers(list(iterator)) == whole
+    loader.seek(epoch=0, position=sources.BATCH)
+    assert taken(loader) == whole[1:]
 
 
 @pytest.mark.parametrize("method", ["random", "per_stream"])
