@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import re
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ import streaming.base.format.mds.encodings
 import streaming.base.format.xsv.encodings
 import streaming.base.util
 from streaming import Stream, StreamingDataLoader, StreamingDataset
+from streaming.base.constant import TICK
+from streaming.base.dataset import _IterState
 from streaming.base.shared import SharedMemory
 from torch.utils.data import DataLoader
 
@@ -276,6 +279,8 @@ class StreamingAdapter(Adapter):
         loader, dataset = self.source, self.source.dataset
         if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
+        if _has_failed(dataset):
+            _failed()
         _let_go_of_places(dataset)
         # A pass looks at both: it takes the place for stale if its epoch is not the next one.
         dataset.next_epoch = run.epoch
@@ -295,7 +300,7 @@ class StreamingAdapter(Adapter):
         drawn = self._opening.under(key) if self.options.streams else contextlib.nullcontext()
         # Persistent workers that were started by others know nothing of what ours are lent, and the other way round.
         theirs = loader._iterator
-        loader._iterator = None if getattr(self._kept_workers, "_shutdown", True) else self._kept_workers
+        loader._iterator = self._kept_workers if _can_go_on(self._kept_workers) else None
         try:
             with drawn, reads.at_hand(loader), workers_outlive_signals(loader):
                 iterator = self._begun()
@@ -313,6 +318,13 @@ class StreamingAdapter(Adapter):
             return cast(Iterator[Any], DataLoader.__iter__(loader))
         finally:
             loader.generator = generator
+
+
+def _can_go_on(iterator: Any) -> bool:
+    """Whether the workers of an iterator of torch's, if it is one, are all there."""
+    if iterator is None or iterator._shutdown:
+        return False
+    return all(worker.is_alive() for worker in iterator._workers)
 
 
 def _has_own_code(dataset: StreamingDataset) -> bool:
@@ -348,7 +360,8 @@ def _parts(dataset: StreamingDataset) -> dict[str, Any]:
     """What it holds, but for its many shards, streams of Streaming's own class, and what `_Draws` lends it."""
     parts = {name: part for name, part in vars(dataset).items() if name not in ("streams", "shards", *_LENT)}
     parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
-    parts["formats"] = _own_formats()
+    parts["formats"] = formats = _own_formats()
+    parts["readers"] = [shard for shard in dataset.shards if type(shard) in formats]
     return parts
 
 
@@ -579,6 +592,10 @@ class _StreamingSession(Session):
                     return next(self._answers)
             finally:
                 self._reading = getattr(self._loader.dataset, "_iterator", None)
+        except RuntimeError:  # Streaming's, at the sample that it was about to read
+            if _has_failed(self._loader.dataset):
+                _failed()
+            raise
         finally:
             self._reads.end()
 
@@ -599,8 +616,14 @@ class _StreamingSession(Session):
             del _sessions[here]
 
     def _end_threads(self) -> None:
-        if self._reading is not None:
-            self._reading.exit()
+        """As Streaming's own ``exit``, which waits for ever for a thread that has failed, here and at the next pass."""
+        reading = self._reading
+        if reading is not None:
+            reading.non_blocking_exit()
+            while reading._num_exited < reading._num_threads_to_exit and not _has_failed(self._loader.dataset):
+                time.sleep(TICK)
+            with reading._lock:
+                reading._state = _IterState.EXITED
 
 
 _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()
@@ -616,6 +639,11 @@ def _given_way() -> NoReturn:
         "another pass over this StreamingDataset has begun, which ends the one before: give each loader a "
         "StreamingDataset of its own; the next batch is the one that was not given"
     )
+
+
+def _has_failed(dataset: StreamingDataset) -> bool:
+    """Whether a thread that reads ahead in this process has failed: Streaming begins no other pass after that."""
+    return "_event" in vars(dataset) and bool(dataset._event.is_set())
 
 
 def _failed() -> NoReturn:

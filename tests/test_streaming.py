@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ import cpu_torchvision  # noqa: F401
 pytest.importorskip("streaming", reason="mosaicml-streaming is not installed (pip install midepoch[streaming])")
 
 import numpy as np
+import streaming.base.format
 import streaming_sources as sources
 import torch
 from hypothesis import given
@@ -31,6 +35,7 @@ from hypothesis import strategies as st
 from sources import flat
 from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.format.mds import encodings
+from streaming.base.format.mds.reader import MDSReader
 from streaming.base.partition import get_partitions
 from streaming.base.util import retry
 from streaming.base.world import World
@@ -552,6 +557,72 @@ def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method:
     assert len(done) < len(whole)
     assert done == whole[: len(done)]
     assert taken(resumed(loader.state_dict(), batching_method=method)) == whole[len(done) :]
+
+
+@pytest.mark.parametrize("then", ["close", "seek", "load", "again", "wrap", "go on"])
+def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None:
+    """It says nothing when it ends, for which Streaming would wait."""
+    source = sources.bare(predownload=2)
+    calls, loader = itertools.count(), wrap(source)
+
+    def fail(shard: int, blocking: bool = True) -> None:
+        if next(calls) == 4:
+            raise OSError("a connection that ended")
+
+    source.dataset.prepare_shard = fail
+    iterator = iter(loader)
+    next(iterator)
+    while not source.dataset._event.is_set():
+        time.sleep(0.01)
+    if then == "close":
+        loader.close()
+        return
+    if then == "seek":
+        loader.seek(epoch=0, position=0)
+    if then == "load":
+        loader.load_state_dict(loader.state_dict())
+    goes_on = {"again": lambda: iter(loader), "wrap": lambda: iter(wrap(source))}.get(then, lambda: iterator)()
+    with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+        for _ in goes_on:
+            pass
+
+
+class OfItsReader(MDSReader):  # type: ignore[misc]
+    """Owns a generator in each shard."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.generator = random.Random()
+
+    def decode_sample(self, data: bytes) -> dict[str, Any]:
+        return {**super().decode_sample(data), "drawn": self.generator.random()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_registered_readers_own_generators_have_streams(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(streaming.base.format._readers, "mds", OfItsReader)
+
+    def given(loader: Loader) -> list[list[float]]:
+        return [batch["drawn"].tolist() for batch in loader]
+
+    loader = make(num_workers=num_workers)
+    whole, other = given(loader), make(num_workers=num_workers)
+    other.seek(position=2 * sources.BATCH)
+    assert given(other) == whole[2:]
+
+
+def test_persistent_workers_that_died_are_replaced() -> None:
+    dataset, whole = sources.bare().dataset, taken(make())
+    loader = wrap(StreamingDataLoader(dataset, batch_size=sources.BATCH, num_workers=1, persistent_workers=True))
+    iterator = iter(loader)
+    done = sources.numbers([next(iterator)])
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    while len(done) < len(whole):
+        with contextlib.suppress(SourceError):
+            done += sources.numbers([next(iterator)])
+    assert done == whole
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
