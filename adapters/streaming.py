@@ -422,6 +422,7 @@ class _Draws(_Reads):
         self._batches = 0  # of this pass, in this process
         self._read: list[tuple[int, int]] = []  # keys and numbers of the samples of the batch that is being read
         self._draws = self._rests = False  # a sample has drawn in this process; this batch is under no stream
+        self._over = False  # the last sample of this pass has been read in this process
 
     @contextlib.contextmanager
     def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
@@ -447,7 +448,8 @@ class _Draws(_Reads):
         self.stand(epoch, sample_in_epoch, dataset._parallel_worker_world)
         self._batches = 0
         self._read.clear()
-        self.streams.refresh(*self._roots())
+        self.streams.begin_pass(*self._roots())
+        self._over = False
         self._draws = self._draws or not self.streams.can_rest
         return work
 
@@ -488,6 +490,9 @@ class _Draws(_Reads):
             yield number
             if read and not self._rests:  # the last one of a batch is seen to where that is collated
                 self._draws = self._draws or streams.drew()
+        self._over = True
+        if not read:
+            streams.end_pass(*self._roots())
 
     def _put_under(self, key: int) -> None:
         self.streams.start(key)
@@ -511,7 +516,7 @@ class _Draws(_Reads):
             batch = self._collated_under(key, samples)
         finally:
             streams.end()
-        if streams.found_late(self.dataset, self._roots):
+        if streams.found_late(self._roots, 0 if self._over else None):
             self._draws = True
             streams.begin()
             try:

@@ -7,6 +7,8 @@ open an iterator at a cursor. How iteration behaves (epochs that roll over, load
 
 from __future__ import annotations
 
+import functools
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -69,6 +71,7 @@ class Run:
         share: this rank's batches in the rest of the epoch; None where the epoch's length is unknown.
         tail: how a rest is shared, for sources whose length is unknown.
         detail: what the session's `detail` said when the state was saved; empty at a fresh start.
+        session: another number for each, also in different processes; what a reader tells passes apart by.
     """
 
     epoch: int
@@ -78,6 +81,7 @@ class Run:
     share: Share | None
     tail: Tail
     detail: str
+    session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
 
 
 class Session:

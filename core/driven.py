@@ -9,7 +9,6 @@ constant number from each sampler, so draws are counted, first by `probe` and th
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from .adapter import Run
 from .encoding import digest
-from .errors import MidepochWarning, SourceError
+from .errors import SourceError
 from .indexed import as_list, draws_nothing, spans
 from .keys import derive_key, extend_key
 from .order import EpochOrder, Order
@@ -214,12 +213,21 @@ class _Counting:
         self._guard, self._key = guard, derive_key(Purpose.SAMPLE, seed, 0)
         with guard.under(derive_key(Purpose.OPENING, seed, 0)):
             self._iterator, self._samplers = driven.open(seed, 0)
+        guard.begin_pass(self._iterator)
 
     def read(self, position: int, jump: tuple[int, ...] | None = None) -> _Counted | None:
         if jump is not None:
             for sampler, draws in zip(self._samplers, jump, strict=True):
                 sampler.position = position * draws
         before = [sampler.position for sampler in self._samplers]
+        counted = self._count(position, before)
+        if counted is None or not self._guard.found_late(lambda: (self._iterator,)):
+            return counted
+        for sampler, start in zip(self._samplers, before, strict=True):
+            sampler.position = start
+        return self._count(position, before)
+
+    def _count(self, position: int, before: list[int]) -> _Counted | None:
         with self._guard.under(extend_key(self._key, position)):
             try:
                 item = next(self._iterator)
@@ -244,22 +252,29 @@ def _places(iterator: Any) -> dict[str, str]:
 
 
 class DrivenRequest(NamedTuple):
-    """One batch of an iterable that exposes its samplers: `units` positions from `start` on, of `size`."""
+    """One batch of an iterable that exposes its samplers: `units` positions from `start` on, of `size`.
 
+    `session` and `left` are those of a `MapRequest`.
+    """
+
+    session: int
     seed: int
     epoch: int
     start: int
     units: int
     size: int
+    left: int
 
 
 def driven_requests(run: Run, unchanged: Callable[[], None]) -> Iterator[DrivenRequest]:
     """The requests of one session."""
     share = run.share
     assert share is not None  # samplers have a length
+    left = share.steps
     for start, stop in spans(share):
         unchanged()
-        yield DrivenRequest(run.seed, run.epoch, start, stop - start, share.size)
+        left -= 1
+        yield DrivenRequest(run.session, run.seed, run.epoch, start, stop - start, share.size, left)
 
 
 class DrivenReader:
@@ -290,44 +305,39 @@ class DrivenReader:
         self._driven, self._draws, self._collate, self._single, self._alone = driven, draws, collate, single, alone
         self._plain_collate = draws_nothing(collate)
         self._streams = Streams(driven.dataset, collate) if streams else None
-        self._opened: tuple[int, int] | None = None
+        self._opened: tuple[int, int, int] | None = None  # session, seed, epoch
         self._iterator: Iterator[Any] = iter(())
         self._samplers: list[_Driven] = []
         self._proved = proved
-        self._searched = False  # behind what this session's iterator has made while it read
         self.varies = False
 
     def __call__(self, request: DrivenRequest) -> Any:
         """The batch. StopIteration where an epoch that `varies` is over early."""
         streams = self._streams
-        if self._opened != request[:2]:
+        if self._opened != request[:3]:
             if streams is None:
                 self._open(request)
             else:
                 with streams.under(derive_key(Purpose.OPENING, request.seed, request.epoch)):
                     self._open(request)
-                streams.refresh(self._iterator)
+                streams.begin_pass(self._iterator)
         if streams is None:
             return self._read(request, None)
+        batch = self._read_under(request, streams)
+        # A generator that the iterator has made while it read is found now, and the batch read once more, by a jump.
+        if streams.found_late(lambda: (self._iterator,), request.left) and not self.varies:
+            batch = self._read_under(request, streams)
+        return batch
+
+    def _read_under(self, request: DrivenRequest, streams: Streams) -> Any:
         streams.begin()
         try:
-            batch = self._read(request, streams)
+            return self._read(request, streams)
         except BaseException:
             self._opened = None  # a generator that has raised is over
             raise
         finally:
             streams.end()
-        if not self._searched:
-            self._searched = True
-            if streams.refresh(self._iterator, late=True):
-                warnings.warn(
-                    f"{type(self.dataset).__name__} makes a random generator while it is read, too late for the "
-                    "first batch "
-                    "after a resume to be exact: make it in __init__, or use midepoch.sample_generator()",
-                    MidepochWarning,
-                    stacklevel=2,
-                )
-        return batch
 
     def _read(self, request: DrivenRequest, streams: Streams | None) -> Any:
         sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
@@ -353,8 +363,8 @@ class DrivenReader:
 
     def _open(self, request: DrivenRequest) -> None:
         self._iterator, self._samplers = self._driven.open(request.seed, request.epoch)
-        self._opened = (request.seed, request.epoch)
-        self.varies = self._searched = False
+        self._opened = request[:3]
+        self.varies = False
 
     def _sample(self, position: int) -> Any:
         samplers, draws = self._samplers, self._draws
@@ -371,7 +381,7 @@ class DrivenReader:
 
     def _broken(self, position: int, drawn: int, count: int) -> None:
         # The first sample after a load may be one that draws more than the others, or all may draw otherwise now.
-        if not self._proved and (self._opened is None or probe(self._driven, self._opened[0])[0] != self._draws):
+        if not self._proved and (self._opened is None or probe(self._driven, self._opened[1])[0] != self._draws):
             raise SourceError(
                 f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, the state was "
                 f"saved with {count} draws a sample: make the dataset as it was, or start this data anew"

@@ -69,6 +69,8 @@ class MapRequest(NamedTuple):
         start: position of the batch's first unit.
         size: positions in the epoch; positions from there on repeat its beginning.
         indices: for the dataset, in order.
+        session: of which run it is.
+        left: requests of that run that are still to come.
     """
 
     seed: int
@@ -76,6 +78,8 @@ class MapRequest(NamedTuple):
     start: int
     size: int
     indices: list[Any]
+    session: int
+    left: int
 
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
@@ -98,7 +102,7 @@ def map_requests(
     """
     share = run.share
     assert share is not None  # what can be indexed has a size
-    seed, epoch, size = run.seed, run.epoch, share.size
+    seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
     for start, stop in spans(share):
         unchanged()
         indices: Any = order[start : min(stop, size)] if start < size else []
@@ -106,7 +110,8 @@ def map_requests(
             indices = indices.tolist()
         for position in range(max(start, size), stop):
             indices.extend(as_list(order[position % size : position % size + 1]))
-        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices)
+        left -= 1
+        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices, session, left)
 
 
 def as_list(indices: Any) -> list[Any]:
@@ -135,7 +140,7 @@ class MapReader:
         self._whole = reads_whole_batches(dataset) and not single
         self._plain_collate = draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
-        self._epoch_key: tuple[int, int, int] | None = None
+        self._session: int | None = None
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
         self._key_block_start = 0
@@ -145,15 +150,15 @@ class MapReader:
         """The batch."""
         if self._streams is None:
             return self._collate(self._read(request.indices))
-        if self._epoch_key != (request.seed, request.epoch, request.size):
-            self._epoch_key = (request.seed, request.epoch, request.size)
+        if self._session != request.session:
+            self._session = request.session
             self._plain_collate = draws_nothing(self._collate)
             self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
             self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
             self._key_block = []
-            self._streams.refresh()
+            self._streams.begin_pass()
         batch = self._read_under_streams(request, self._streams)
-        if self._streams.found_late(self.dataset):
+        if self._streams.found_late(left=request.left):
             batch = self._read_under_streams(request, self._streams)
         return batch
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import enum
 import functools
 import gc
 import itertools
@@ -20,13 +21,15 @@ import threading
 import types
 import warnings
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from .errors import MidepochError, MidepochWarning
 from .keys import derive_key, mix
@@ -102,9 +105,17 @@ def warn_of_kept(reader: object, sample: object) -> None:
 
 @dataclass(frozen=True)
 class OwnedGenerator:
-    """A generator that code of the source can reach: how it got there, and how to save, key and restore it."""
+    """A generator that code of the source can reach, and how to save, key and restore it.
+
+    Attributes:
+        path: that led to it when it was looked for the last time.
+        name: by which its stream is told from others'; a path, too.
+        generator: itself; the bit generator of numpy's, which several Generators may share.
+        salt: a number made of the name.
+    """
 
     path: str
+    name: str
     generator: Any
     salt: int
     save: Callable[[], Any]
@@ -115,17 +126,18 @@ class OwnedGenerator:
 _Controls = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
 
 
-def _numpy_generator(generator: np.random.Generator | np.random.RandomState) -> _Controls:
-    if isinstance(generator, np.random.RandomState):
-        return (
-            lambda: generator.get_state(legacy=False),
-            generator.set_state,
-            # A RandomState on another bit generator than MT19937 cannot be seeded, only replaced in state.
-            (lambda key: generator.seed(key & _MASK_32))
-            if isinstance(generator._bit_generator, np.random.MT19937)
-            else functools.partial(_start_bit_generator, generator._bit_generator),
-        )
-    bits = generator.bit_generator
+def _random_state(generator: np.random.RandomState) -> _Controls:
+    return (
+        lambda: generator.get_state(legacy=False),
+        generator.set_state,
+        # A RandomState on another bit generator than MT19937 cannot be seeded, only replaced in state.
+        (lambda key: generator.seed(key & _MASK_32))
+        if isinstance(generator._bit_generator, np.random.MT19937)
+        else functools.partial(_start_bit_generator, generator._bit_generator),
+    )
+
+
+def _bit_generator(bits: Any) -> _Controls:
     return (
         lambda: bits.state,
         functools.partial(setattr, bits, "state"),
@@ -148,8 +160,10 @@ def _start_bit_generator(bits: Any, key: int) -> None:
 
 def _controls(found: object) -> _Controls | None:
     """save, restore, start for a generator object; None for anything that cannot be keyed."""
-    if isinstance(found, np.random.Generator | np.random.RandomState):
-        return _numpy_generator(found)
+    if isinstance(found, np.random.BitGenerator):
+        return _bit_generator(found)
+    if isinstance(found, np.random.RandomState):
+        return _random_state(found)
     if isinstance(found, torch.Generator):
         return found.get_state, found.set_state, found.manual_seed
     if isinstance(found, random.Random) and not isinstance(found, random.SystemRandom):
@@ -157,7 +171,9 @@ def _controls(found: object) -> _Controls | None:
     return None
 
 
-_GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
+_GENERATORS = (
+    np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, random.Random,
+)  # fmt: skip
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic, torch.Tensor, type,
           torch.dtype, torch.device, types.ModuleType, range, memoryview)  # fmt: skip
 _LARGEST_SEARCH = 100_000  # objects visited; what a dataset of a million small objects may cost at its first batch
@@ -179,34 +195,41 @@ def _is_global(generator: object) -> bool:
     return (
         generator is torch.default_generator
         or generator is np.random.mtrand._rand
+        or generator is np.random.mtrand._rand._bit_generator
         or generator is getattr(random, "_inst", None)
     )
 
 
-def _is_plain(key: object) -> bool:
-    """Whether its repr is the same in each process."""
+def _text(key: object) -> str | None:
+    """What a key of a dict is called, the same in each process; None where that cannot be told."""
     if isinstance(key, tuple):
-        return all(map(_is_plain, key))
-    return key is None or isinstance(key, str | bytes | int | float | bool)
+        parts = [_text(part) for part in key]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(key, enum.Enum):
+        return f"{_module(type(key).__module__)}{type(key).__qualname__}.{key.name}"
+    if isinstance(key, type):
+        return f"{_module(key.__module__)}{key.__qualname__}"
+    if isinstance(key, PurePath):
+        return repr(str(key))
+    if isinstance(key, np.generic):
+        key = key.item()  # equal to, and so the same key as, the plain number
+    # The repr of anything else may hold an address.
+    plain = key is None or type(key) in (str, bytes, int, float, bool, complex)
+    return repr(key) if plain or isinstance(key, torch.dtype | torch.device) else None
+
+
+def _module(name: str | None) -> str:
+    """A module's name in front of what it holds; that of the program itself depends on who runs it."""
+    return f"{name}." if name not in (None, "__main__", "__mp_main__") else ""
+
+
+_FROM_THE_TOP = " -> "
+"""In front of a name that says by itself where something stands, whichever way led there."""
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """What can be reached from `value` in one step, with the text that names the step."""
-    if isinstance(value, dict):
-        for key, child in list(value.items()):
-            # The repr of anything else may hold an address, and its place tells what was read before: as in a set, all
-            # such must do with one name, and one stream.
-            yield f"[{key!r}]" if _is_plain(key) else "[]", child
-    elif isinstance(value, set | frozenset):
-        # Their order is another one in each process, so all members must do with one name, and one stream.
-        for child in list(value):
-            yield "{}", child
-    elif isinstance(value, list | tuple | deque):
-        # A list of a million file names is told by its types, without a million steps.
-        if len(value) <= 64 or not _is_data(value):
-            for place, child in enumerate(list(value)):
-                yield f"[{place}]", child
-    elif isinstance(value, functools.partial):
+    if isinstance(value, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
         yield ".keywords", value.keywords
@@ -218,6 +241,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.GeneratorType):
         if value.gi_frame is not None:
             yield from ((f".{name}", local) for name, local in list(value.gi_frame.f_locals.items()))
+        yield ".gi_yieldfrom", value.gi_yieldfrom
     elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
         # map, zip, itertools.cycle, iter(function, sentinel): they show what they hold to the garbage collector only.
         for place, child in enumerate(gc.get_referents(value)):
@@ -234,15 +258,53 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__kwdefaults__", value.__kwdefaults__
         yield from _globals_used(value)
     else:
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            for name, child in list(attributes.items()):
-                yield f".{name}", child
-        for kind in type(value).__mro__:
-            for name in _slots(kind):
-                with contextlib.suppress(AttributeError):
-                    yield f".{name}", object.__getattribute__(value, name)
-        yield "", type(value)
+        yield from _members(value)
+        if type(value) not in (dict, list, tuple, set, frozenset, deque):
+            yield from _attributes(value)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of a container."""
+    if isinstance(value, dict):
+        # Keys that have no text must do with one name, and one stream: their places tell what was read before.
+        yield from ((f"[{_text(key) or ''}]", child) for key, child in list(value.items()))
+        if isinstance(value, defaultdict):
+            yield ".default_factory", value.default_factory
+    elif isinstance(value, set | frozenset):
+        # Their order is another one in each process, so all members must do with one name, and one stream.
+        yield from (("{}", child) for child in list(value))
+    elif isinstance(value, list | tuple | deque):
+        # A list of a million file names is told by its types, without a million steps.
+        if len(value) <= 64 or not _is_data(value):
+            yield from ((f"[{place}]", child) for place, child in enumerate(list(value)))
+    elif isinstance(value, functools._lru_cache_wrapper):
+        for key, child in _cached(value):
+            if isinstance(key, tuple | list):  # an object stands in front of arguments that were given by name
+                key = tuple("=" if type(part) is object else part for part in key)
+            yield f"({_text(key) or ''})", child
+
+
+def _cached(function: Any) -> Iterator[tuple[Any, Any]]:
+    """Keys and results of an lru_cache, which it shows to the garbage collector only."""
+    shown = gc.get_referents(function)
+    kept = next(place for place, each in enumerate(shown) if type(each) is dict)
+    for key, result, link in zip(shown, shown[1:kept], shown[2:kept], strict=False):
+        if link is not type(function) and isinstance(link, type) and link.__name__ == "_lru_list_elem":
+            yield key, result
+    yield from list(shown[kept].items())  # of results, where it has no largest size; else of the links
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of any object, and its class."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        for name, child in list(attributes.items()):
+            yield f".{name}", child
+    for kind in type(value).__mro__:
+        for name in _slots(kind):
+            with contextlib.suppress(AttributeError):
+                yield f".{name}", object.__getattribute__(value, name)
+    yield "", type(value)
 
 
 def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
@@ -257,7 +319,7 @@ def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
         elif isinstance(member, functools.cached_property):
             member = member.func
         if isinstance(member, types.FunctionType) or not name.startswith("__") or name in _CALLED:
-            yield f".{name}", member
+            yield f"{_FROM_THE_TOP}{_module(kind.__module__)}{kind.__qualname__}.{name}", member
 
 
 _CALLED = {"__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "__enter__", "__exit__"}
@@ -305,26 +367,30 @@ def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     if _is_library(function.__module__):
         return
     installed = _is_installed((function.__module__ or "").partition(".")[0])
-    names = list(_names(function.__code__))
+    names, module = list(_names(function.__code__)), _module(function.__module__)
     for name in names:
         # A module that the function imports itself is found where all modules are.
         found = function.__globals__.get(name, sys.modules.get(name))
         if installed:
             if isinstance(found, _GENERATORS):
-                yield f" -> {name}", found
+                yield f"{_FROM_THE_TOP}{module}{name}", found
         elif isinstance(found, types.ModuleType):
             yield from _taken_from(found, names)
         elif isinstance(found, _CARRIERS) or (found is not None and not _is_library(type(found).__module__)):
-            yield f" -> {name}", found
+            yield f"{_FROM_THE_TOP}{module}{name}", found
 
 
 def _taken_from(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, Any]]:
     """What code with these names may take from a module of the user's."""
     if not _is_library(module.__name__):
-        yield from ((f" -> {module.__name__}.{each}", vars(module)[each]) for each in names if each in vars(module))
+        top, held = f"{_FROM_THE_TOP}{_module(module.__name__)}", vars(module)
+        yield from ((top + each, held[each]) for each in names if each in held)
 
 
-_CARRIERS = (*_GENERATORS, type, types.FunctionType, types.MethodType, functools.partial, list, tuple, dict, set)
+_CARRIERS = (
+    *_GENERATORS, type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper,
+    list, tuple, dict, set, deque,
+)  # fmt: skip
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -393,8 +459,10 @@ def find_generators(*roots: object) -> Found:
     """
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
+    spawning: list[str] = []
     reads_states = False
     lengths: dict[str, int] = {}
+    names: set[str] = set()
     queue: deque[tuple[str, Any]] = deque((f"{type(root).__name__}", root) for root in roots)
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue:
@@ -406,12 +474,16 @@ def find_generators(*roots: object) -> Found:
             for kind in value.__mro__:
                 if id(kind) not in seen:
                     seen[id(kind)] = kind
-                    queue.extend([(path + step, child) for step, child in _class_members(kind)])
+                    queue.extend(_class_members(kind))
             continue
         if len(seen) >= _LARGEST_SEARCH:
             hopeless.append(f"{path} and what lies behind it (more than {_LARGEST_SEARCH} objects)")
             reads_states = True
             break
+        if role == "generator" and isinstance(value, np.random.Generator):
+            value = value.bit_generator  # several may share it, and then its stream
+            if id(value) in seen:
+                continue
         seen[id(value)] = value
         if role == "seeds":
             hopeless.append(f"{path} (SeedSequence, which counts what it has spawned)")
@@ -423,16 +495,50 @@ def find_generators(*roots: object) -> Found:
             if controls is None:
                 hopeless.append(f"{path} ({type(value).__name__})")
             else:
-                found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
+                name = _not_taken(path, names)
+                names.add(name)
+                found.append(OwnedGenerator(path, name, value, zlib.crc32(name.encode()), *controls))
             continue
-        reads_states = reads_states or _reads_states(value)
+        try:
+            children = list(_children(value))
+            reads_states = reads_states or _reads_states(value)
+        except Exception as error:  # noqa: BLE001  # whatever code of the user's raises
+            # A proxy, say, of what is not there yet.
+            hopeless.append(f"{path} (which cannot be searched: {type(error).__name__})")
+            reads_states = True
+            continue
+        if isinstance(value, types.FunctionType) and "spawn" in _names(value.__code__):
+            spawning.append(f"{path} (which may spawn generators of others, counted by them)")
         if isinstance(value, list | deque):
             lengths[path] = len(value)
-        queue.extend([(path + step, child) for step, child in _children(value)])
+        queue.extend([(step if step.startswith(_FROM_THE_TOP) else path + step, child) for step, child in children])
+    if any(isinstance(each.generator, np.random.BitGenerator) for each in found):
+        hopeless += spawning
     return Found(found, hopeless, reads_states, lengths)
 
 
+def _not_taken(path: str, names: set[str]) -> str:
+    """A name for what stands there: another one where classes, say, are called alike."""
+    if "{}" in path or "[]" in path:
+        return path  # one for all
+    return next(name for name in itertools.chain([path], (f"{path}~{n}" for n in itertools.count(2)))
+                if name not in names)  # fmt: skip
+
+
 # --- all of them at once --------------------------------------------------------------------------------------------
+
+
+_ORDER_TELLS = (
+    "while samples are read, so what they draw may depend on which samples were read before, and be another after a "
+    "resume: keep them in a dict by what tells them apart, make them in __init__, or use midepoch.sample_generator()"
+)
+
+
+_FIRST_GAP = 3  # batches from the first search of a pass, behind its first batch, to the next
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, MidepochWarning, stacklevel=5)
 
 
 class Streams:
@@ -445,9 +551,12 @@ class Streams:
     ``begin(rest=True)`` while nobody has ``touched()`` a generator; then follow ``wake()``, and the sample that has,
     once more, after ``start(key)``. Behind ``watch()`` ``touched()`` tells of the key that was started last.
 
+    A generator of the dataset's own is told from others by the path that leads to it when a pass begins. As long as
+    it is there, and no other has its path, it keeps that name: a process that starts anew finds it there.
+
     Args:
         roots: objects whose own generators are looked for (a dataset, a collate_fn). The search runs at the first
-            `begin` and at each `refresh`, in the process that reads.
+            `begin`, at each `begin_pass`, and from `found_late`, in the process that reads.
 
     Attributes:
         can_rest: ``begin(rest=True)`` and `touched` work, as far as the last search can tell.
@@ -458,6 +567,7 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._settled: dict[str, int] = {}  # lengths of lists when no sample of this pass had been read
+        self._reading = False  # a pass has begun, and was not seen to end
         self._globals = lend_globals()
         # Looked up once: this is done for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
@@ -468,65 +578,113 @@ class Streams:
         self._outer: tuple[Any, ...] = (None, None, None)
         self.can_rest = False
         self.asked = False  # `sample_generator` was called since `begin`
-        self.batches, self._next_search = 0, 1
+        self.batches, self._next_search, self._gap, self._workers = 0, 1, 1, 1
 
-    def refresh(self, *more: object, late: bool = False) -> bool:
-        """Look for owned generators again, behind `more` too; True if there are some that were not known.
+    def begin_pass(self, *more: object) -> None:
+        """Look for owned generators, behind `more` too, before the first sample of a pass is read in this process."""
+        before = self._owned
+        new = self._search(more)
+        if before is not None and self._reading:
+            # The last pass was left early, or this one is not the first of two that take turns. One that has taken
+            # another's place is most likely the caller's doing, between passes.
+            paths = {each.path for each in before}
+            late = [each for each in new if each.path not in paths]
+            if late:
+                self._warn_of_late(late)
+        self._reading = True
+        self._next_search, self._gap = self.batches + 1, _FIRST_GAP
+        worker = get_worker_info()
+        self._workers = 1 if worker is None else worker.num_workers
+
+    def found_late(
+        self, more: Callable[[], tuple[object, ...]] = tuple, left: int | None = None, again: bool = True
+    ) -> bool:
+        """To be asked after each batch: whether generators were made meanwhile, from which it drew without a key.
+
+        If so, they are known from now on, and the batch has to be read once more. They are looked for after the first
+        batch of a pass, then ever more seldom, and after the last; behind what `more` gives, too.
 
         Args:
-            late: samples were read since the last time.
-        """
-        known = {id(owned.generator): owned.salt for owned in self._owned or ()}
-        found = find_generators(*self._roots, *more)
-        if late:
-            self._warn_of_order(found, known)
-        else:
-            self._settled = found.lengths
-        # One that is known keeps its stream, though a shorter path may lead to it by now: where a process starts anew,
-        # that is not there yet.
-        self._owned = [replace(each, salt=known.get(id(each.generator), each.salt)) for each in found.owned]
-        self.can_rest = not found.owned and not found.reads_states and self._globals.rests
-        return any(id(owned.generator) not in known for owned in self._owned)
-
-    def _warn_of_order(self, found: Found, known: Mapping[int, int]) -> None:
-        """Where generators are appended to a list one by one: their places tell which samples were read before."""
-        for path, length in found.lengths.items():
-            before = self._settled.get(path, length)  # a list that is new as a whole has its order from elsewhere
-            appended = tuple(f"{path}[{place}]" for place in range(before, length)) if length > before + 1 else ()
-            if any(each.path.startswith(appended) and id(each.generator) not in known for each in found.owned):
-                warnings.warn(
-                    f"{path} grows by random generators while samples are read, so their order, and with it what they "
-                    "draw, depends on which samples were read before, and may be another after a resume: keep them in "
-                    "a dict by what tells them apart, make them in __init__, or use midepoch.sample_generator()",
-                    MidepochWarning,
-                    stacklevel=4,
-                )
-
-    def found_late(self, reader: object, more: Callable[[], tuple[object, ...]] = tuple) -> bool:
-        """To be asked after each batch: whether `reader` has made generators that the batch drew from without a key.
-
-        If so, they are known from now on, and the batch has to be read once more. They are looked for ever more seldom,
-        since those that a dataset makes while it reads are mostly made at once; behind what `more` gives, too.
+            more: what else to search.
+            left: batches of this pass that are still to come, in all worker processes; None where nobody knows.
+            again: the batch can be read once more. Where it cannot, there is a warning after the first one too.
         """
         self.batches += 1
-        if self.batches != self._next_search:
+        over = left is not None and left < self._workers
+        if self.batches != self._next_search and not over:
             return False
-        self._next_search *= 4
-        if not self.refresh(*more(), late=True):
-            return False
-        if self.batches > 1:
-            warnings.warn(
-                f"{type(reader).__name__} made a random generator after its first batch, so samples before may not be "
-                "drawn alike after a resume: make it in __init__, or use midepoch.sample_generator()",
-                MidepochWarning,
-                stacklevel=3,
-            )
-        return True
+        return self._look_late(more(), over, again)
+
+    def end_pass(self, *more: object) -> None:
+        """Behind the last batch of a pass, where `found_late` was not told that it is the last."""
+        if self._reading and self._owned is not None:
+            self._look_late(more, True, False)
+
+    def _look_late(self, more: tuple[object, ...], over: bool, again: bool) -> bool:
+        exact = again and self._gap == _FIRST_GAP and self.batches == self._next_search
+        if self.batches == self._next_search:
+            self._next_search, self._gap = self._next_search + self._gap, self._gap * 4
+        self._reading = self._reading and not over
+        new = self._search(more, late=True)
+        if new and not exact:
+            self._warn_of_late(new)
+        return bool(new)
+
+    def _search(self, more: tuple[object, ...], late: bool = False) -> list[OwnedGenerator]:
+        """Those that were not known. `late`: samples were read since the last time."""
+        known = {id(each.generator): each for each in self._owned or ()}
+        found = find_generators(*self._roots, *more)
+        holds = {each.path: each.generator for each in found.owned}
+        owned, moved = [], []
+        for each in found.owned:
+            before = known.get(id(each.generator))
+            if before is not None and before.name != each.name:
+                alone = holds.get(before.name, each.generator) is each.generator
+                # One that is known keeps its stream, though a shorter path may lead to it by now: where a process
+                # starts anew, that is not there yet.
+                if alone or late:
+                    owned.append(replace(each, name=before.name, salt=before.salt))
+                    moved += [] if alone else owned[-1:]
+                    continue
+            owned.append(each)
+        new = [each for each in owned if id(each.generator) not in known]
+        if late:
+            if moved:
+                _warn(f"random generators change places ({moved[0].name.strip()} is another one) {_ORDER_TELLS}")
+            self._warn_of_order(found.lengths, new)
+            # Whose name a moved one has kept is called otherwise: no two draw the same numbers.
+            taken = {each.name for each in owned if id(each.generator) in known}
+            for place, each in enumerate(owned):
+                if id(each.generator) not in known and each.name in taken:
+                    name = _not_taken(each.name, taken)
+                    owned[place] = replace(each, name=name, salt=zlib.crc32(name.encode()))
+        else:
+            self._settled = found.lengths
+        self._owned = owned
+        self.can_rest = not owned and not found.reads_states and self._globals.rests
+        return new
+
+    def _warn_of_order(self, lengths: dict[str, int], new: Sequence[OwnedGenerator]) -> None:
+        """Where several generators come into a list one by one: their places tell which samples were read before."""
+        for path, length in lengths.items():
+            if path not in self._settled:
+                continue  # a list that is new as a whole has its order from elsewhere
+            places = tuple(f"{path}[{place}]" for place in range(length))
+            filled = {place for place in places for each in new if each.path.startswith(place)}
+            # Of one alone that is appended it is known where it stands.
+            if len(filled) > 1 or (filled and length == self._settled[path] and length > 1):
+                _warn(f"{path} is filled with random generators {_ORDER_TELLS}")
+
+    def _warn_of_late(self, late: Sequence[OwnedGenerator]) -> None:
+        _warn(
+            f"{late[0].path.strip()} is a random generator that was made after the first batch, so samples before may "
+            "not be drawn alike after a resume: make it in __init__, or use midepoch.sample_generator()"
+        )
 
     def begin(self, rest: bool = False) -> None:
         """Remember the caller's generators. With `rest`, only where `can_rest`, see whether anybody draws from them."""
         if self._owned is None:
-            self.refresh()
+            self._search(())
         outer = _current.__dict__
         self._outer = outer.get("key"), outer.get("generator"), outer.get("used")
         _current.generator = None

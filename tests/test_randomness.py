@@ -687,7 +687,7 @@ def test_the_caller_gets_every_bit_back(lend: Callable[[], LentGlobals | SlowlyL
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_is_seen(name: str) -> None:
     streams = Streams()
-    streams.refresh()
+    streams.begin_pass()
     assert streams.can_rest
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     for _ in range(2):
@@ -838,7 +838,7 @@ def test_samples_of_pictures_that_draw_nothing_are_read_without_streams() -> Non
         return midepoch.wrap(DataLoader(OfPictures(30), batch_size=2, shuffle=True, collate_fn=list), seed=1)
 
     streams = Streams(OfPictures(30))
-    streams.refresh()
+    streams.begin_pass()
     assert streams.can_rest
     random.seed(3)
     state = random.getstate()
@@ -1072,7 +1072,7 @@ class InAList(sources.Indices):
 def test_generators_that_are_appended_to_a_list_are_warned_of() -> None:
     """Nobody can tell whose place is whose after a resume. Of one alone it is known."""
     loader = midepoch.wrap(DataLoader(InAList(40, 3), batch_size=4), seed=1)
-    with pytest.warns(midepoch.MidepochWarning, match=r"InAList\.made grows by random .*: keep them in a dict"):
+    with pytest.warns(midepoch.MidepochWarning, match=r"InAList\.made is filled with random .*: keep them in a dict"):
         next(iter(loader))
 
     data = InAList(40, 1)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,6 +291,27 @@ def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, A
             state = loader.state_dict()
         with resumed(state, num_workers=after, **options) as loader:
             assert [drawn(loader), drawn(loader)] == [epochs[0][cut:], epochs[1]]
+
+
+def as_errors(worker: int) -> None:
+    warnings.simplefilter("error", MidepochWarning)
+
+
+@pytest.mark.parametrize("size", [10, 12], ids=["a part of a batch at the end", "whole batches"])
+@pytest.mark.parametrize("before_the_end", [4, 0])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_generator_that_is_made_late_is_warned_of(size: int, before_the_end: int, num_workers: int) -> None:
+    options = {"kind": sources.DrawingLate, "size": size, "late": size - 1 - before_the_end}
+    text = "DrawingLate.made|dict.*'made'.* is a random generator that was made after the first batch"
+    if num_workers:
+        with (
+            make(num_workers=1, loading={"worker_init_fn": as_errors}, **options) as loader,
+            pytest.raises(MidepochWarning, match=text),
+        ):
+            drawn(loader)
+        return
+    with make(**options) as loader, pytest.warns(MidepochWarning, match=text):
+        drawn(loader)
 
 
 @pytest.mark.parametrize("method", ["stratified", "per_stream"])

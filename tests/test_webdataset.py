@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import socket
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -670,6 +672,142 @@ def test_a_stage_behind_the_loader_must_not_drop_a_rank_s_batch(urls: list[str])
     assert flat(make(1)) == [i for i in range(20) if i not in (4, 5)]
     with pytest.raises(SourceError, match="dropped a whole batch on rank 0 of 2"):
         list(make(2))
+
+
+class Behind:
+    """A stage behind the DataLoader: drops batches, fails at some as long as it is told to."""
+
+    def __init__(self, dropped: Any = (), failing: Any = ()) -> None:
+        self.dropped, self.failing = set(dropped), set(failing)
+
+    def __call__(self, batch: list[int]) -> bool:
+        if not self.failing.isdisjoint(batch):
+            raise RuntimeError(f"cannot finish {batch}")
+        return self.dropped.isdisjoint(batch)
+
+
+def finished(urls: list[str], kind: str, behind: Behind, count: int | None = None) -> Any:
+    shards = urls if kind == "indexed" else compress(urls)
+    dataset = numbers(shards)
+    if count is not None:
+        dataset = dataset.with_epoch(count)
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=0, collate_fn=sources.as_it_is).select(behind)
+    settings: dict[str, Any] = {} if kind == "indexed" else {"streams": 1}
+    return midepoch.wrap(loader, **settings)
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+@pytest.mark.parametrize("count", [None, 7])
+def test_batches_that_are_dropped_behind_the_loader_are_passed_over(
+    urls: list[str], kind: str, count: int | None
+) -> None:
+    """In states, in those of batches in flight, and by where the epoch ends."""
+    drops = {0, 6, 7, 8, 13}
+
+    def make() -> Any:
+        return finished(urls, kind, Behind(drops), count)
+
+    loader, epochs = make(), []
+    for _ in range(3):
+        iterator, batches = iter(loader), []
+        states = [loader.state_dict()]
+        for batch in iterator:
+            batches.append(batch)
+            states.append(loader.state_dict())
+        epochs.append((batches, states))
+    assert flat(epochs[0][0]) == [2, 3, 4, 5, 10, 11] if count else 14
+    assert {len(batches) for batches, _ in epochs} != {3}
+    for number, (batches, states) in enumerate(epochs):
+        for cut in range(len(batches)):
+            other = make()
+            other.load_state_dict(states[cut])
+            assert list(other) == batches[cut:]
+            if number < 2:
+                assert list(other) == epochs[number + 1][0]
+    again = make()
+    iterator = iter(again)
+    length = len(epochs[0][0])
+    list(itertools.islice(iterator, length))
+    for back in range(length):
+        other = make()
+        other.load_state_dict(again.state_dict(in_flight=back))
+        assert next(iter(other)) == (epochs[0][0] + epochs[1][0])[length - back]
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_a_batch_that_a_stage_behind_the_loader_fails_at_is_the_next_one(urls: list[str], kind: str) -> None:
+    """Also where batches were dropped in front of it, which were not handed out either."""
+    whole = list(finished(urls, kind, Behind({4, 6}), 10))
+    behind = Behind({4, 6}, {8})
+    loader = finished(urls, kind, behind, 10)
+    iterator = iter(loader)
+    assert [next(iterator), next(iterator)] == [[0, 1], [2, 3]] == whole[:2]
+    with pytest.raises(RuntimeError, match="cannot finish"):
+        next(iterator)
+    state = loader.state_dict()
+    behind.failing.clear()
+    for goes_on in (loader, finished(urls, kind, Behind({4, 6}), 10)):
+        goes_on.load_state_dict(state)
+        assert list(goes_on) == whole[2:]
+    with pytest.raises(RuntimeError, match="cannot finish"):
+        list(finished(urls, kind, Behind({4, 6}, {8}), 10))
+
+
+class Draws:
+    """A stage that makes its generator when it first draws from it, from the `late`-th sample on."""
+
+    def __init__(self, late: int = 0) -> None:
+        self.late, self.seen = late, 0
+        self.generator: random.Random | None = None
+
+    def __call__(self, sample: Any) -> Any:
+        self.seen += 1
+        if self.seen <= self.late:
+            return sample
+        if self.generator is None:
+            self.generator = random.Random()
+        if isinstance(sample, dict):
+            sample["cls"] = b"%d" % (100 * number(sample) + int(50 * self.generator.random()))  # in place
+            return sample
+        return [sample, self.generator.random()]
+
+
+def drawing(urls: list[str], kind: str, late: int = 0, behind: bool = False, **settings: Any) -> Any:
+    shards = urls if kind == "indexed" else compress(urls)
+    dataset = wds.WebDataset(shards, shardshuffle=False)
+    dataset = (dataset if behind else dataset.map(Draws(late))).map(number).batched(2, collation_fn=list)
+    if behind:
+        dataset = wds.WebLoader(dataset, batch_size=None, num_workers=0, collate_fn=sources.as_it_is).map(Draws(late))
+    return midepoch.wrap(dataset, **({} if kind == "indexed" else {"streams": 1}) | settings)
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_a_stage_s_generator_that_is_made_at_the_first_batch_is_exact(urls: list[str], kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        loader = drawing(urls, kind)
+        epochs = [list(loader), list(loader)]
+        assert epochs[0] != epochs[1]
+        assert flat([each // 100 for each in batch] for batch in epochs[0]) == list(range(20))
+        for cut in range(1, 10):
+            head, rest = resumed(lambda: drawing(urls, kind), cut)
+            assert head + rest == epochs[0]
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed", "refilled"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_stage_s_generator_that_is_made_later_is_warned_of(urls: list[str], kind: str, behind: bool) -> None:
+    settings = {"refill": True} if kind == "refilled" else {}
+    shards = "indexed" if kind == "refilled" else kind
+    with pytest.warns(midepoch.MidepochWarning, match="generator is a random generator that was made after"):
+        list(drawing(urls, shards, 4, behind, **settings))
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_a_generator_made_behind_the_loader_is_warned_of(urls: list[str], kind: str) -> None:
+    """The stages may have changed the batch that they were given, so it cannot be given to them once more."""
+    with pytest.warns(midepoch.MidepochWarning, match="generator is a random generator that was made after"):
+        next(iter(drawing(urls, kind, 0, behind=True)))
 
 
 # --- how well it mixes ------------------------------------------------------------------------------------------------

@@ -46,11 +46,26 @@ class Finish:
         if len(values) > 1:
             raise SourceError(f"{len(values)} batches came of one: let the stages behind batched() keep their number")
 
+    def begin_pass(self) -> None:
+        """To be called in front of the first answer of a session."""
+        if self._streams is not None:
+            self._streams.begin_pass()
+
+    def end_pass(self) -> None:
+        """To be called behind the last one."""
+        if self._streams is not None:
+            self._streams.end_pass()
+
     def __call__(self, answer: Answer, key: int) -> list[Any]:
         """What comes of a reader's answer. `key`: of the batch's stream."""
         streams = self._streams
         if streams is None:
             return run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
+        finished = self._under_streams(answer, key, streams)
+        streams.found_late(again=False)  # the stages may have changed what they were given
+        return finished
+
+    def _under_streams(self, answer: Answer, key: int, streams: Streams) -> list[Any]:
         streams.begin()
         try:
             survivors = answer.values

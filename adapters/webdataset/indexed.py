@@ -56,6 +56,8 @@ class _Request(NamedTuple):
         base: samples of earlier epochs, counted through all passes.
         size: positions in the epoch; those from there on repeat its beginning.
         first, last: the positions of all ranks at this step, for a rank left without a sample.
+        session: of which run it is.
+        left: requests of that run that are still to come.
     """
 
     seed: int
@@ -65,6 +67,8 @@ class _Request(NamedTuple):
     stop: int
     first: int
     last: int
+    session: int
+    left: int
 
 
 class _Samples:
@@ -115,16 +119,18 @@ class IndexedReader:
         self._ranges = RangeReader(index.shards)
         self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
         self._orders: dict[tuple[int, int], EpochOrder] = {}
-        self._unread = True  # in this process
+        self._session: int | None = None
 
     def __call__(self, request: _Request) -> Answer:
         """The batch; no value where nothing of it is left."""
+        streams = self._streams
+        if streams is not None and self._session != request.session:
+            self._session = request.session
+            streams.begin_pass()
         answer = self._read(request, request.start, request.stop)
-        if self._unread:
-            self._unread = False
-            if self._streams is not None and self._streams.refresh(late=True):
-                # Stages made generators of their own while they ran: now that they are known, once more.
-                answer = self._read(request, request.start, request.stop)
+        if streams is not None and streams.found_late(left=request.left):
+            # Stages made generators of their own while they ran: now that they are known, once more.
+            answer = self._read(request, request.start, request.stop)
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
             return answer
         # Every sample of this rank was dropped, maybe of this rank alone: then it takes one of the others', since
@@ -365,10 +371,11 @@ class IndexedAdapter(Adapter):
         base = self._base(run.epoch, run.world, run.detail)
         if self._counted:
             self._opened = (run.epoch, share.size)
-        requests = _requests(run.seed, base, share)
+        requests = _requests(run, base, share)
         answers, close = self._serve(requests, run)
         detail = _counted_detail(base, share.size) if self._counted else ""
         after = _counted_detail(base + share.size, self._full_size(run.world) or 0) if self._counted else ""
+        self._finish.begin_pass()
         return _IndexedSession(answers, close, self._finish, share, (detail, after), run, base)
 
     def _serve(self, requests: Iterator[_Request], run: Run) -> tuple[Iterator[Answer], Callable[[], None]]:
@@ -381,9 +388,10 @@ class IndexedAdapter(Adapter):
         full = self._full_size(run.world)
         steps = 0 if full is None else replace(alone, size=full, tail=run.tail, drop_last=self.drop_last).steps
         turn, skip = _parse_refill(run.detail) if run.detail else (run.epoch * steps, 0)
-        requests = _requests(run.seed, 0, replace(alone, start=turn * alone.global_batch))
+        requests = _requests(run, 0, replace(alone, start=turn * alone.global_batch))
         answers, close = self._serve(requests, run)
         left = None if run.share is None else run.share.steps
+        self._finish.begin_pass()
         return _RefilledSession(answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._index)
 
     def close(self) -> None:
@@ -397,13 +405,14 @@ def _nothing() -> None:
     pass
 
 
-def _requests(seed: int, base: int, share: Share) -> Iterator[_Request]:
-    first, ranks = share.start, range(share.world.world_size)
+def _requests(run: Run, base: int, share: Share) -> Iterator[_Request]:
+    first, ranks, left = share.start, range(share.world.world_size), share.steps
     for step, (start, stop) in enumerate(spans(share)):
         last = first + share.global_batch
         if step >= share.full_steps:
             last = max(replace(share, world=World(rank, len(ranks))).span(step)[1] for rank in ranks)
-        yield _Request(seed, base, share.size, start, stop, first, last)
+        left -= 1
+        yield _Request(run.seed, base, share.size, start, stop, first, last, run.session, left)
         first += share.global_batch
 
 
@@ -499,6 +508,7 @@ class _IndexedSession(Session):
         return self._details[finished]
 
     def close(self) -> None:
+        self._finish.end_pass()
         self._close()
 
 
@@ -564,4 +574,5 @@ class _RefilledSession(Session):
         return f"turn={turn};skip={skip}"
 
     def close(self) -> None:
+        self._finish.end_pass()
         self._close()

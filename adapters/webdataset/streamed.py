@@ -444,9 +444,13 @@ class StreamedReader:
         self._refill = refill
         self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
         self._open: dict[int, tuple[int, int, _Stream]] = {}  # session, batches taken, the stream
+        self._session: int | None = None
 
     def __call__(self, request: _Request) -> _Batch:
         """The batch."""
+        if self._streams is not None and self._session != request.session:
+            self._session = request.session
+            self._streams.begin_pass()
         session, count, stream = self._open.pop(request.stream, (0, 0, None))
         if stream is None or session != request.session or count > request.batches:
             if stream is not None:
@@ -466,6 +470,7 @@ class StreamedReader:
     def _next(self, stream: _Stream) -> _Batch:
         survivors: list[Any] = []
         keys: list[int] = []
+        read: list[tuple[int, dict[str, Any]]] = []
         while True:
             # Reading shards may draw random numbers, so it is done before a stream of random numbers is begun.
             raws = list(itertools.islice(_Rest(stream), self._batch_size - (len(survivors) if self._refill else 0)))
@@ -474,11 +479,20 @@ class StreamedReader:
             if len(raws) < self._batch_size and self._drop_last and not self._refill:
                 return _Batch(Answer([], []), stream.cursor, True)
             self._run(raws, survivors, keys)
+            read += raws
             if survivors and (not self._refill or len(survivors) >= self._batch_size):
                 break
         if not survivors:
+            if self._streams is not None:
+                self._streams.end_pass()
             return _Batch(Answer([], []), stream.cursor, True)
-        return _Batch(self._batched(survivors, keys), stream.cursor, False)
+        answer = self._batched(survivors, keys)
+        # How far a refilled batch reads may have hung on what was drawn.
+        if self._streams is not None and self._streams.found_late(again=not self._refill) and not self._refill:
+            survivors, keys = [], []
+            self._run(read, survivors, keys)
+            answer = self._batched(survivors, keys)
+        return _Batch(answer, stream.cursor, False)
 
     def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:
         streams = self._streams
@@ -488,7 +502,7 @@ class StreamedReader:
             for key, sample in raws:
                 if streams is not None:
                     streams.start(key)
-                values = run_stages(self._sample_stages, [sample])
+                values = run_stages(self._sample_stages, [dict(sample)])  # a stage may change what it is given
                 survivors += values
                 keys += [key] * len(values)
         finally:
@@ -496,7 +510,7 @@ class StreamedReader:
                 streams.end()
 
     def _batched(self, survivors: list[Any], keys: list[int]) -> Answer:
-        if not self._batch_stages:
+        if not self._batch_stages or not survivors:
             return Answer(survivors, keys)
         if self._streams is None:
             return Answer(run_stages(self._batch_stages, survivors), [])
@@ -695,6 +709,7 @@ class StreamedAdapter(Adapter):
         place = _Place(place.following, size, cursors)
         session = _StreamedSession(self._finish, place, streams, world, left)
         session.others_go_on = limit is None and others
+        self._finish.begin_pass()
         requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
         if self._server is None:
             session.begin(map(self._reader, requests), _nothing)
@@ -745,53 +760,91 @@ def _requests(run: Run, place: _Place, streams: int, last_pass: int | None, left
         yield _Request(session, run.seed, stream, place.cursors[stream], count, last_pass)
 
 
+class _Move(NamedTuple):
+    """What reading a batch changed: the stream, where it stood before, and what came next before."""
+
+    stream: int
+    cursor: _Cursor
+    following: int
+
+
 class _StreamedSession(Session):
     def __init__(self, finish: Finish, place: _Place, streams: int, world: World, left: int | None) -> None:
         self._finish, self._size, self._streams, self._world, self._left = finish, place.size, streams, world, left
         self._cursors = dict(place.cursors)
         self._following = place.following
         self._ended_in_a_row = 0
-        # What each batch changed: the stream, where it stood before, and what came next before.
-        self._changes: deque[tuple[int, _Cursor, int]] = deque(maxlen=_REMEMBERED)
+        self._changes: deque[tuple[list[_Move], int]] = deque(maxlen=_REMEMBERED)  # by each batch; `missing` before it
 
     def begin(self, answers: Iterator[_Batch], close: Callable[[], None]) -> None:
         """Whose answers to hand out."""
         self._answers, self._close = answers, close
 
     def take(self) -> Any:
-        """The next batch."""
+        """The next batch that has something in it."""
+        moves: list[_Move] = []
+        missing, left, ended = self.missing, self._left, self._ended_in_a_row
+        try:
+            while not (values := self._taken(moves)):
+                if self._left is not None:
+                    # One of the epoch's batches came to nothing: the position passes over it, where epochs are counted.
+                    self.missing -= 1
+        except StopIteration:
+            raise
+        except BaseException:
+            # What was not handed out was not read.
+            self._undo(moves, self._cursors)
+            self._following = moves[0].following if moves else self._following
+            self.missing, self._left, self._ended_in_a_row = missing, left, ended
+            raise
+        self._changes.append((moves, missing))
+        return values[0]
+
+    def _taken(self, moves: list[_Move]) -> list[Any]:
+        """What came of the next batch; nothing where a stage behind the DataLoader dropped it."""
         while True:
             if self._left == 0 or self._ended_in_a_row >= self._streams // self._world.world_size:
                 raise StopIteration
             batch = next(self._answers)
             stream = (self._following + self._world.rank) % self._streams
-            change = (stream, self._cursors[stream], self._following)
+            moves.append(_Move(stream, self._cursors[stream], self._following))
             self._following = (self._following + self._world.world_size) % self._streams
             self._cursors[stream] = batch.cursor
-            if batch.ended:
-                self._ended_in_a_row += 1
-                continue
-            self._ended_in_a_row = 0
-            values = batch.answer.values
-            if self._finish.needed:
-                first = batch.answer.keys[0] if batch.answer.keys else 0
-                values = self._finish(batch.answer, extend_key(first, Purpose.BATCH, 1))
-                self._finish.check(values, self._world)
-            if self._left is not None:
-                self._left -= 1
-            if values:
-                self._changes.append(change)
-                return values[0]
+            if not batch.ended:
+                break
+            self._ended_in_a_row += 1
+        self._ended_in_a_row = 0
+        if self._left is not None:
+            self._left -= 1
+        values = batch.answer.values
+        if self._finish.needed:
+            first = batch.answer.keys[0] if batch.answer.keys else 0
+            values = self._finish(batch.answer, extend_key(first, Purpose.BATCH, 1))
+            self._finish.check(values, self._world)
+        return values
+
+    @staticmethod
+    def _undo(moves: list[_Move], cursors: dict[int, _Cursor]) -> None:
+        for move in reversed(moves):
+            cursors[move.stream] = move.cursor
+
+    def _since(self, back: int) -> list[tuple[list[_Move], int]]:
+        if back > len(self._changes):
+            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
+        return list(self._changes)[len(self._changes) - back :]
+
+    def missing_before(self, back: int) -> int:
+        """As it was so many batches ago."""
+        return self._since(back)[0][1] if back else self.missing
 
     def detail(self, back: int, finished: bool) -> str:
         """The cursors of this rank's streams."""
-        if back > len(self._changes):
-            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
         cursors, following = dict(self._cursors), self._following
-        for stream, cursor, before in list(self._changes)[len(self._changes) - back :][::-1]:
-            following = before
-            cursors[stream] = cursor
+        for moves, _ in reversed(self._since(back)):
+            self._undo(moves, cursors)
+            following = moves[0].following
         return str(_Place(following, self._size, cursors))
 
     def close(self) -> None:
+        self._finish.end_pass()
         self._close()
