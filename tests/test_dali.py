@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import multiprocessing
 import queue
@@ -1314,3 +1315,32 @@ def test_a_state_goes_on_another_gpu_and_not_on_the_cpu(root: str) -> None:
         make(None).load_state_dict(state)
 
 
+
+
+def test_a_forked_process_leaves_alone_the_pipelines_that_are_garbage(root: str) -> None:
+    """They wait for threads, when they are collected, which that process has not."""
+    gc.disable()
+    try:
+        cycle = [native_pipeline_in_use(root)]
+        cycle.append(cycle)
+        del cycle
+        process = multiprocessing.get_context("fork").Process(target=gc.collect)
+        process.start()
+        process.join(20)
+        hangs = process.is_alive()
+        process.kill()
+        process.join()
+        assert (hangs, process.exitcode) == (False, 0)
+    finally:
+        gc.enable()
+
+
+def native_pipeline_in_use(root: str) -> Any:
+    @pipeline_def(batch_size=4, num_threads=2, device_id=None)
+    def numbers() -> Any:
+        return fn.readers.numpy(file_root=f"{root}/npy", name="Reader")
+
+    pipeline = numbers()
+    pipeline.build()
+    pipeline.run()
+    return pipeline

@@ -13,6 +13,9 @@ loader = midepoch.wrap(DALIGenericIterator([train()], ["data", "label"]), seed=0
 
 from __future__ import annotations
 
+import gc
+import os
+
 try:
     import nvidia.dali  # noqa: F401
 except ImportError as error:
@@ -23,6 +26,10 @@ except ImportError as error:
 from midepoch.adapters.dali import random, readers
 from midepoch.adapters.dali.native import factory
 from midepoch.world import World
+
+# A pipeline has threads, which a forked process has not: where one is garbage when a DataLoader's workers are forked,
+# and is collected there, its `__del__` waits for them for ever or ends the worker. So what is there at a fork stays.
+os.register_at_fork(after_in_child=gc.freeze)
 
 __all__ = ["device_id", "factory", "random", "readers"]
 
