@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,7 +70,8 @@ class Server:
         if self._streams and ours.generator is not None:
             # The base seed of the worker processes comes from it, not from the caller's generator.
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
-        answers = iter(ours)
+        with _starting():
+            answers = iter(ours)
         return WorkerAnswers(answers), _nothing if theirs.persistent_workers else _Shutdown(answers)
 
     def _make(self, reader: Any) -> DataLoader[Any]:
@@ -82,7 +85,7 @@ class Server:
             pin_memory=theirs.pin_memory,
             pin_memory_device=theirs.pin_memory_device,
             timeout=theirs.timeout,
-            worker_init_fn=_WorkerInit(theirs.worker_init_fn),
+            worker_init_fn=_WorkerInit(theirs),
             multiprocessing_context=theirs.multiprocessing_context,
             generator=torch.Generator() if self._streams else theirs.generator,
             prefetch_factor=theirs.prefetch_factor,
@@ -121,11 +124,8 @@ class WorkerAnswers:
         try:
             return self._next()
         except (RuntimeError, OSError, EOFError) as error:
-            reason = self._reason(error).strip().rstrip(".")
-            cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
-            if cure is None:
-                raise
-            raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+            _tell(self._reason(error), error)
+            raise
 
     def end(self, instead: Callable[[], Any]) -> None:
         """Ask `instead` from now on, and end the worker processes."""
@@ -147,6 +147,31 @@ class WorkerAnswers:
             except RuntimeError as told:  # by torch's handler of signals
                 return str(told)
         return str(error)
+
+
+def _tell(reason: str, error: Exception) -> None:
+    """Raise a _WorkerError, with its cure, if the reason is that a worker has died."""
+    reason = reason.strip().rstrip(".")
+    cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
+    if cure is not None:
+        raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """While worker processes are started: a signal to all processes waits until they know that they outlive it.
+
+    torch tells of a worker's death out of a signal's handler, here too.
+    """
+    numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which a new process takes over
+    try:
+        yield
+    except RuntimeError as error:
+        _tell(str(error), error)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _DYING = 2.0  # seconds from the end of a worker's connections to its own, at most
@@ -235,11 +260,15 @@ class _Outlives:
 
 
 class _Outlive:
-    """Lets a worker process outlive signals, then runs the user's own function."""
+    """Lets a worker process of such a DataLoader outlive signals, then runs the user's own function."""
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-        self._outlived, self._leaving = tuple(signals_in_hand), None
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._then = loader.worker_init_fn
+        # Whose child it is; with a fork server that one's.
+        server = (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver"
+        self._main = None if server else os.getpid()
+        self._held_back = self._outlived = tuple(signals_in_hand)
+        self._leaving = None
         if self._outlived:
             try:
                 self._leaving = _leaving(os.getpid())
@@ -249,6 +278,10 @@ class _Outlive:
     def __call__(self, worker: int) -> None:
         for number in self._outlived:
             signal.signal(number, _Outlives(self._leaving))
+        if os.getppid() != (self._main or os.getppid()):
+            # torch's worker looks from here on, and would take whoever has adopted it for its parent.
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
         self._shown()
         if self._then is not None:
             self._then(worker)
@@ -274,9 +307,10 @@ def workers_outlive_signals(source: object) -> Iterator[None]:
         yield
         return
     theirs = source.worker_init_fn
-    source.worker_init_fn = _Outlive(theirs)
+    source.worker_init_fn = _Outlive(source)
     try:
-        yield
+        with _starting():
+            yield
     finally:
         source.worker_init_fn = theirs
 

@@ -698,7 +698,7 @@ def living(group: int) -> list[str]:
 
 
 WITH_WORKERS = """
-import sys, time, torch
+import os, sys, time, torch
 from torch.utils.data import DataLoader
 import midepoch
 
@@ -731,6 +731,8 @@ if __name__ == "__main__":
     source = make(workers) if make else DataLoader(Slow(), batch_size=4, **workers)
     loader = midepoch.wrap(source, seed=0)
     snapshot = midepoch.Snapshot(sys.argv[1], data=loader)
+    if sys.argv[3] == "start":
+        os.register_at_fork(before=lambda: print(3, flush=True), after_in_child=lambda: time.sleep(1))
     for batch in loader:
         time.sleep(0.02)
         snapshot.step()
@@ -783,6 +785,42 @@ def test_a_signal_to_all_processes_with_their_workers(
     while (left := living(job.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, "workers that outlive their process"
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
+def test_a_signal_to_all_processes_while_workers_start(kind: str, tmp_path: Path) -> None:
+    """Before a worker knows that it outlives signals."""
+    if kind == "StatefulDataLoader":
+        pytest.importorskip("torchdata", reason="torchdata is not installed (pip install midepoch[torchdata])")
+    job = starting(kind, tmp_path)
+    os.killpg(job.pid, signal.SIGTERM)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == 1
+
+
+def test_workers_whose_process_is_killed_while_they_start_end_too(tmp_path: Path) -> None:
+    """torch's look out for the process that has adopted them, then."""
+    job = starting("DataLoader", tmp_path)
+    job.kill()
+    job.wait()
+    deadline = time.monotonic() + 20
+    while (left := living(job.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(job.pid, signal.SIGKILL) if left else None
+    assert not left
+
+
+def starting(kind: str, folder: Path) -> subprocess.Popen[str]:
+    """A job whose workers have been forked and have done nothing yet."""
+    (folder / "job.py").write_text(WITH_WORKERS)
+    job = subprocess.Popen(
+        [sys.executable, "job.py", "snapshot.pt", "fork", "start", kind], cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert job.stdout is not None and job.stdout.readline().strip() == "3"
+    time.sleep(0.3)
+    return job
 
 
 def test_handlers_are_given_back_but_not_those_of_others(tmp_path: Path) -> None:
