@@ -262,13 +262,21 @@ class StreamingAdapter(Adapter):
                     f"{step} samples in a step of all ranks"
                 )
             return
-        size = self.size(dataset.shuffle_seed, epoch, world, detail)
-        if size is not None and int(dataset.epoch_size) < position < size:
+        begin = position - self._steps_back(epoch, position, world, detail) * step
+        if begin < 0 or begin % nodes:
             raise StateMismatchError(
-                f"{position} samples of the epoch are done; those from {dataset.epoch_size} on to {size} only repeat "
-                f"others, to fill up the canonical nodes, and Streaming cannot begin among them: go on with the next "
-                f"epoch, loader.seek(epoch={epoch + 1})"
+                f"{position} samples of the epoch are done; those from {dataset.epoch_size} on only repeat others, to "
+                f"fill up the canonical nodes, and Streaming cannot begin among them, nor a number of whole steps "
+                f"before: go on with the next epoch, loader.seek(epoch={epoch + 1})"
             )
+
+    def _steps_back(self, epoch: int, position: int, world: World, detail: str) -> int:
+        """Steps of all ranks by which to begin earlier, among samples that do not only fill up the canonical nodes."""
+        dataset = self.source.dataset
+        size = self.size(dataset.shuffle_seed, epoch, world, detail)
+        if size is None or not int(dataset.epoch_size) < position < size:
+            return 0
+        return -(-(position - int(dataset.epoch_size)) // self.units_per_step(world))
 
     # --- sessions ---
 
@@ -277,6 +285,7 @@ class StreamingAdapter(Adapter):
         self.sharing(run.world)  # refuses another world
         plan = self._plan(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
+        back = self._steps_back(run.epoch, run.position, run.world, run.detail)
         if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
         if _has_failed(dataset):
@@ -287,7 +296,7 @@ class StreamingAdapter(Adapter):
         dataset.load_state_dict(
             {
                 "epoch": run.epoch,
-                "sample_in_epoch": run.position,
+                "sample_in_epoch": run.position - back * self.units_per_step(run.world),
                 "num_canonical_nodes": plan.canonical,
                 "shuffle_seed": run.seed,
                 "initial_physical_nodes": plan.nodes,
@@ -306,7 +315,7 @@ class StreamingAdapter(Adapter):
                 iterator = self._begun()
         finally:
             self._kept_workers, loader._iterator = loader._iterator, theirs
-        return _StreamingSession(loader, iterator, str(plan), reads)
+        return _StreamingSession(loader, iterator, str(plan), reads, back)
 
     def _begun(self) -> Iterator[Any]:
         """torch's iterator, without Streaming's guess of how many samples a batch has."""
@@ -575,19 +584,27 @@ class _Places:
 
 
 class _StreamingSession(Session):
-    """This rank's batches; one at a time for each dataset, as Streaming has it."""
+    """This rank's batches, the first `back` left out; one at a time for each dataset, as Streaming has it."""
 
-    def __init__(self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _Reads) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _Reads, back: int
+    ) -> None:
         # torch's own, without Streaming's guess of how many samples a batch has.
         self._loader, self._detail, self._reads = loader, detail, reads
         self._answers = WorkerAnswers(iterator)
-        self._began = False
+        self._began, self._back = False, back
         self._reading: Any = None  # what Streaming knows of a pass in this process
-        self.take = self._answers.__next__ if loader.num_workers else self._take
+        self.take = self._answers.__next__ if loader.num_workers and not back else self._take
         _sessions[_here(loader.dataset)] = self
 
     def _take(self) -> Any:
-        """The next batch, read in this process."""
+        """The next batch, where it is read in this process or some are left out."""
+        while self._back:
+            self._back -= 1
+            self._take_one()
+        return self._take_one()
+
+    def _take_one(self) -> Any:
         try:
             if self._began:
                 return next(self._answers)

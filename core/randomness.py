@@ -258,9 +258,14 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__kwdefaults__", value.__kwdefaults__
         yield from _globals_used(value)
     else:
-        yield from _members(value)
-        if type(value) not in (dict, list, tuple, set, frozenset, deque):
-            yield from _attributes(value)
+        if isinstance(value, _CONTAINERS):
+            yield from _members(value)
+            if type(value) in _CONTAINERS[:-1]:
+                return
+        yield from _attributes(value)
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, functools._lru_cache_wrapper)
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
@@ -533,7 +538,6 @@ _ORDER_TELLS = (
     "resume: keep them in a dict by what tells them apart, make them in __init__, or use midepoch.sample_generator()"
 )
 
-
 _FIRST_GAP = 3  # batches from the first search of a pass, behind its first batch, to the next
 
 
@@ -666,7 +670,7 @@ class Streams:
 
     def _warn_of_order(self, lengths: dict[str, int], new: Sequence[OwnedGenerator]) -> None:
         """Where several generators come into a list one by one: their places tell which samples were read before."""
-        for path, length in lengths.items():
+        for path, length in lengths.items() if new else ():
             if path not in self._settled:
                 continue  # a list that is new as a whole has its order from elsewhere
             places = tuple(f"{path}[{place}]" for place in range(length))

@@ -436,12 +436,33 @@ def test_a_place_within_a_batch_is_refused_where_batches_are_made_whole(method: 
         assert loader.position == 3
 
 
-def test_a_place_among_samples_that_only_fill_up_is_refused() -> None:
-    with wrap(sources.bare(size=14, num_canonical_nodes=4), seed=sources.SEED) as loader:
-        with pytest.raises(StateMismatchError, match=r"from 14 on to 16 only repeat.*seek\(epoch=1\)"):
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_among_samples_that_only_fill_up_it_goes_on_too(num_workers: int) -> None:
+    """Streaming itself cannot begin there."""
+    options = {"size": 14, "num_canonical_nodes": 12, "kind": sources.Drawing}  # 24 in all
+    with make(**options) as loader:
+        whole, later = drawn(loader), drawn(loader)
+    assert [len(batch["number"]) for batch in whole] == [3] * 8
+    for cut in (5, 6, 7):
+        with make(num_workers=num_workers, **options) as loader:
+            loader.seek(position=cut * sources.BATCH)
+            assert [drawn(loader), drawn(loader)] == [whole[cut:], later]
+    with make(**options) as loader:
+        drawn(loader, 6)
+        state = loader.state_dict()
+    with resumed(state, num_workers=num_workers, batch_size=2, **options) as loader:
+        rest = drawn(loader)
+    assert [each for batch in rest for each in batch["drawn"]] == [
+        each for batch in whole[6:] for each in batch["drawn"]
+    ]
+
+
+def test_a_place_among_samples_that_only_fill_up_is_refused_where_the_epoch_has_no_whole_step_before() -> None:
+    with wrap(sources.bare(size=14, num_canonical_nodes=12, batch_size=20), seed=sources.SEED) as loader:
+        with pytest.raises(StateMismatchError, match=r"from 14 on only repeat.*seek\(epoch=1\)"):
             loader.seek(position=15)
-        loader.seek(position=16)
-        assert loader.position == 16
+        loader.seek(position=24)
+        assert loader.position == 24
 
 
 class Held(Stream):  # type: ignore[misc]
