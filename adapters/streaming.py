@@ -532,6 +532,7 @@ class _Draws(_Reads):
                 batch = self._collated_under(key, self._read_again())
             finally:
                 streams.end()
+            streams.read_again(self._roots)
         self._read.clear()
         return batch
 

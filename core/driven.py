@@ -327,6 +327,7 @@ class DrivenReader:
         # A generator that the iterator has made while it read is found now, and the batch read once more, by a jump.
         if streams.found_late(lambda: (self._iterator,), request.left) and not self.varies:
             batch = self._read_under(request, streams)
+            streams.read_again(lambda: (self._iterator,))
         return batch
 
     def _read_under(self, request: DrivenRequest, streams: Streams) -> Any:

@@ -160,6 +160,7 @@ class MapReader:
         batch = self._read_under_streams(request, self._streams)
         if self._streams.found_late(left=request.left):
             batch = self._read_under_streams(request, self._streams)
+            self._streams.read_again()
         return batch
 
     def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:

@@ -25,12 +25,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from .encoding import digest
 from .errors import MidepochError, MidepochWarning
 from .keys import derive_key, mix
 from .lending import lend_globals
@@ -174,16 +175,29 @@ def _controls(found: object) -> _Controls | None:
 _GENERATORS = (
     np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, random.Random,
 )  # fmt: skip
-_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarray, np.generic, torch.Tensor, type,
-          torch.dtype, torch.device, types.ModuleType, range, memoryview)  # fmt: skip
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, torch.Tensor, type, torch.dtype,
+          torch.device, range, memoryview)  # fmt: skip
+_LARGE = 1000  # children of one object
 _LARGEST_SEARCH = 100_000  # objects visited; what a dataset of a million small objects may cost at its first batch
 
 
-@functools.lru_cache(maxsize=4096)
-def _role(kind: type) -> Literal["class", "atom", "seeds", "generator", "other"]:
+_Told = TypeVar("_Told")
+
+
+def _for_each_type(function: Callable[[type], _Told]) -> Callable[[type], _Told]:
+    """Keeps the answers."""
+    return functools.lru_cache(maxsize=4096)(function)
+
+
+@_for_each_type
+def _role(kind: type) -> Literal["class", "module", "array", "atom", "seeds", "generator", "other"]:
     """What a search does with an object of this type; kept, since asking takes longer than all else of a search."""
     if issubclass(kind, type):
         return "class"
+    if issubclass(kind, types.ModuleType):
+        return "module"
+    if issubclass(kind, np.ndarray):
+        return "array"
     if issubclass(kind, _ATOMS):
         return "atom"
     if issubclass(kind, np.random.SeedSequence):
@@ -200,11 +214,10 @@ def _is_global(generator: object) -> bool:
     )
 
 
-def _text(key: object) -> str | None:
-    """What a key of a dict is called, the same in each process; None where that cannot be told."""
+def _text(key: object) -> str:
+    """What a key of a dict is called, the same in each process; with a `_ANY` for what has no such name."""
     if isinstance(key, tuple):
-        parts = [_text(part) for part in key]
-        return None if None in parts else f"({', '.join(map(str, parts))})"
+        return f"({', '.join(map(_text, key))})"
     if isinstance(key, enum.Enum):
         return f"{_module(type(key).__module__)}{type(key).__qualname__}.{key.name}"
     if isinstance(key, type):
@@ -215,7 +228,11 @@ def _text(key: object) -> str | None:
         key = key.item()  # equal to, and so the same key as, the plain number
     # The repr of anything else may hold an address.
     plain = key is None or type(key) in (str, bytes, int, float, bool, complex)
-    return repr(key) if plain or isinstance(key, torch.dtype | torch.device) else None
+    return repr(key) if plain or isinstance(key, torch.dtype | torch.device) else _ANY
+
+
+_ANY = "*"
+"""In a path: any of several, whose places tell what was read before, or differ in each process. They share a stream."""
 
 
 def _module(name: str | None) -> str:
@@ -228,25 +245,31 @@ _FROM_THE_TOP = " -> "
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What can be reached from `value` in one step, with the text that names the step."""
-    if isinstance(value, functools.partial):
+    """What can be reached from `value` in one step, with the text that names the step.
+
+    By its type and the built-in types' own methods: what an object answers itself may open files, or draw.
+    """
+    kind = type(value)
+    if issubclass(kind, functools.partial):
         yield ".func", value.func
         yield ".args", value.args
         yield ".keywords", value.keywords
-    elif isinstance(value, types.MethodType):
+    elif kind is types.MethodType:
         yield ".__self__", value.__self__
         yield ".__func__", value.__func__
-    elif isinstance(value, types.BuiltinMethodType):
+    elif kind is types.BuiltinMethodType:
         yield ".__self__", value.__self__
-    elif isinstance(value, types.GeneratorType):
+    elif kind is types.GeneratorType:
         if value.gi_frame is not None:
             yield from ((f".{name}", local) for name, local in list(value.gi_frame.f_locals.items()))
-        yield ".gi_yieldfrom", value.gi_yieldfrom
-    elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        # An iterator that a loop goes through has no name.
+        others = [each for each in gc.get_referents(value) if _iterates(type(each))]
+        yield from ((f".<{place}>", each) for place, each in enumerate(others))
+    elif _iterates(kind) or issubclass(kind, _VIEWS):
         # map, zip, itertools.cycle, iter(function, sentinel): they show what they hold to the garbage collector only.
         for place, child in enumerate(gc.get_referents(value)):
             yield f"<{place}>", child
-    elif isinstance(value, types.FunctionType):
+    elif kind is types.FunctionType:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 content = cell.cell_contents
@@ -256,37 +279,71 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
                     yield f".{name}", content
         yield ".__defaults__", value.__defaults__
         yield ".__kwdefaults__", value.__kwdefaults__
+        yield from ((f".{name}", child) for name, child in list(value.__dict__.items()))
         yield from _globals_used(value)
     else:
-        if isinstance(value, _CONTAINERS):
-            yield from _members(value)
-            if type(value) in _CONTAINERS[:-1]:
+        if issubclass(kind, _CONTAINERS):
+            yield from _members(value, kind)
+            if kind in _CONTAINERS:
                 return
-        yield from _attributes(value)
+        yield from _attributes(value, kind)
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, functools._lru_cache_wrapper)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 
 
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of a container."""
-    if isinstance(value, dict):
-        # Keys that have no text must do with one name, and one stream: their places tell what was read before.
-        yield from ((f"[{_text(key) or ''}]", child) for key, child in list(value.items()))
-        if isinstance(value, defaultdict):
+@_for_each_type
+def _iterates(kind: type) -> bool:
+    return issubclass(kind, types.GeneratorType) or (
+        issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
+    )
+
+
+def _members(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Of a container. A long one of data, such as a million file names, is told by its types, without a step each."""
+    if issubclass(kind, dict):
+        if dict.__len__(value) <= _SHORT or not _is_data(dict.values(value)):
+            for key, child in list(dict.items(value)):
+                text = _text(key)
+                yield f"[{text}]", child
+                if _ANY in text:
+                    yield f"<{text}>", key
+        if issubclass(kind, defaultdict):
             yield ".default_factory", value.default_factory
-    elif isinstance(value, set | frozenset):
-        # Their order is another one in each process, so all members must do with one name, and one stream.
-        yield from (("{}", child) for child in list(value))
-    elif isinstance(value, list | tuple | deque):
-        # A list of a million file names is told by its types, without a million steps.
-        if len(value) <= 64 or not _is_data(value):
-            yield from ((f"[{place}]", child) for place, child in enumerate(list(value)))
-    elif isinstance(value, functools._lru_cache_wrapper):
+    elif issubclass(kind, set | frozenset):
+        members = list(set.__iter__(value) if issubclass(kind, set) else frozenset.__iter__(value))
+        if len(members) <= _SHORT or not _is_data(members):
+            yield from ((f"{{{_ANY}}}", child) for child in members)
+    else:
+        own = next(each for each in (list, tuple, deque) if issubclass(kind, each))
+        members = list(own.__iter__(value))
+        if len(members) <= _SHORT or not _is_data(members):
+            yield from ((f"[{place}]", child) for place, child in enumerate(members))
+
+
+_SHORT = 64  # members
+
+
+def _attributes(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Of any object, and its class."""
+    attributes = None
+    with contextlib.suppress(AttributeError):
+        own = threading.local if issubclass(kind, threading.local) else object
+        attributes = own.__getattribute__(value, "__dict__")
+    if isinstance(attributes, dict):
+        for name, child in list(attributes.items()):
+            yield f".{name}", child
+    for base in kind.__mro__:
+        for name in _slots(base):
+            with contextlib.suppress(AttributeError):
+                yield f".{name}", object.__getattribute__(value, name)
+    if issubclass(kind, functools._lru_cache_wrapper):
         for key, child in _cached(value):
             if isinstance(key, tuple | list):  # an object stands in front of arguments that were given by name
                 key = tuple("=" if type(part) is object else part for part in key)
-            yield f"({_text(key) or ''})", child
+            yield f"({_text(key)})", child
+    yield "", kind
 
 
 def _cached(function: Any) -> Iterator[tuple[Any, Any]]:
@@ -297,19 +354,6 @@ def _cached(function: Any) -> Iterator[tuple[Any, Any]]:
         if link is not type(function) and isinstance(link, type) and link.__name__ == "_lru_list_elem":
             yield key, result
     yield from list(shown[kept].items())  # of results, where it has no largest size; else of the links
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of any object, and its class."""
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        for name, child in list(attributes.items()):
-            yield f".{name}", child
-    for kind in type(value).__mro__:
-        for name in _slots(kind):
-            with contextlib.suppress(AttributeError):
-                yield f".{name}", object.__getattribute__(value, name)
-    yield "", type(value)
 
 
 def _class_members(kind: type) -> Iterator[tuple[str, Any]]:
@@ -331,11 +375,25 @@ _CALLED = {"__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "_
 
 
 def _is_data(values: Any) -> bool:
-    """Whether a list holds atoms alone, or tuples and lists of them, as the samples of an image folder."""
-    kinds = set(map(type, values))
-    if kinds <= {tuple, list}:
-        kinds = set(map(type, itertools.chain.from_iterable(values)))
-    return all(issubclass(kind, _ATOMS) and not issubclass(kind, type) for kind in kinds)
+    """Whether these are atoms alone, or tuples, lists and dicts of them, as the samples of an image folder."""
+    for _ in range(_DEEPEST_DATA):
+        kinds = set(map(type, values))
+        nested = {kind for kind in kinds if kind in (tuple, list, dict) or _is_named_tuple(kind)}
+        if not all(_role(kind) in ("atom", "array") for kind in kinds - nested):
+            return False
+        if not nested:
+            return True
+        values = list(itertools.chain.from_iterable(
+            dict.values(each) if type(each) is dict else each for each in values if type(each) in nested
+        ))  # fmt: skip
+    return False
+
+
+_DEEPEST_DATA = 6
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -381,20 +439,35 @@ def _globals_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
                 yield f"{_FROM_THE_TOP}{module}{name}", found
         elif isinstance(found, types.ModuleType):
             yield from _taken_from(found, names)
-        elif isinstance(found, _CARRIERS) or (found is not None and not _is_library(type(found).__module__)):
+        elif found is not None and _may_hold(type(found)):
             yield f"{_FROM_THE_TOP}{module}{name}", found
 
 
-def _taken_from(module: types.ModuleType, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """What code with these names may take from a module of the user's."""
-    if not _is_library(module.__name__):
-        top, held = f"{_FROM_THE_TOP}{_module(module.__name__)}", vars(module)
-        yield from ((top + each, held[each]) for each in names if each in held)
+def _taken_from(
+    module: types.ModuleType, names: Sequence[str], taken: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Any]]:
+    """What code with these names may take from a module of the user's, and from those that this one holds."""
+    if _is_library(module.__name__) or module.__name__ in taken:
+        return
+    top, held = f"{_FROM_THE_TOP}{_module(module.__name__)}", vars(module)
+    for name in names:
+        found = held.get(name)
+        if isinstance(found, types.ModuleType):
+            yield from _taken_from(found, names, taken | {module.__name__})
+        elif found is not None:
+            yield top + name, found
+
+
+@_for_each_type
+def _may_hold(kind: type) -> bool:
+    """Whether an object of this type, at the top of a module, may hold a generator."""
+    return issubclass(kind, _CARRIERS) or _iterates(kind) or not _is_library(kind.__module__)
 
 
 _CARRIERS = (
-    *_GENERATORS, type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper,
-    list, tuple, dict, set, deque,
+    *_GENERATORS, *_CONTAINERS, *_VIEWS, type, types.FunctionType, types.MethodType, types.BuiltinMethodType,
+    functools.partial, functools._lru_cache_wrapper, types.SimpleNamespace, threading.local, torch.nn.Module,
+    np.ndarray,
 )  # fmt: skip
 
 
@@ -431,13 +504,19 @@ _STATES = {
 
 def _reads_states(value: Any) -> bool:
     """Whether this may be code that looks at the state of a global generator, by its name and those that it uses."""
-    if not isinstance(value, types.FunctionType):
-        return getattr(value, "__name__", None) in _STATES
+    if type(value) is not types.FunctionType:
+        return _is_called(type(value)) and value.__name__ in _STATES
     if not _STATES.isdisjoint(_names(value.__code__)):
         return True
     # How objects are pickled is written down in many classes, such as PIL's images, and has nothing to do with
     # generators where it gets at nothing but the object itself.
     return value.__name__ in _STATES and not (value.__name__ == "__getstate__" and _is_of_itself(value))
+
+
+@_for_each_type
+def _is_called(kind: type) -> bool:
+    """Whether objects of this type have a `__name__` by nature, as built-in functions; others may be asked in vain."""
+    return any(isinstance(vars(base).get("__name__"), types.GetSetDescriptorType) for base in kind.__mro__)
 
 
 def _is_of_itself(function: types.FunctionType) -> bool:
@@ -468,11 +547,19 @@ def find_generators(*roots: object) -> Found:
     reads_states = False
     lengths: dict[str, int] = {}
     names: set[str] = set()
+    modules: list[types.ModuleType] = []  # that some object holds
+    used: dict[str, None] = {}  # names in all code
     queue: deque[tuple[str, Any]] = deque((f"{type(root).__name__}", root) for root in roots)
+    later: deque[tuple[str, Any]] = deque()  # members of large containers: what is beside them is looked at first
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
-    while queue:
-        path, value = queue.popleft()
-        role = _role(type(value))  # type: ignore[arg-type]
+    while queue or later or modules:
+        if not (queue or later):
+            # Which code takes what from them is not known.
+            queue.extend(found for module in modules for found in _taken_from(module, list(used)))
+            modules.clear()
+            continue
+        path, value = (queue or later).popleft()
+        role = _role(type(value))
         if role == "atom" or id(value) in seen:
             continue
         if role == "class":
@@ -481,6 +568,15 @@ def find_generators(*roots: object) -> Found:
                     seen[id(kind)] = kind
                     queue.extend(_class_members(kind))
             continue
+        if role == "module":
+            seen[id(value)] = value
+            modules += [] if _is_installed(value.__name__.partition(".")[0]) else [value]
+            continue
+        if role == "array":
+            if not value.dtype.hasobject:
+                continue
+            seen[id(value)] = value
+            value = value.ravel().tolist()
         if len(seen) >= _LARGEST_SEARCH:
             hopeless.append(f"{path} and what lies behind it (more than {_LARGEST_SEARCH} objects)")
             reads_states = True
@@ -512,11 +608,14 @@ def find_generators(*roots: object) -> Found:
             hopeless.append(f"{path} (which cannot be searched: {type(error).__name__})")
             reads_states = True
             continue
-        if isinstance(value, types.FunctionType) and "spawn" in _names(value.__code__):
-            spawning.append(f"{path} (which may spawn generators of others, counted by them)")
-        if isinstance(value, list | deque):
-            lengths[path] = len(value)
-        queue.extend([(step if step.startswith(_FROM_THE_TOP) else path + step, child) for step, child in children])
+        if type(value) is types.FunctionType:
+            used |= dict.fromkeys(_names(value.__code__))
+            if "spawn" in _names(value.__code__):
+                spawning.append(f"{path} (which may spawn generators of others, counted by them)")
+        if issubclass(type(value), list | deque):
+            lengths[path] = len(children)
+        into = later if len(children) > _LARGE else queue
+        into.extend([(step if step.startswith(_FROM_THE_TOP) else path + step, child) for step, child in children])
     if any(isinstance(each.generator, np.random.BitGenerator) for each in found):
         hopeless += spawning
     return Found(found, hopeless, reads_states, lengths)
@@ -524,7 +623,7 @@ def find_generators(*roots: object) -> Found:
 
 def _not_taken(path: str, names: set[str]) -> str:
     """A name for what stands there: another one where classes, say, are called alike."""
-    if "{}" in path or "[]" in path:
+    if _ANY in path:
         return path  # one for all
     return next(name for name in itertools.chain([path], (f"{path}~{n}" for n in itertools.count(2)))
                 if name not in names)  # fmt: skip
@@ -555,8 +654,9 @@ class Streams:
     ``begin(rest=True)`` while nobody has ``touched()`` a generator; then follow ``wake()``, and the sample that has,
     once more, after ``start(key)``. Behind ``watch()`` ``touched()`` tells of the key that was started last.
 
-    A generator of the dataset's own is told from others by the path that leads to it when a pass begins. As long as
-    it is there, and no other has its path, it keeps that name: a process that starts anew finds it there.
+    A generator of the dataset's own is told from others by the path that leads to it when a pass begins, which is where
+    a process that starts anew finds it. What samples do to the paths does not count: one that is found elsewhere when
+    a pass ends keeps its name. One that was moved between passes has a new one.
 
     Args:
         roots: objects whose own generators are looked for (a dataset, a collate_fn). The search runs at the first
@@ -572,6 +672,8 @@ class Streams:
         self._owned: list[OwnedGenerator] | None = None
         self._settled: dict[str, int] = {}  # lengths of lists when no sample of this pass had been read
         self._reading = False  # a pass has begun, and was not seen to end
+        self._renewed: set[str] = set()  # paths of generators that are made anew for each sample, alike each time
+        self._told: set[str] = set()  # of those of which there was a warning
         self._globals = lend_globals()
         # Looked up once: this is done for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
@@ -580,6 +682,7 @@ class Streams:
         self._start_torch = torch.default_generator.manual_seed
         self._saved: list[Any] | None = None
         self._outer: tuple[Any, ...] = (None, None, None)
+        self._new: dict[str, str] = {}  # by paths, how those stood that the first batch of this pass made
         self.can_rest = False
         self.asked = False  # `sample_generator` was called since `begin`
         self.batches, self._next_search, self._gap, self._workers = 0, 1, 1, 1
@@ -592,13 +695,24 @@ class Streams:
             # The last pass was left early, or this one is not the first of two that take turns. One that has taken
             # another's place is most likely the caller's doing, between passes.
             paths = {each.path for each in before}
-            late = [each for each in new if each.path not in paths]
-            if late:
-                self._warn_of_late(late)
+            self._warn_of_late([each for each in new if each.path not in paths])
         self._reading = True
         self._next_search, self._gap = self.batches + 1, _FIRST_GAP
         worker = get_worker_info()
         self._workers = 1 if worker is None else worker.num_workers
+
+    def begin_replay(self) -> None:
+        """In place of `begin_pass`, for a source that is always read from its start, and for which nobody looks later.
+
+        A generator that it makes while it is read draws what it drew the last time, if anything does: without a key,
+        then, also in the next pass. One in the place of another was put there by the caller.
+        """
+        before = self._owned
+        self._search(())
+        if before is not None and self._owned is not None:
+            known = {id(each.generator) for each in before}
+            paths = {each.path for each in before}
+            self._owned = [each for each in self._owned if id(each.generator) in known or each.path in paths]
 
     def found_late(
         self, more: Callable[[], tuple[object, ...]] = tuple, left: int | None = None, again: bool = True
@@ -619,6 +733,25 @@ class Streams:
             return False
         return self._look_late(more(), over, again)
 
+    def read_again(self, more: Callable[[], tuple[object, ...]] = tuple) -> None:
+        """To be called when a batch was read once more because of `found_late`.
+
+        Those that were made anew by that, the same as the first time, are made for each sample, by its number, say:
+        they need no stream. What is made from the system's entropy is another one.
+        """
+        before = self._new
+        for each in self._search(more(), late=True):
+            if each.path not in before:
+                continue
+            if digest(each.save()) == before[each.path]:
+                self._renewed.add(each.path)
+            elif each.path not in self._told:
+                self._told.add(each.path)
+                _warn(
+                    f"{each.path.strip()} is a random generator that is made again and again, and not alike, so what "
+                    "it draws will be another after a resume: make it in __init__, or use midepoch.sample_generator()"
+                )
+
     def end_pass(self, *more: object) -> None:
         """Behind the last batch of a pass, where `found_late` was not told that it is the last."""
         if self._reading and self._owned is not None:
@@ -629,9 +762,11 @@ class Streams:
         if self.batches == self._next_search:
             self._next_search, self._gap = self._next_search + self._gap, self._gap * 4
         self._reading = self._reading and not over
-        new = self._search(more, late=True)
-        if new and not exact:
+        new = [each for each in self._search(more, late=True) if each.path not in self._renewed]
+        if not exact:
             self._warn_of_late(new)
+        elif new:
+            self._new = {each.path: digest(each.save()) for each in new}
         return bool(new)
 
     def _search(self, more: tuple[object, ...], late: bool = False) -> list[OwnedGenerator]:
@@ -644,18 +779,20 @@ class Streams:
             before = known.get(id(each.generator))
             if before is not None and before.name != each.name:
                 alone = holds.get(before.name, each.generator) is each.generator
-                # One that is known keeps its stream, though a shorter path may lead to it by now: where a process
-                # starts anew, that is not there yet.
-                if alone or late:
+                if late or (alone and each.path == before.path):
                     owned.append(replace(each, name=before.name, salt=before.salt))
                     moved += [] if alone else owned[-1:]
                     continue
+                # Moved by the caller, between passes; or by samples, in a pass that was left early.
+                moved += [each] if self._reading else []
             owned.append(each)
         new = [each for each in owned if id(each.generator) not in known]
+        if moved and moved[0].name not in self._told:
+            self._told.add(moved[0].name)
+            _warn(f"random generators change places ({moved[0].name.strip()} is another one) {_ORDER_TELLS}")
         if late:
-            if moved:
-                _warn(f"random generators change places ({moved[0].name.strip()} is another one) {_ORDER_TELLS}")
-            self._warn_of_order(found.lengths, new)
+            paths = {each.path for each in known.values()}
+            self._warn_of_order(found.lengths, [each for each in new if each.path not in paths])
             # Whose name a moved one has kept is called otherwise: no two draw the same numbers.
             taken = {each.name for each in owned if id(each.generator) in known}
             for place, each in enumerate(owned):
@@ -676,12 +813,18 @@ class Streams:
             places = tuple(f"{path}[{place}]" for place in range(length))
             filled = {place for place in places for each in new if each.path.startswith(place)}
             # Of one alone that is appended it is known where it stands.
-            if len(filled) > 1 or (filled and length == self._settled[path] and length > 1):
+            several = len(filled) > 1 or (filled and length == self._settled[path] and length > 1)
+            if several and path not in self._told:
+                self._told.add(path)
                 _warn(f"{path} is filled with random generators {_ORDER_TELLS}")
 
     def _warn_of_late(self, late: Sequence[OwnedGenerator]) -> None:
+        told = next((each.path for each in late if each.path not in self._told), None)
+        if told is None:
+            return
+        self._told.add(told)
         _warn(
-            f"{late[0].path.strip()} is a random generator that was made after the first batch, so samples before may "
+            f"{told.strip()} is a random generator that was made after the first batch, so samples before may "
             "not be drawn alike after a resume: make it in __init__, or use midepoch.sample_generator()"
         )
 
@@ -705,7 +848,8 @@ class Streams:
         _current.key = key
         self._seed_python(key)
         self._python_generator.gauss_next = None
-        self._start_numpy(key & _MASK_32)
+        # The upper half, since torch takes the lower one for a generator of the same kind: its words would be equal.
+        self._start_numpy(key >> 32)
         self._start_torch(key)
         if self._owned:
             for each in self._owned:

@@ -102,6 +102,7 @@ class ReplayReader:
         self._plain_collate = collate is None or draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
         self._opened: tuple[int, int, int] | None = None
+        self._nonce: int | None = None
         self._iterator: Iterator[Any] | None = None
         self._read = 0  # units read from the iterator
         self._sample_key = 0
@@ -114,16 +115,23 @@ class ReplayReader:
             SourceError: the stream is not the one that was consumed before, or not as long as it said.
         """
         streams = self._streams
-        if streams is not None:
-            streams.begin()
+        if streams is None:
+            return self._batch(request)
+        if self._nonce != request.nonce:
+            self._nonce = request.nonce
+            streams.begin_replay()
+        streams.begin()
+        try:
+            return self._batch(request)
+        finally:
+            streams.end()
+
+    def _batch(self, request: ReplayRequest) -> Replayed | End:
         try:
             return self._shared_batch(request) if self._shared else self._own_batch(request)
         except BaseException:
             self._opened = None  # a generator that has raised is over
             raise
-        finally:
-            if streams is not None:
-                streams.end()
 
     def _start(self, key: int) -> None:
         if self._streams is not None:

@@ -8,11 +8,12 @@ import functools
 import itertools
 import random
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import sources
 
 import midepoch
+import midepoch.randomness
 from midepoch.loader import Loader
 from midepoch.randomness import Streams, find_generators
 
@@ -31,6 +33,10 @@ from midepoch.randomness import Streams, find_generators
 def wrapped(dataset: Any, num_workers: int = 0, batch_size: int = 4, **options: Any) -> Loader:
     source = DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=list, **options)
     return midepoch.wrap(source, seed=1)
+
+
+def as_errors(worker: int) -> None:
+    warnings.simplefilter("error", midepoch.MidepochWarning)
 
 
 def holding(*held: Any, **named: Any) -> Any:
@@ -74,7 +80,7 @@ def _named_by_key(name: str) -> str:
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_that_is_the_same_in_each_process_is_part_of_a_name(name: str) -> None:
     here = _named_by_key(name)
-    assert here not in ("dict[]", "dict[None]")
+    assert "*" not in here and here != "dict[None]"
     assert here == sources.in_processes(_named_by_key, (name,))[0]
     other = {"x": random.Random(), KEYS[name]: random.Random()}
     assert names(other)[1] == here
@@ -150,6 +156,19 @@ def bounded(kind: int, other: str = "") -> random.Random:
     return random.Random()
 
 
+class Methods:
+    @functools.lru_cache(None)  # noqa: B019
+    def made(self, kind: int) -> Any:
+        return random.Random()
+
+
+def test_results_of_a_cached_method_are_told_by_their_other_arguments() -> None:
+    first, second = Methods(), Methods()
+    made = [first.made(1), first.made(2), second.made(2)]
+    found = {id(each.generator): each.name for each in find_generators(first).owned}
+    assert [found[id(each)].rpartition("made")[2] for each in made] == ["((*, 1))", "((*, 2))", "((*, 2))"]
+
+
 class Counter(dict[str, int]):
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +196,39 @@ def shared(bits: Any) -> Any:
     return holding(np.random.Generator(bits), bits)
 
 
+def attributed() -> None:
+    pass
+
+
+attributed.generator = random.Random()  # type: ignore[attr-defined]
+
+
+def defaulted(module: Any = sys.modules[__name__]) -> Any:
+    return module.TOP
+
+
+LOCAL, SPACE, BOUND = threading.local(), types.SimpleNamespace(generator=random.Random()), random.Random(4).random
+LOCAL.generator = random.Random()
+LAYERS, CYCLE, FROZEN = torch.nn.Sequential(), itertools.cycle([random.Random()]), frozenset([random.Random()])
+LAYERS.generator = random.Random()  # type: ignore[assignment]
+
+
+def inner(generator: random.Random) -> Iterator[float]:
+    while True:
+        yield generator.random()
+
+
+def outer() -> Iterator[float]:
+    for each in inner(random.Random()):  # noqa: UP028  # not `yield from`
+        yield each
+
+
+def begun_outer() -> Iterator[float]:
+    iterator = outer()
+    next(iterator)
+    return iterator
+
+
 PLACES: dict[str, Callable[[], Any]] = {
     "an unbounded cache": lambda: (cached(1), cached)[1],
     "a bounded cache": lambda: (bounded(1), bounded(2, other="x"), bounded)[2],
@@ -185,6 +237,20 @@ PLACES: dict[str, Callable[[], Any]] = {
     "a subclass of dict": Counter,
     "the factory of a defaultdict": lambda: collections.defaultdict(functools.partial(int, random.Random())),
     "behind yield from": begun,
+    "an iterator that a loop goes through": begun_outer,
+    "an attribute of a function": lambda: attributed,
+    "a module in a default": lambda: defaulted,
+    "a module that an object holds": lambda: holding(sys.modules[__name__], lambda: TOP),
+    "keys of a dict": lambda: {functools.partial(int, random.Random()): 1},
+    "values of a dict": lambda: {1: random.Random()}.values(),
+    "a view of a dict": lambda: types.MappingProxyType({1: random.Random()}),
+    "an array of objects": lambda: np.array([random.Random(), "x"], dtype=object),
+    "at the top: a namespace": lambda: lambda: SPACE.generator,
+    "at the top: a thread's own": lambda: lambda: LOCAL.generator,
+    "at the top: layers": lambda: lambda: LAYERS.generator,
+    "at the top: an iterator": lambda: lambda: CYCLE,
+    "at the top: a frozen set": lambda: lambda: FROZEN,
+    "at the top: a bound method": lambda: lambda: BOUND(),
 }  # fmt: skip
 EXPECTED = {"a bounded cache": 2, "behind yield from": 2}
 
@@ -194,7 +260,7 @@ def test_generators_are_found(place: str) -> None:
     found = find_generators(PLACES[place]())
     assert len(found.owned) == EXPECTED.get(place, 1), [each.path for each in found.owned]
     assert len({each.name for each in found.owned}) == len(found.owned)
-    assert not any(each.name.endswith("()") for each in found.owned)
+    assert not any(each.name.endswith("(*)") for each in found.owned)
 
 
 def test_a_bit_generator_is_put_under_streams_for_all_that_share_it() -> None:
@@ -210,30 +276,91 @@ def test_a_bit_generator_is_put_under_streams_for_all_that_share_it() -> None:
     assert bits.state == before
 
 
-class Unready:
-    """As a proxy of what is not there yet."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError("not yet")
-
-
-def no_class(self: object) -> Any:
+def no_answer(self: object, *arguments: Any) -> Any:
     raise RuntimeError("not yet")
 
 
-Lying = type("Lying", (), {"__class__": property(no_class)})
+class Lazy:
+    """As a proxy that opens what it stands for when it is first asked."""
+
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not yet")
 
 
-@pytest.mark.parametrize("kind", [Unready, Lying])
-def test_what_cannot_be_searched_is_named(kind: type) -> None:
-    found = find_generators([kind(), random.Random()])
+ODD: dict[str, Any] = {
+    "no attributes": type("Odd", (), {"__getattribute__": no_answer}),
+    "no other attributes": Lazy,
+    "no class": type("Odd", (), {"__class__": property(no_answer)}),
+    "no order": type("Odd", (list,), {"__iter__": no_answer, "__len__": no_answer}),
+    "no members": type("Odd", (dict,), {"items": no_answer, "__iter__": no_answer, "values": no_answer}),
+    "no keys as attributes": type("Odd", (dict,), {"__getattr__": dict.__getitem__}),
+    "no equality": type("Odd", (), {"__eq__": no_answer, "__hash__": no_answer, "__bool__": no_answer}),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_objects_are_searched_without_being_asked(kind: str) -> None:
+    """What they answer may open files, or draw."""
+    odd = ODD[kind]()
+    if "order" in kind:
+        list.append(odd, random.Random())
+    elif issubclass(ODD[kind], dict):
+        dict.__setitem__(odd, "a", random.Random())
+    else:
+        object.__setattr__(odd, "held", random.Random())
+    found = find_generators(odd)
+    assert (len(found.owned), found.hopeless, found.reads_states) == (1, [], False)
+    loader = wrapped(Drawing(8, lambda data, index: random, odd=odd))
+    assert loader.capabilities.exact_augmentations
+    assert len(sources.taken(loader)) == 2
+
+
+def test_a_container_that_draws_when_it_is_read_leaves_the_caller_s_generators_alone() -> None:
+    class Deck(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(random.sample(range(5), 5))
+
+    state = random.getstate()
+    assert len(sources.taken(wrapped(Drawing(8, lambda data, index: TOP, deck=Deck([1, 2, object()]))))) == 2
+    assert random.getstate() == state
+
+
+def test_what_cannot_be_searched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(value: Any) -> Any:
+        if isinstance(value, set):
+            raise RuntimeError("changed size")
+        return children(value)
+
+    children = midepoch.randomness._children
+    monkeypatch.setattr(midepoch.randomness, "_children", fails)
+    found = find_generators([set(), random.Random()])
     assert found.hopeless == ["list[0] (which cannot be searched: RuntimeError)"]
     assert found.reads_states
     assert len(found.owned) == 1
-    loader = wrapped(Drawing(8, lambda data, index: data.generator, odd=[kind()], generator=random.Random()))
-    assert not loader.capabilities.exact_augmentations
-    assert "cannot be searched" in loader.capabilities.exact_augmentations.reason
-    assert len(sources.taken(loader)) == 2
+
+
+class Row(NamedTuple):
+    path: str
+    box: tuple[int, int]
+
+
+BIG: dict[str, Any] = {
+    "annotations": [{"file": f"{n}.jpg", "box": (1, 2, 3, 4), "labels": ["a", "b"]} for n in range(60_000)],
+    "by number": {n: [n, (n, "x")] for n in range(60_000)},
+    "a set": set(range(200_000)),
+    "named tuples": [Row(str(n), (n, n)) for n in range(60_000)],
+    "objects": [[holding()] for _ in range(60_000)],
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_what_stands_beside_large_containers_is_found(name: str) -> None:
+    held = types.SimpleNamespace(first=BIG[name], then=holding(holding(random.Random())))
+    found = find_generators(held)
+    assert len(found.owned) == 1
+    assert bool(found.hopeless) == (name == "objects")
 
 
 def spawning(data: Any, index: int) -> Any:
@@ -309,6 +436,54 @@ def test_generators_that_change_places_between_passes_are_told_by_their_places()
     assert sources.taken(fresh) == later
 
 
+class Augmentation:
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(1)
+
+    def random(self) -> float:
+        return float(self.generator.random())
+
+
+def by_epoch(data: Any, epoch: int) -> None:
+    data.current = data.augmentations["strong" if epoch else "weak"]
+
+
+def wrapped_in(data: Any, epoch: int) -> None:
+    data.current = [data.current, None][0] if not epoch else types.SimpleNamespace(random=data.current.random)
+
+
+def shorter(data: Any, epoch: int) -> None:
+    if epoch:
+        data.augmentations.pop("weak")
+        data.current = next(iter(data.augmentations.values()))
+
+
+@pytest.mark.parametrize("set_epoch", [by_epoch, wrapped_in, shorter])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_the_caller_moves_between_passes_is_found_where_it_is(
+    set_epoch: Callable[[Any, int], None], num_workers: int
+) -> None:
+    def make() -> Any:
+        augmentations = {"weak": Augmentation(), "strong": Augmentation()}
+        return Drawing(
+            16, lambda data, index: data.current, augmentations=augmentations, current=augmentations["weak"]
+        )
+
+    data = make()
+    with wrapped(data, num_workers) as loader:
+        for epoch in range(2):
+            set_epoch(data, epoch)
+            state = loader.state_dict()
+            batches = sources.taken(loader)
+    for workers in (0, 2):
+        data = make()
+        for epoch in range(2):
+            set_epoch(data, epoch)
+        with wrapped(data, workers) as loader:
+            loader.load_state_dict(state)
+            assert sources.taken(loader) == batches
+
+
 class Endlessly(IterableDataset[Any]):
     """Makes a generator of its own when the first sample of a pass is read."""
 
@@ -339,6 +514,106 @@ def test_an_iterable_s_generator_made_while_it_is_read_is_exact(num_workers: int
             assert sources.taken(loader) == second[2:]
 
 
+class Reseeding(sources.Indices):
+    """As albumentations' ``set_random_seed``: generators made anew, by the sample's number."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.generators = [np.random.default_rng([index, each]) for each in range(3)]
+        return [index, *(each.random() for each in self.generators)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_generators_that_are_made_for_each_sample_by_its_number_are_exact(num_workers: int) -> None:
+    with warnings.catch_warnings(), wrapped(Reseeding(80), num_workers, worker_init_fn=as_errors) as loader:
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        epochs = [sources.taken(loader) for _ in range(2)]
+        assert epochs[0] == epochs[1]
+        list(itertools.islice(loader, 7))
+        assert sources.taken(loader)
+
+
+def test_generators_that_are_made_for_each_sample_by_chance_are_warned_of_once() -> None:
+    def renews(data: Any, index: int) -> Any:
+        data.made = np.random.default_rng()
+        return data.made
+
+    with warnings.catch_warnings(record=True) as told, wrapped(Drawing(80, renews)) as loader:
+        warnings.simplefilter("always", midepoch.MidepochWarning)
+        for _ in range(3):
+            sources.taken(loader)
+    assert [str(each.message).partition(",")[0] for each in told] == [
+        "Drawing.made is a random generator that is made again and again"
+    ]
+
+
+class Replayed(IterableDataset[Any]):
+    """Has no sampler; `reseed` gives it another generator, and it makes one while it is read."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def reseed(self, epoch: int) -> None:
+        self.generator = np.random.default_rng(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.own = np.random.default_rng(7)
+        for index in range(24):
+            yield index, self.generator.random() if index % 4 == 1 else 0.0, self.own.random()
+
+
+def replayed(data: Any, num_workers: int) -> Loader:
+    source: Any = DataLoader(data, batch_size=4, num_workers=num_workers, collate_fn=list)
+    return midepoch.wrap(source, seed=1, shard=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*from its start:midepoch.MidepochWarning")
+def test_a_source_that_is_replayed_has_its_generators_exchanged_between_passes(num_workers: int) -> None:
+    data = Replayed()
+    with replayed(data, num_workers) as loader:
+        states: list[list[Any]] = []
+        epochs: list[list[Any]] = []
+        for epoch in range(3):
+            data.reseed(epoch)
+            states.append([loader.state_dict()])
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(sources.plain(batch))
+                states[-1].append(loader.state_dict())
+    assert epochs[0] != epochs[1]
+    for epoch, cut in itertools.product(range(3), range(6)):
+        data = Replayed()
+        data.reseed(epoch)
+        with replayed(data, num_workers) as loader:
+            loader.load_state_dict(states[epoch][cut])
+            assert sources.taken(loader) == epochs[epoch][cut:]
+
+
+class Behind(IterableDataset[Any]):
+    """A generator of an inner iterator, which seldom draws."""
+
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(24), generator=torch.Generator().manual_seed(3))
+
+    def inner(self) -> Iterator[Any]:
+        generator = np.random.default_rng(4)
+        for index in self.sampler:
+            yield index, generator.random() if index % 7 == 3 else 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.inner():  # noqa: UP028  # not `yield from`
+            yield each
+
+
+def test_a_generator_of_an_inner_iterator_is_exact() -> None:
+    def make() -> Loader:
+        return wrapped(Behind())
+
+    whole = sources.taken(make())
+    for cut in range(1, 6):
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
 # --- warned of ---
 
 
@@ -366,10 +641,6 @@ def pushed(data: Any, index: int) -> Any:
         data.known.add(index % 3)
         data.pool.appendleft(random.Random())
     return data.pool[-1]
-
-
-def as_errors(worker: int) -> None:
-    warnings.simplefilter("error", midepoch.MidepochWarning)
 
 
 def slots() -> Any:

@@ -145,7 +145,7 @@ class MakesItsGeneratorLater(Dataset[Any]):
 
 
 def test_a_generator_made_in_a_later_batch_is_warned_of() -> None:
-    with pytest.warns(midepoch.MidepochWarning, match="after its first batch"):
+    with pytest.warns(midepoch.MidepochWarning, match="after the first batch"):
         list(wrap(DataLoader(MakesItsGeneratorLater(), batch_size=4), seed=0))
 
 

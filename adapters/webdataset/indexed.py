@@ -131,6 +131,7 @@ class IndexedReader:
         if streams is not None and streams.found_late(left=request.left):
             # Stages made generators of their own while they ran: now that they are known, once more.
             answer = self._read(request, request.start, request.stop)
+            streams.read_again()
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
             return answer
         # Every sample of this rank was dropped, maybe of this rank alone: then it takes one of the others', since

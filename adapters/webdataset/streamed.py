@@ -492,6 +492,7 @@ class StreamedReader:
             survivors, keys = [], []
             self._run(read, survivors, keys)
             answer = self._batched(survivors, keys)
+            self._streams.read_again()
         return _Batch(answer, stream.cursor, False)
 
     def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:
