@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import random
 import re
@@ -43,7 +44,7 @@ from midepoch.indexed import draws_nothing
 from midepoch.keys import derive_key, extend_key
 from midepoch.protocol import Capabilities, Capability
 from midepoch.randomness import Purpose, Streams, warn_of_kept
-from midepoch.serving import WorkerAnswers, workers_outlive_signals
+from midepoch.serving import WorkerAnswers, tell_of_a_death, workers_outlive_signals
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
@@ -106,6 +107,7 @@ class StreamingAdapter(Adapter):
         self._opening = Streams()
         self._reads, self._draws = _Reads(dataset), _Draws(dataset)
         self._kept_workers: Any = None  # the iterator of persistent ones
+        self._last: _StreamingSession | None = None
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -290,6 +292,10 @@ class StreamingAdapter(Adapter):
             reading.give_way()
         if _has_failed(dataset):
             _failed()
+        if self._last is not None and self._last.failed and self._kept_workers is not None:
+            # What has gone wrong in a worker may last as long as it does.
+            self._kept_workers._shutdown_workers()
+        _free_barrier(dataset, self._kept_workers)
         _let_go_of_places(dataset)
         # A pass looks at both: it takes the place for stale if its epoch is not the next one.
         dataset.next_epoch = run.epoch
@@ -315,7 +321,8 @@ class StreamingAdapter(Adapter):
                 iterator = self._begun()
         finally:
             self._kept_workers, loader._iterator = loader._iterator, theirs
-        return _StreamingSession(loader, iterator, str(plan), reads, back)
+        self._last = _StreamingSession(loader, iterator, str(plan), reads, back)
+        return self._last
 
     def _begun(self) -> Iterator[Any]:
         """torch's iterator, without Streaming's guess of how many samples a batch has."""
@@ -333,7 +340,17 @@ def _can_go_on(iterator: Any) -> bool:
     """Whether the workers of an iterator of torch's, if it is one, are all there."""
     if iterator is None or iterator._shutdown:
         return False
-    return all(worker.is_alive() for worker in iterator._workers)
+    return all(worker._parent_pid == os.getpid() and worker.is_alive() for worker in iterator._workers)
+
+
+def _free_barrier(dataset: StreamingDataset, workers: Any) -> None:
+    """Where a worker died while a pass began, the others' having come is still written down, and the next would wait.
+
+    With other ranks on this node, these may have come for the next pass already.
+    """
+    barrier = dataset._shared_barrier
+    if dataset._unique_rank_world.ranks_per_node == 1 and not _can_go_on(workers) and barrier.num_enter:
+        barrier.num_enter, barrier.num_exit, barrier.flag = 0, -1, True
 
 
 def _has_own_code(dataset: StreamingDataset) -> bool:
@@ -399,6 +416,7 @@ class _Reads:
 
     def _each(self, it: Any) -> Iterator[int]:
         """In place of ``_each_sample_id``."""
+        it.exit = functools.partial(_exit, self.dataset, it)  # for the next pass, in worker processes too
         yield from type(self.dataset)._each_sample_id(self.dataset, it)
         if it.yield_index < it.total:
             _given_way() if it.should_exit() else _failed()
@@ -592,7 +610,8 @@ class _StreamingSession(Session):
     ) -> None:
         # torch's own, without Streaming's guess of how many samples a batch has.
         self._loader, self._detail, self._reads = loader, detail, reads
-        self._answers = WorkerAnswers(iterator)
+        self._answers = WorkerAnswers(iterator, _tell)
+        self.failed = False  # a worker has, of those that may be kept
         self._began, self._back = False, back
         self._reading: Any = None  # what Streaming knows of a pass in this process
         self.take = self._answers.__next__ if loader.num_workers and not back else self._take
@@ -633,20 +652,15 @@ class _StreamingSession(Session):
 
     def close(self) -> None:
         """End the threads that read ahead; torch ends its worker processes."""
+        self.failed = self.failed or self._answers.failed
         self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))
         self._end_threads()
         if _sessions.get(here := _here(self._loader.dataset)) is self:
             del _sessions[here]
 
     def _end_threads(self) -> None:
-        """As Streaming's own ``exit``, which waits for ever for a thread that has failed, here and at the next pass."""
-        reading = self._reading
-        if reading is not None:
-            reading.non_blocking_exit()
-            while reading._num_exited < reading._num_threads_to_exit and not _has_failed(self._loader.dataset):
-                time.sleep(TICK)
-            with reading._lock:
-                reading._state = _IterState.EXITED
+        if self._reading is not None:
+            _exit(self._loader.dataset, self._reading)
 
 
 _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()
@@ -655,6 +669,15 @@ _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = wea
 
 def _here(dataset: StreamingDataset) -> tuple[int, int]:
     return os.getpid(), id(dataset)
+
+
+def _exit(dataset: StreamingDataset, reading: Any) -> None:
+    """As Streaming's own ``exit`` of a pass, which waits for ever for a thread that has failed."""
+    reading.non_blocking_exit()
+    while reading._num_exited < reading._num_threads_to_exit and not _has_failed(dataset):
+        time.sleep(TICK)
+    with reading._lock:
+        reading._state = _IterState.EXITED
 
 
 def _given_way() -> NoReturn:
@@ -667,6 +690,12 @@ def _given_way() -> NoReturn:
 def _has_failed(dataset: StreamingDataset) -> bool:
     """Whether a thread that reads ahead in this process has failed: Streaming begins no other pass after that."""
     return "_event" in vars(dataset) and bool(dataset._event.is_set())
+
+
+def _tell(reason: str, error: Exception) -> None:
+    if "Background thread failed" in reason:  # Streaming's words, of a worker
+        _failed()
+    tell_of_a_death(reason, error)
 
 
 def _failed() -> NoReturn:

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -31,7 +32,7 @@ from .keys import derive_key
 from .randomness import Purpose
 from .signals import signals_in_hand
 
-__all__ = ["Server", "WorkerAnswers", "workers_outlive_signals"]
+__all__ = ["Server", "WorkerAnswers", "tell_of_a_death", "workers_outlive_signals"]
 
 
 def _nothing() -> None:
@@ -49,28 +50,29 @@ class Server:
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self._loader = loader
         self._streams = options.streams
-        self._persistent: dict[int, DataLoader[Any]] = {}
+        self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process, since a forked one has no workers
 
     def __call__(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """The answers of `reader`, in the order of `requests`, and how to stop."""
         theirs = self._loader
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
-        ours = self._persistent.get(id(reader))
+        here = os.getpid(), id(reader)
+        ours = self._persistent.get(here)
         if ours is not None and not all(worker.is_alive() for worker in getattr(ours._iterator, "_workers", ())):
             _Shutdown(ours._iterator)()
             ours = None
         if ours is None:
             ours = self._make(reader)
             if theirs.persistent_workers:
-                self._persistent[id(reader)] = ours
+                self._persistent[here] = ours
         sampler = ours.sampler
         assert isinstance(sampler, _Requests)  # _make's
         sampler.requests = requests
         if self._streams and ours.generator is not None:
             # The base seed of the worker processes comes from it, not from the caller's generator.
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
-        with _starting():
+        with _starting(ours):
             answers = iter(ours)
         return WorkerAnswers(answers), _nothing if theirs.persistent_workers else _Shutdown(answers)
 
@@ -94,9 +96,10 @@ class Server:
 
     def close(self) -> None:
         """End persistent worker processes."""
-        for ours in self._persistent.values():
-            _Shutdown(ours._iterator)()
-        self._persistent.clear()
+        for (process, _), ours in self._persistent.items():
+            if process == os.getpid():
+                _Shutdown(ours._iterator)()
+        self._persistent = {here: ours for here, ours in self._persistent.items() if here[0] != os.getpid()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_persistent": {}}
@@ -109,13 +112,21 @@ class _WorkerError(SourceError, RuntimeError):
 class WorkerAnswers:
     """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
 
+    Args:
+        iterator: torch's.
+        tell: is given the reason of an error, and the error, and may raise another one.
+
+    Attributes:
+        failed: it has raised something else than its end.
+
     torch raises RuntimeError for that, as for many other things, and does not say what may be done about it. Where a
     batch was on its way from the worker it fails to fetch that, with whatever error the connection's end makes.
     """
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._next = iterator.__next__
+    def __init__(self, iterator: Iterator[Any], tell: Callable[[str, Exception], None] | None = None) -> None:
+        self._next, self._tell = iterator.__next__, tell or tell_of_a_death
         self._workers: Sequence[Any] = getattr(iterator, "_workers", ())
+        self.failed = False
 
     def __iter__(self) -> Self:
         return self
@@ -123,8 +134,14 @@ class WorkerAnswers:
     def __next__(self) -> Any:
         try:
             return self._next()
+        except StopIteration:
+            raise
         except (RuntimeError, OSError, EOFError) as error:
-            _tell(self._reason(error), error)
+            self.failed = True
+            self._tell(self._reason(error), error)
+            raise
+        except BaseException:
+            self.failed = True
             raise
 
     def end(self, instead: Callable[[], Any]) -> None:
@@ -149,7 +166,7 @@ class WorkerAnswers:
         return str(error)
 
 
-def _tell(reason: str, error: Exception) -> None:
+def tell_of_a_death(reason: str, error: Exception) -> None:
     """Raise a _WorkerError, with its cure, if the reason is that a worker has died."""
     reason = reason.strip().rstrip(".")
     cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
@@ -158,20 +175,42 @@ def _tell(reason: str, error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def _starting() -> Iterator[None]:
+def _starting(loader: DataLoader[Any]) -> Iterator[None]:
     """While worker processes are started: a signal to all processes waits until they know that they outlive it.
 
     torch tells of a worker's death out of a signal's handler, here too.
     """
     numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which a new process takes over
+    method = _start_method(loader)
+    if numbers and method != "fork":
+        # What multiprocessing starts once, to help it, must not have signals blocked, and unblocks them when it starts.
+        resource_tracker.ensure_running()
+        if method == "forkserver":
+            forkserver.ensure_running()
+    others = set(multiprocessing.active_children()) if numbers else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which a new process takes over
         yield
     except RuntimeError as error:
-        _tell(str(error), error)
+        tell_of_a_death(str(error), error)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if numbers:
+            for worker in set(multiprocessing.active_children()) - others:
+                # It outlives what torch ends it with where nothing else has helped.
+                worker.terminate = worker.kill  # type: ignore[method-assign]
+                _outliving.add(worker)
+
+
+_outliving: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Processes that outlive signals."""
+
+
+def _start_method(loader: DataLoader[Any]) -> str:
+    method: str = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    return method
 
 
 _DYING = 2.0  # seconds from the end of a worker's connections to its own, at most
@@ -234,6 +273,9 @@ class _Remote(Dataset[Any]):
         return self.reader(request)
 
 
+_LEAVING = 5.0  # seconds in which a worker ends by itself when its process does
+
+
 @functools.lru_cache(maxsize=1)
 def _leaving(process: int) -> Any:
     """A number that a process shares with its workers: 1 once it is on its way out, and ends those that are left."""
@@ -241,6 +283,15 @@ def _leaving(process: int) -> Any:
 
     def leave() -> None:
         shared.value = 1
+        with contextlib.suppress(ValueError):  # in another thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises here, and nobody is left to be told
+        workers = [worker for worker in _outliving if worker._parent_pid == process and worker.is_alive()]
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGTERM)
+        until = time.monotonic() + _LEAVING
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+            worker.kill()  # one that hangs outside Python, say
 
     # Before multiprocessing ends what is left, in processes that it started too, where nothing of atexit's is called.
     Finalize(None, leave, exitpriority=100)
@@ -254,7 +305,9 @@ class _Outlives:
         self._leaving, self._main = leaving, os.getppid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._leaving.value or os.getppid() != self._main:
+        if self._leaving.value:
+            os._exit(0)  # as torch's worker does where its process ends it
+        if os.getppid() != self._main:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -265,8 +318,7 @@ class _Outlive:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._then = loader.worker_init_fn
         # Whose child it is; with a fork server that one's.
-        server = (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver"
-        self._main = None if server else os.getpid()
+        self._main = None if _start_method(loader) == "forkserver" else os.getpid()
         self._held_back = self._outlived = tuple(signals_in_hand)
         self._leaving = None
         if self._outlived:
@@ -303,13 +355,17 @@ class _WorkerInit(_Outlive):
 @contextlib.contextmanager
 def workers_outlive_signals(source: object) -> Iterator[None]:
     """While an iterator is made of a user's own loader: its workers are started with it, or with its first batch."""
-    if not signals_in_hand or not isinstance(source, DataLoader) or not source.num_workers:
+    if not isinstance(source, DataLoader) or not source.num_workers:
         yield
+        return
+    if not signals_in_hand:
+        with _starting(source):
+            yield
         return
     theirs = source.worker_init_fn
     source.worker_init_fn = _Outlive(source)
     try:
-        with _starting():
+        with _starting(source):
             yield
     finally:
         source.worker_init_fn = theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,22 +32,27 @@ class Signals:
 
     Raises:
         MidepochError: this is not the main thread.
+        ValueError: one of them cannot be received.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals], told: Callable[[], None]) -> None:
         self.received, self.kept = 0, False
         self._told, self._process, self._closed = weakref.WeakMethod(told), os.getpid(), False
         self._handlers: dict[int, Any] = {}  # of others, by signal
-        try:
-            for number in numbers:
+        wanted = list(numbers)
+        if wanted and threading.current_thread() is not threading.main_thread():
+            raise MidepochError(
+                "signals can be received in the main thread alone: make the Snapshot there, or pass signals=()"
+            )
+        for number in wanted:
+            try:
                 self._handlers[number] = signal.signal(number, self._receive)
                 signals_in_hand.add(int(number))
-        except ValueError as error:
-            self.close()
-            raise MidepochError(
-                f"signals can be received in the main thread alone ({error}): make the Snapshot there, or pass "
-                "signals=()"
-            ) from None
+            except (ValueError, OSError, TypeError) as error:
+                self.close()
+                raise ValueError(
+                    f"{number!r} cannot be received ({error}): pass signals such as signal.SIGTERM"
+                ) from None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

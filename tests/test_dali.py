@@ -6,12 +6,15 @@ import functools
 import gc
 import json
 import multiprocessing
+import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1333,6 +1336,28 @@ def test_a_forked_process_leaves_alone_the_pipelines_that_are_garbage(root: str)
         assert (hangs, process.exitcode) == (False, 0)
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_while_others_see_to_a_fork(root: str) -> None:
+    """What they allocate in the new process, before ours is asked, would set it off."""
+    gc.collect()
+    cycle = [native_pipeline_in_use(root)]
+    cycle.append(cycle)
+    del cycle
+    held = [[] for _ in range(gc.get_threshold()[0] - gc.get_count()[0])]  # type: ignore[var-annotated]
+    process = os.fork()
+    if not process:
+        os._exit(0)
+    until, status = time.monotonic() + 20, None
+    while time.monotonic() < until and status is None:
+        ended, code = os.waitpid(process, os.WNOHANG)
+        status = code if ended else None
+        time.sleep(0.01)
+    if status is None:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert (status, gc.isenabled()) == (0, True)
+    assert held
 
 
 def native_pipeline_in_use(root: str) -> Any:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.multiprocessing.spawn import spawn
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -21,7 +25,7 @@ import lightning_job
 import sources
 
 import midepoch
-from midepoch import World
+from midepoch import World, serving
 
 # --- Lightning ---
 
@@ -122,3 +126,144 @@ def test_a_rank_that_multiprocessing_started_ends_with_its_workers_when_it_fails
     ended = rank.exitcode
     rank.kill()
     assert ended == 1
+
+
+_KEPT: list[Any] = []  # until the process ends
+
+
+def finish_an_epoch(path: str) -> None:
+    loader = midepoch.wrap(
+        DataLoader(sources.Indices(40), batch_size=4, num_workers=2, persistent_workers=True), seed=1
+    )
+    _KEPT.extend([loader, midepoch.Snapshot(path, data=loader)])
+    list(loader)
+
+
+def test_a_rank_that_multiprocessing_started_ends_well_with_persistent_workers(tmp_path: Path) -> None:
+    """torch takes a worker that dies of the signal that ends it for one that was killed."""
+    codes = []
+    for _ in range(8):
+        rank = multiprocessing.get_context("fork").Process(target=finish_an_epoch, args=(str(tmp_path / "s.pt"),))
+        rank.start()
+        rank.join(60)
+        codes.append(rank.exitcode)
+        rank.kill()
+    assert codes == [0] * 8
+
+
+class Waiting(sources.Indices):
+    """Waits for ever at one sample; `how`: in Python, or in C, where Python's handlers of signals are not run."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(40)
+        self.how = how
+
+    def __getitem__(self, index: int) -> int:
+        while index == 20 and self.how == "in Python":
+            time.sleep(10)
+        if index == 20:
+            libc = ctypes.CDLL(None)
+            mutex = ctypes.create_string_buffer(64)
+            libc.pthread_mutex_init(mutex, None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
+        return index
+
+
+def time_out(path: str, how: str, close: bool) -> None:
+    loader = midepoch.wrap(DataLoader(Waiting(how), batch_size=4, num_workers=2, timeout=1), seed=1)
+    _KEPT.extend([loader, midepoch.Snapshot(path, data=loader)])
+    iterator = iter(loader)
+    with pytest.raises(midepoch.SourceError, match="timed out"):
+        _KEPT.extend([iterator, *iterator])
+    if close:
+        loader.close()
+        assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("how", "close"), [("in Python", True), ("in C", False)])
+def test_a_worker_that_waits_for_ever_is_ended(how: str, close: bool, tmp_path: Path) -> None:
+    """By what ends its loader, and by its process's end."""
+    rank = multiprocessing.get_context("fork").Process(target=time_out, args=(str(tmp_path / "s.pt"), how, close))
+    rank.start()
+    rank.join(60)
+    ended = rank.exitcode
+    rank.kill()
+    assert ended == 0
+
+
+def read_in_a_fork(loader: Any) -> None:
+    assert len(list(loader)) == 10
+    loader.close()
+
+
+def test_a_forked_process_has_persistent_workers_of_its_own() -> None:
+    source: Any = DataLoader(sources.Indices(40), batch_size=4, num_workers=1, persistent_workers=True)
+    with midepoch.wrap(source, seed=0) as loader:
+        assert len(list(loader)) == 10
+        process = multiprocessing.get_context("fork").Process(target=read_in_a_fork, args=(loader,))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert len(list(loader)) == 10
+
+
+BLOCKED = """
+import multiprocessing, signal, sys
+from torch.utils.data import DataLoader
+import midepoch
+
+def tell(connection):
+    connection.send(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    source = DataLoader(list(range(8)), batch_size=4, num_workers=1, multiprocessing_context=context)
+    loader = midepoch.wrap(source, seed=0)
+    snapshot = midepoch.Snapshot("s.pt", data=loader)
+    list(loader)
+    here, there = context.Pipe()
+    process = context.Process(target=tell, args=(there,))
+    process.start()
+    print(here.recv(), sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(BLOCKED)
+    command = [sys.executable, "job.py", method]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[0] == "[] []", done.stderr
+
+
+def test_an_error_out_of_a_handler_leaves_no_signal_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = signal.pthread_sigmask
+
+    def blocks_and_raises(how: int, numbers: Any) -> Any:
+        before = block(how, numbers)
+        if how == signal.SIG_BLOCK and numbers:
+            raise RuntimeError("of a handler")
+        return before
+
+    monkeypatch.setattr(signal, "pthread_sigmask", blocks_and_raises)
+    monkeypatch.setattr(serving, "signals_in_hand", {int(signal.SIGUSR1)})
+    with pytest.raises(RuntimeError, match="of a handler"), serving._starting(DataLoader([1])):  # type: ignore[arg-type]
+        pass
+    assert block(signal.SIG_BLOCK, ()) == set()
+
+
+def die(worker: int) -> None:
+    if worker == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
+def test_a_worker_that_dies_while_it_starts_is_told_of_without_a_snapshot_too(kind: str) -> None:
+    loaders: Any = torch.utils.data
+    if kind == "StatefulDataLoader":
+        loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    source = getattr(loaders, kind)(sources.Indices(40), batch_size=4, num_workers=2, worker_init_fn=die)
+    with midepoch.wrap(source, seed=0) as loader, pytest.raises(midepoch.SourceError, match=r"DataLoader worker .*use"):
+        list(loader)

@@ -733,6 +733,8 @@ if __name__ == "__main__":
     snapshot = midepoch.Snapshot(sys.argv[1], data=loader)
     if sys.argv[3] == "start":
         os.register_at_fork(before=lambda: print(3, flush=True), after_in_child=lambda: time.sleep(1))
+        if sys.argv[2] == "spawn":
+            print(3, flush=True)
     for batch in loader:
         time.sleep(0.02)
         snapshot.step()
@@ -787,12 +789,22 @@ def test_a_signal_to_all_processes_with_their_workers(
     assert not left, "workers that outlive their process"
 
 
-@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
-def test_a_signal_to_all_processes_while_workers_start(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [(signal.SIGUSR1, wrong) for wrong in (signal.SIGKILL, "SIGTERM", 99999)])
+def test_signals_that_cannot_be_received_are_refused(signals: Any, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ValueError, match=r"cannot be received .*: pass signals such as signal\.SIGTERM"):
+        Run(tmp_path / "snapshot.pt", signals=signals)
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("DataLoader", "fork"), ("StatefulDataLoader", "fork"), ("DataLoader", "spawn")]
+)
+def test_a_signal_to_all_processes_while_workers_start(kind: str, method: str, tmp_path: Path) -> None:
     """Before a worker knows that it outlives signals."""
     if kind == "StatefulDataLoader":
         pytest.importorskip("torchdata", reason="torchdata is not installed (pip install midepoch[torchdata])")
-    job = starting(kind, tmp_path)
+    job = starting(kind, tmp_path, method)
     os.killpg(job.pid, signal.SIGTERM)
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
@@ -811,15 +823,15 @@ def test_workers_whose_process_is_killed_while_they_start_end_too(tmp_path: Path
     assert not left
 
 
-def starting(kind: str, folder: Path) -> subprocess.Popen[str]:
+def starting(kind: str, folder: Path, method: str = "fork") -> subprocess.Popen[str]:
     """A job whose workers have been forked and have done nothing yet."""
     (folder / "job.py").write_text(WITH_WORKERS)
     job = subprocess.Popen(
-        [sys.executable, "job.py", "snapshot.pt", "fork", "start", kind], cwd=folder, stdout=subprocess.PIPE,
+        [sys.executable, "job.py", "snapshot.pt", method, "start", kind], cwd=folder, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert job.stdout is not None and job.stdout.readline().strip() == "3"
-    time.sleep(0.3)
+    time.sleep(0.3 if method == "fork" else 1.0)
     return job
 
 

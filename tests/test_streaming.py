@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -628,6 +630,60 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
     with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
         for _ in goes_on:
             pass
+
+
+class Faulty(StreamingDataset):  # type: ignore[misc]
+    """Its threads fail as long as a file is there."""
+
+    def __init__(self, marker: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.marker = marker
+
+    def prepare_shard(self, shard: int, blocking: bool = True) -> None:
+        if Path(self.marker).exists():
+            Path(self.marker + ".seen").touch()
+            raise OSError("a connection that ended")
+        super().prepare_shard(shard, blocking)
+
+
+def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path: Path) -> None:
+    """Its pass was left before the worker could say so; and the worker is replaced after the error."""
+    marker = tmp_path / "fails"
+    loading = {"persistent_workers": True, "prefetch_factor": 1}
+    source = sources.bare(
+        size=200, batch_size=2, num_workers=1, kind=Faulty, predownload=20, loading=loading, marker=str(marker)
+    )
+    with wrap(source) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        marker.touch()
+        while not (tmp_path / "fails.seen").exists():
+            next(iterator)
+            time.sleep(0.1)
+        time.sleep(0.5)
+        marker.unlink()
+        with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+            list(loader)
+        assert len(list(loader)) in (100, 200 // 2 - loader.position // 2)
+        assert len(list(loader)) == 100
+
+
+def die_once(marker: str, worker: int) -> None:
+    if worker == 1 and Path(marker).exists():
+        Path(marker).unlink()
+        time.sleep(1)  # the others wait for this one now
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_while_a_pass_begins_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    """Streaming's workers wait for each other then, by counts in shared memory."""
+    marker = tmp_path / "dies"
+    marker.touch()
+    loading = {"worker_init_fn": functools.partial(die_once, str(marker))}
+    with wrap(sources.bare(num_workers=2, loading=loading)) as loader:
+        with pytest.raises(SourceError, match="DataLoader worker"):
+            list(loader)
+        assert taken(loader) == taken(make())
 
 
 class OfItsReader(MDSReader):  # type: ignore[misc]
