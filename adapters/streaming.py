@@ -349,7 +349,8 @@ def _free_barrier(dataset: StreamingDataset, workers: Any) -> None:
     With other ranks on this node, these may have come for the next pass already.
     """
     barrier = dataset._shared_barrier
-    if dataset._unique_rank_world.ranks_per_node == 1 and not _can_go_on(workers) and barrier.num_enter:
+    at_rest = barrier.num_enter == 0 and barrier.num_exit == -1
+    if not at_rest and dataset._unique_rank_world.ranks_per_node == 1 and not _can_go_on(workers):
         barrier.num_enter, barrier.num_exit, barrier.flag = 0, -1, True
 
 
@@ -383,15 +384,15 @@ def _deals_one_by_one(dataset: StreamingDataset) -> bool:
 
 
 def _parts(dataset: StreamingDataset) -> dict[str, Any]:
-    """What it holds, but for its many shards, streams of Streaming's own class, and what `_Draws` lends it."""
-    parts = {name: part for name, part in vars(dataset).items() if name not in ("streams", "shards", *_LENT)}
+    """What it holds, but for shards, streams of Streaming's own class, its pass, and what `_Draws` lends it."""
+    parts = {name: part for name, part in vars(dataset).items() if name not in _THEIRS}
     parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
     parts["formats"] = formats = _own_formats()
     parts["readers"] = [shard for shard in dataset.shards if type(shard) in formats]
     return parts
 
 
-_LENT = ("_get_work", "_each_sample_id")
+_THEIRS = ("streams", "shards", "_iterator", "_get_work", "_each_sample_id")
 
 
 class _Reads:
@@ -416,7 +417,7 @@ class _Reads:
 
     def _each(self, it: Any) -> Iterator[int]:
         """In place of ``_each_sample_id``."""
-        it.exit = functools.partial(_exit, self.dataset, it)  # for the next pass, in worker processes too
+        it.exit = functools.partial(_exit, self.dataset, weakref.proxy(it))  # for the next pass, in workers too
         yield from type(self.dataset)._each_sample_id(self.dataset, it)
         if it.yield_index < it.total:
             _given_way() if it.should_exit() else _failed()
