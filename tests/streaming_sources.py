@@ -193,14 +193,18 @@ def identify(batch: Any) -> list[int]:
     return found
 
 
+def one_at_a_time() -> FileLock:
+    """For making a dataset: Streaming looks for a free name of shared memory, then takes it, as another process may."""
+    return FileLock(f"{tempfile.gettempdir()}/midepoch-mds.lock")
+
+
 def bare(
     size: int = SIZE, batch_size: int = BATCH, num_workers: int = 0, seed: int = SEED, read_log: str | None = None,
     drop_last: bool = False, failing: tuple[int, str] | None = None, kind: type[StreamingDataset] = StreamingDataset,
     loading: dict[str, Any] | None = None, **options: Any,
 ) -> StreamingDataLoader:  # fmt: skip
     options = {"local": a_copy(size), "batch_size": batch_size, "shuffle": True, "shuffle_seed": seed, **options}
-    # Streaming looks for a free name of shared memory and then takes it, which two processes may do at once.
-    with FileLock(f"{tempfile.gettempdir()}/midepoch-mds.lock"):
+    with one_at_a_time():
         if failing is not None:
             dataset: StreamingDataset = Failing(failing, **options)
         else:

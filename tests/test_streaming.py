@@ -484,7 +484,8 @@ class OfStreams(StreamingDataset):  # type: ignore[misc]
 
 def by_streams() -> StreamingDataLoader:
     streams = [Held(sources.a_copy(sources.SIZE))]
-    dataset = OfStreams(streams=streams, batch_size=sources.BATCH, shuffle=True, shuffle_seed=sources.SEED)
+    with sources.one_at_a_time():
+        dataset = OfStreams(streams=streams, batch_size=sources.BATCH, shuffle=True, shuffle_seed=sources.SEED)
     return StreamingDataLoader(dataset, batch_size=sources.BATCH)
 
 
@@ -536,7 +537,8 @@ def test_code_that_draws_is_found_in_a_format_that_was_registered(
             writer.write({"number": number})
 
     def loader() -> Loader:
-        dataset = StreamingDataset(local=str(tmp_path), batch_size=2, shuffle=True)
+        with sources.one_at_a_time():
+            dataset = StreamingDataset(local=str(tmp_path), batch_size=2, shuffle=True)
         return wrap(StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers))
 
     one = loader()
