@@ -484,7 +484,7 @@ class StreamedReader:
                 break
         if not survivors:
             if self._streams is not None:
-                self._streams.end_pass()
+                self._streams.found_late(left=0, again=False)  # one stream's end; others may go on
             return _Batch(Answer([], []), stream.cursor, True)
         answer = self._batched(survivors, keys)
         # How far a refilled batch reads may have hung on what was drawn.
