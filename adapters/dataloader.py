@@ -1,7 +1,7 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
-The user's DataLoader is only read. Its batches are made by a reader (midepoch.indexed, midepoch.driven,
-midepoch.replay), which `midepoch.serving` asks in this process or in as many worker processes as the DataLoader names.
+The user's DataLoader is only read. Its batches are made by a reader (midepoch.reading.indexed, driven
+or replay), which `midepoch.reading.workers` asks in this process or in as many worker processes as the DataLoader names.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import TypeIs
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.errors import StateMismatchError, UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, map_requests, unchanged
-from midepoch.iterables import IterableAdapter
-from midepoch.keys import derive_key
-from midepoch.protocol import Capabilities, Capability
-from midepoch.sampler import Listed, ListedEpoch, length_of, understand
-from midepoch.serving import Server
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order.keys import derive_key
+from midepoch.reading.indexed import IteratorSession, MapReader, map_requests, unchanged
+from midepoch.reading.iterables import IterableAdapter
+from midepoch.reading.workers import Server
+from midepoch.samplers import Listed, ListedEpoch, length_of, understand
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]

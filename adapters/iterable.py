@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset, IterableDataset
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.errors import UnsupportedSourceError
-from midepoch.indexed import IteratorSession, MapReader, map_requests, unchanged
-from midepoch.iterables import IterableAdapter
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
-from midepoch.protocol import Capabilities, Capability
-from midepoch.sampler import length_of
+from midepoch.reading.indexed import IteratorSession, MapReader, map_requests, unchanged
+from midepoch.reading.iterables import IterableAdapter
+from midepoch.samplers import length_of
 from midepoch.world import World
 
 __all__ = ["PlainIterableAdapter", "SequenceAdapter"]

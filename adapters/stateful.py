@@ -13,14 +13,15 @@ from typing import Any, ClassVar, cast
 import torch
 from torch.utils.data import DataLoader
 
-from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.encoding import decode, encode
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
-from midepoch.keys import derive_key, extend_key
-from midepoch.protocol import RAW, Capabilities, Capability
-from midepoch.randomness import Purpose, Streams
-from midepoch.sampler import length_of
-from midepoch.serving import workers_outlive_signals
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.driven import RAW
+from midepoch.reading.workers import workers_outlive_signals
+from midepoch.samplers import length_of
+from midepoch.state.codec import decode, encode
 from midepoch.world import World
 
 __all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]

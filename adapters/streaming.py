@@ -31,20 +31,14 @@ from streaming.base.dataset import _IterState
 from streaming.base.shared import SharedMemory
 from torch.utils.data import DataLoader
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.errors import (
-    MidepochError,
-    SourceError,
-    StateCorruptError,
-    StateMismatchError,
-    UnsupportedSourceError,
-)
-from midepoch.indexed import draws_nothing
-from midepoch.keys import derive_key, extend_key
-from midepoch.protocol import Capabilities, Capability
-from midepoch.randomness import Purpose, Streams, warn_of_kept
-from midepoch.serving import WorkerAnswers, tell_of_a_death, workers_outlive_signals
+from midepoch.errors import MidepochError, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams, warn_of_kept
+from midepoch.reading.indexed import draws_nothing
+from midepoch.reading.workers import WorkerAnswers, tell_of_a_death, workers_outlive_signals
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]

@@ -41,8 +41,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measuring import between
 
 from midepoch import ResumableSampler, World, reseal
-from midepoch.keys import derive_key
-from midepoch.order import _SHUFFLED, Order, Shuffled, _Feistel
+from midepoch.order import Order, Shuffled
+from midepoch.order.keys import derive_key
+from midepoch.order.permutations import Feistel
+from midepoch.order.shuffled import _SHUFFLED
 
 SIZES = (10**4, 10**6, 10**9, 10**12)
 WORLD_SIZES = (1, 8, 1024, 16384)
@@ -216,7 +218,7 @@ def check_window(order: Order, position: int, world_size: int, drop_last: bool) 
     once = indices[:left]  # the others are repeats
     require(once.min() >= 0 and once.max() < size, where, "an index is out of range")
     require(np.unique(once).size == once.size, where, "an index comes more than once")
-    permutation = _Feistel(size, derive_key(_SHUFFLED, SEED, 0, size))
+    permutation = Feistel(size, derive_key(_SHUFFLED, SEED, 0, size))
     positions = permutation._map(once, permutation._backward)
     back = np.array_equal(positions, np.arange(position, position + once.size))
     require(back, where, "the inverse of the order does not lead back to the positions")

@@ -11,7 +11,8 @@ for batch in loader:
 
 from __future__ import annotations
 
-from .combine import combine
+from .checkpoint.snapshot import Snapshot
+from .combine.combine import combine
 from .errors import (
     MidepochError,
     MidepochWarning,
@@ -23,22 +24,27 @@ from .errors import (
     StateVersionError,
     UnsupportedSourceError,
 )
-from .protocol import Capabilities, StatefulIterable
-from .randomness import sample_generator
-from .registry import wrap
-from .sampler import ResumableSampler
-from .snapshot import Snapshot
-from .state import gather, reseal
+from .loader.capabilities import Capabilities, Capability
+from .loader.loader import Loader
+from .randomness.streams import sample_generator
+from .resumable_sampler import ResumableSampler
+from .state.format import State, reseal
+from .state.parts import gather
+from .stateful_iterable import StatefulIterable
 from .world import World
+from .wrapping import wrap
 
 __all__ = [
     "Capabilities",
+    "Capability",
+    "Loader",
     "MidepochError",
     "MidepochWarning",
     "ResumableSampler",
     "Snapshot",
     "SnapshotError",
     "SourceError",
+    "State",
     "StateCorruptError",
     "StateError",
     "StateMismatchError",

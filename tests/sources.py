@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 import midepoch
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 from midepoch.testing.pool import Call, shared_pool
 
 # --- what comes out ---

@@ -19,7 +19,7 @@ import sources
 
 import midepoch
 from midepoch import Capabilities, MidepochError
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 
 # exact order, exact augmentations, constant-time resume, elastic world, elastic workers, rank-independent
 ALL_YES = "yes yes yes yes yes yes"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from midepoch.cli import main
+from midepoch.tools.cli import main
 
 pytest.importorskip("typer", reason="needs midepoch[cli]")
 

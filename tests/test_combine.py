@@ -30,7 +30,7 @@ from law_sources import Carried, draws
 
 import midepoch
 from midepoch import MidepochError, SourceError, StateError, StateMismatchError, combine, wrap
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")

@@ -38,9 +38,9 @@ from midepoch import World
 from midepoch.adapters import dali
 from midepoch.adapters.dali import checkpoint, wire
 from midepoch.adapters.dali.random import _first_that_fit
-from midepoch.encoding import encode
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
+from midepoch.state.codec import encode
 from midepoch.testing import check_resumable, digest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -1017,7 +1017,7 @@ GOLDEN: dict[str, Any] = {
 
 
 def test_keys_of_arrays_are_those_of_numbers() -> None:
-    from midepoch.keys import extend_key, extend_keys
+    from midepoch.order.keys import extend_key, extend_keys
 
     keys, words = [0, 7, 2**64 - 1], [0, 1, 2**63]
     mixed = extend_keys(np.array(keys, np.uint64), np.array(words, np.uint64))

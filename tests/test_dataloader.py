@@ -35,7 +35,7 @@ import sources
 
 import midepoch
 from midepoch import MidepochError, ResumableSampler, SourceError, StateError, UnsupportedSourceError, World
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 
 SIZE = 22
 

@@ -21,11 +21,11 @@ pytest.importorskip("typer", reason="needs midepoch[demo]")
 
 from PIL import Image
 
-from midepoch.cli import main
-from midepoch.demo.backends import BACKENDS
-from midepoch.demo.compare import Comparison, Run, Segment, read_segment
-from midepoch.demo.images import label_of, write_images
-from midepoch.demo.orchestrate import DemoError, Settings, make_plans, prepare
+from midepoch.tools.cli import main
+from midepoch.tools.demo.backends import BACKENDS
+from midepoch.tools.demo.compare import Comparison, Run, Segment, read_segment
+from midepoch.tools.demo.images import label_of, write_images
+from midepoch.tools.demo.orchestrate import DemoError, Settings, make_plans, prepare
 
 _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
@@ -363,7 +363,7 @@ def test_a_missing_package_is_named_with_the_cure(
 
 
 def test_without_typer_every_command_names_the_cure() -> None:
-    code = "import sys; sys.modules['typer'] = None; from midepoch.cli import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from midepoch.tools.cli import main; main()"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 2
     assert finished.stderr == "midepoch: the command line needs typer: pip install 'midepoch[cli]'\n"

@@ -432,7 +432,7 @@ class Unreachable(Slow):
 
 
 def test_an_error_of_a_worker_s_own_is_not_taken_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midepoch.serving._DYING", 100.0)
+    monkeypatch.setattr("midepoch.reading.workers._DYING", 100.0)
     since = time.monotonic()
     with pytest.raises(urllib.error.URLError, match="no route to host"):
         next(iter(midepoch.wrap(DataLoader(Unreachable(), 4, num_workers=2), seed=1)))

@@ -39,7 +39,7 @@ from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, Wo
 from midepoch.adapters import ffcv as adapter
 from midepoch.adapters.ffcv import adapter as adapter_module
 from midepoch.adapters.ffcv import beton, epoch, kernels, private, streams
-from midepoch.keys import derive_keys
+from midepoch.order.keys import derive_keys
 from midepoch.testing import ResumableTests, check_resumable
 
 ALL = bool(os.environ.get("MIDEPOCH_CHAOS"))  # every combination, every thread layer: a quarter of an hour

@@ -33,7 +33,8 @@ import fuzz_states
 import mutations
 
 import midepoch
-from midepoch import StateCorruptError, state
+from midepoch import StateCorruptError
+from midepoch.state import format as state
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 SEED = 7

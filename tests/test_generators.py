@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import sources
 
 import midepoch
-import midepoch.randomness
-from midepoch.loader import Loader
-from midepoch.randomness import Streams, find_generators
+import midepoch.randomness.streams
+from midepoch.loader.loader import Loader
+from midepoch.randomness.streams import Streams, find_generators
 
 
 def wrapped(dataset: Any, num_workers: int = 0, batch_size: int = 4, **options: Any) -> Loader:
@@ -333,7 +333,7 @@ def test_what_cannot_be_searched_is_named(monkeypatch: pytest.MonkeyPatch) -> No
             raise RuntimeError("changed size")
         return children(value)
 
-    children = midepoch.randomness._children
+    children = midepoch.randomness.streams._children
     monkeypatch.setattr(midepoch.randomness, "_children", fails)
     found = find_generators([set(), random.Random()])
     assert found.hopeless == ["list[0] (which cannot be searched: RuntimeError)"]

@@ -19,9 +19,9 @@ import torch.distributed.checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
+from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import MidepochError, SnapshotError, StateError
-from midepoch.inspection import look, seek
-from midepoch.pickles import check_pickle
+from midepoch.tools.inspection import look, seek
 
 dcp: Any = torch.distributed.checkpoint
 
@@ -185,8 +185,9 @@ def test_one_state_in_several_places_and_several_states(tmp_path: Path) -> None:
 
 def test_only_what_can_begin_anywhere_is_moved_without_its_source() -> None:
     """Its states have no detail of their own, on any rank; of others only the source knows how to begin."""
-    from midepoch import inspection, registry
-    from midepoch.adapter import Adapter
+    from midepoch import wrapping as registry
+    from midepoch.loader.adapter import Adapter
+    from midepoch.tools import inspection
 
     known = set()
     for backend in registry._BACKENDS:
@@ -444,7 +445,7 @@ def test_files_that_ask_for_memory_or_time_without_end(kind: str, tmp_path: Path
         os.mkfifo(path)
     else:
         path = Path("/dev/zero")
-    limited = "import resource, sys; from midepoch.cli import main; sys.argv = sys.argv[1:]; main()"
+    limited = "import resource, sys; from midepoch.tools.cli import main; sys.argv = sys.argv[1:]; main()"
     command = [sys.executable, "-c", limited, "midepoch", "inspect", str(path)]
     usage = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -24,7 +24,7 @@ import sources
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, SourceError, StateError, UnsupportedSourceError, World
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*naively fast-forwarding.*")
 

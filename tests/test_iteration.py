@@ -22,7 +22,7 @@ import sources
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, SourceError, StateError, World
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 
 
 def shuffled(size: int = 22, batch_size: int = 4, **keywords: Any) -> Loader:

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from midepoch import order as order_module
-from midepoch.keys import derive_key, mix
-from midepoch.order import MAXIMUM_SIZE, EpochOrder, Order, Sequential, Shuffled, Windowed
+from midepoch.order import MAXIMUM_SIZE, EpochOrder, Order, Sequential, Shuffled, Windowed, permutations
+from midepoch.order.keys import derive_key, mix
 
 Indices = npt.NDArray[np.int64]
 
@@ -548,7 +547,7 @@ def pair_statistic(size: int, distance: int, seeds: int) -> float:
 @pytest.mark.parametrize("rounds", [4, 8])
 def test_the_rounds_of_the_network_are_enough(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of the smallest networks are 256 wide, where positions differ in the higher part only."""
-    monkeypatch.setattr(order_module._Feistel, "ROUNDS", rounds)
+    monkeypatch.setattr(permutations.Feistel, "ROUNDS", rounds)
     for size in (65537, 100_003):
         p_value = pair_statistic(size, 256, seeds=60)
         if rounds == 4:

@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import StateError, wrap
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")

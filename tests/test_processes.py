@@ -25,7 +25,8 @@ import lightning_job
 import sources
 
 import midepoch
-from midepoch import World, serving
+from midepoch import World
+from midepoch.reading import workers as serving
 
 # --- Lightning ---
 

@@ -29,11 +29,11 @@ import sources
 
 import midepoch
 from midepoch import MidepochError
-from midepoch.indexed import draws_nothing
-from midepoch.keys import derive_key, derive_keys, extend_key, mix
-from midepoch.lending import LentGlobals, SlowlyLentGlobals
-from midepoch.loader import Loader
-from midepoch.randomness import Streams, find_generators
+from midepoch.loader.loader import Loader
+from midepoch.order.keys import derive_key, derive_keys, extend_key, mix
+from midepoch.randomness.globals import LentGlobals, SlowlyLentGlobals
+from midepoch.randomness.streams import Streams, find_generators
+from midepoch.reading.indexed import draws_nothing
 
 MASK = (1 << 64) - 1
 

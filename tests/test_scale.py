@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from midepoch import ResumableSampler, indexed, reseal
+from midepoch import ResumableSampler, reseal
 from midepoch.order import EpochOrder, Shuffled
+from midepoch.reading import indexed
 from midepoch.world import Share
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -65,14 +66,14 @@ class Broken(Shuffled):
 
 
 def lose_one(share: Share) -> Iterator[tuple[int, int]]:
-    """As midepoch.indexed.spans, but the last rank gets one position less of its second batch."""
+    """As midepoch.reading.indexed.spans, but the last rank gets one position less of its second batch."""
     for step in range(share.steps):
         start, stop = share.span(step)
         yield start, stop - (step == 1 and share.world.rank == share.world.world_size - 1)
 
 
 def swap_two(share: Share) -> Iterator[tuple[int, int]]:
-    """As midepoch.indexed.spans, but rank 3 gets in its third batch what rank 4 gets."""
+    """As midepoch.reading.indexed.spans, but rank 3 gets in its third batch what rank 4 gets."""
     for step in range(share.steps):
         start, stop = share.span(step)
         more = stop - start if step == 2 and share.world.rank == 3 else 0

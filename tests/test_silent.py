@@ -241,7 +241,7 @@ class _Curriculum(IterableDataset[tuple[int, int]]):
 
 @pytest.mark.parametrize("variable", [True, False], ids=["variable", "attribute"])
 def test_a_count_that_shows_much_later_is_found_at_once(variable: bool) -> None:
-    def make() -> midepoch.loader.Loader:
+    def make() -> midepoch.Loader:
         return wrap(DataLoader(_Curriculum(variable), batch_size=4), seed=3)
 
     whole = [[part.tolist() for part in batch] for batch in make()]

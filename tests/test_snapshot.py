@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
-from midepoch import snapshot as module
-from midepoch.encoding import decode, encode
+from midepoch.checkpoint import snapshot as module
+from midepoch.state.codec import decode, encode
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 

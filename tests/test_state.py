@@ -32,8 +32,9 @@ import sources
 
 import midepoch
 from midepoch import StateCorruptError, StateError, StateMismatchError, StateVersionError
-from midepoch.encoding import decode, digest, encode
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
+from midepoch.state.codec import decode, encode
+from midepoch.state.digest import digest
 
 KEYS = [
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",

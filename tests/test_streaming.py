@@ -56,7 +56,7 @@ from midepoch import (
     wrap,
 )
 from midepoch.adapters.streaming import _Draws
-from midepoch.loader import Loader
+from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -40,7 +40,7 @@ class Noisy(Dataset[dict[str, torch.Tensor]]):
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def make(size: int = 22, batch_size: int = 2) -> midepoch.loader.Loader:
+def make(size: int = 22, batch_size: int = 2) -> midepoch.Loader:
     return midepoch.wrap(DataLoader(Noisy(size), batch_size=batch_size, shuffle=True), seed=3)
 
 
@@ -49,14 +49,14 @@ def whole(epochs: int = 2, **settings: Any) -> list[Any]:
     return [batch["x"].tolist() for _ in range(epochs) for batch in loader]
 
 
-def rest(loader: midepoch.loader.Loader, epochs: int = 2) -> list[Any]:
+def rest(loader: midepoch.Loader, epochs: int = 2) -> list[Any]:
     found: list[Any] = []
     while loader.epoch < epochs:
         found += [batch["x"].tolist() for batch in loader]
     return found
 
 
-def head(loader: midepoch.loader.Loader, batches: int) -> list[Any]:
+def head(loader: midepoch.Loader, batches: int) -> list[Any]:
     endless = (batch for _ in itertools.count() for batch in loader)
     return [batch["x"].tolist() for batch in itertools.islice(endless, batches)]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from midepoch.adapters.dali.wire import Field, pack, unpack
-from midepoch.encoding import decode, encode
 from midepoch.errors import StateCorruptError, StateError
+from midepoch.state.codec import decode, encode
 from midepoch.world import World
 
 __all__ = ["Place", "Snapshot", "moved_on"]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from nvidia.dali import Pipeline, fn
 
-from midepoch.keys import derive_key, derive_keys, extend_key, extend_keys
 from midepoch.order import EpochOrder, Order
-from midepoch.randomness import Purpose
+from midepoch.order.keys import derive_key, derive_keys, extend_key, extend_keys
+from midepoch.randomness.streams import Purpose
 from midepoch.world import Share, World
 
 __all__ = ["Data", "Feed", "Plan", "add_a_thread", "feed_of", "words"]

@@ -17,13 +17,13 @@ import nvidia.dali
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy, _DaliBaseIterator
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.dali.checkpoint import Place, Snapshot, moved_on
 from midepoch.adapters.dali.graph import Graph, build, identity, restore, serialize, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
-from midepoch.keys import derive_key
-from midepoch.protocol import Capabilities, Capability
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order.keys import derive_key
 from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from nvidia.dali import types
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.dali.feed import Feed, Plan, feed_of
 from midepoch.adapters.dali.graph import Graph, serialize
 from midepoch.adapters.dali.native import _first_line, _is_iterator
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
-from midepoch.protocol import Capabilities, Capability
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.world import Share, World
 
 __all__ = ["SampledAdapter"]

@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.ffcv import beton
 from midepoch.adapters.ffcv.epoch import Reading, Request, Work, check_file, identity_of
 from midepoch.adapters.ffcv.pipeline import Plan, chains, draws, kind_in_use, make_plan, operation_of
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
-from midepoch.indexed import spans
-from midepoch.keys import derive_key, derive_keys, extend_key
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
-from midepoch.protocol import Capabilities, Capability
-from midepoch.randomness import Purpose, Streams, find_generators
+from midepoch.order.keys import derive_key, derive_keys, extend_key
+from midepoch.randomness.streams import Purpose, Streams, find_generators
+from midepoch.reading.indexed import spans
 from midepoch.world import World
 
 __all__ = ["FFCVAdapter", "hand_out_copies", "on_local_device"]

@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 from numba.np.ufunc.parallel import NUM_THREADS
 
-from midepoch.adapter import Session
 from midepoch.adapters.ffcv.pages import Pages
 from midepoch.adapters.ffcv.pipeline import Batch, Damage, Plan, Step
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
-from midepoch.randomness import Streams
+from midepoch.loader.adapter import Session
+from midepoch.randomness.streams import Streams
 
 __all__ = ["Reading", "Request", "Work"]
 

@@ -22,7 +22,7 @@ from numba.core import cgutils as untyped_cgutils
 from numba.cpython import randomimpl as untyped_randomimpl
 from numba.extending import intrinsic
 
-from midepoch.keys import derive_key, derive_keys
+from midepoch.order.keys import derive_key, derive_keys
 
 __all__ = ["restart", "restart_python"]
 
@@ -81,7 +81,7 @@ def _write(context: Any, builder: Any, name: str, key: Any) -> None:
 
 
 def _word(builder: Any, key: Any, number: Any) -> Any:
-    """The word of SplitMix64 with this number: ``mix(key + (number + 1) * gamma)``, as in `midepoch.keys`."""
+    """The word of SplitMix64 with this number: ``mix(key + (number + 1) * gamma)``, as in `midepoch.order.keys`."""
     step = builder.mul(builder.add(number, ir.Constant(_I64, 1)), ir.Constant(_I64, _GAMMA))
     word = builder.add(key, step)
     for shift, multiplier in ((30, _MULTIPLIER_1), (27, _MULTIPLIER_2)):

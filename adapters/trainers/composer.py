@@ -10,8 +10,9 @@ from composer.loggers import Logger
 from composer.utils import reproducibility
 
 from midepoch.errors import MidepochWarning
-from midepoch.loader import Loader, loader_of
-from midepoch.state import gather
+from midepoch.loader.loader import Loader
+from midepoch.state.parts import gather
+from midepoch.stateful_iterable import loader_of
 
 __all__ = ["ExactResume"]
 

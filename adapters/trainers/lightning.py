@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_unflatten
 
-from midepoch.combine import combine
+from midepoch.combine.combine import combine
 from midepoch.errors import MidepochWarning, StateError
-from midepoch.loader import Loader, loader_of
-from midepoch.protocol import State
-from midepoch.state import gather_state
+from midepoch.loader.loader import Loader
+from midepoch.state.format import State
+from midepoch.state.parts import gather_state
+from midepoch.stateful_iterable import loader_of
 
 if TYPE_CHECKING or "lightning" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback

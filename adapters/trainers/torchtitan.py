@@ -9,9 +9,10 @@ from typing import Any
 from torchtitan.components.dataloader import BaseDataLoader
 
 from midepoch.errors import StateError
-from midepoch.loader import Loader, loader_of
-from midepoch.protocol import State
-from midepoch.state import is_rank_independent
+from midepoch.loader.loader import Loader
+from midepoch.state.format import State
+from midepoch.state.parts import is_rank_independent
+from midepoch.stateful_iterable import loader_of
 from midepoch.world import World
 
 __all__ = ["feed"]

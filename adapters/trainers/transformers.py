@@ -9,9 +9,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from midepoch.errors import StateError, StateMismatchError
-from midepoch.loader import Loader, loader_of
-from midepoch.protocol import State
-from midepoch.state import gather
+from midepoch.loader.loader import Loader
+from midepoch.state.format import State
+from midepoch.state.parts import gather
+from midepoch.stateful_iterable import loader_of
 
 __all__ = ["feed"]
 

@@ -21,13 +21,13 @@ from webdataset import cache
 from webdataset.filters import reraise_exception
 from webdataset.pipeline import DataPipeline
 
-from midepoch.adapter import Adapter, Options
 from midepoch.adapters.webdataset.index import Index, Keys, build_index, default_cache
 from midepoch.adapters.webdataset.indexed import IndexedAdapter
 from midepoch.adapters.webdataset.pipeline import Pipeline, understand
 from midepoch.adapters.webdataset.shards import local_path
 from midepoch.adapters.webdataset.streamed import StreamedAdapter
 from midepoch.errors import SourceError, UnsupportedSourceError
+from midepoch.loader.adapter import Adapter, Options
 
 __all__ = ["WebDatasetAdapter"]
 

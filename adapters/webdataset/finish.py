@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
 from midepoch.errors import SourceError
-from midepoch.keys import extend_key
-from midepoch.randomness import Purpose, Streams
+from midepoch.order.keys import extend_key
+from midepoch.randomness.streams import Purpose, Streams
 from midepoch.world import World
 
 __all__ = ["Answer", "Finish"]

@@ -14,20 +14,20 @@ import numpy.typing as npt
 from torch.utils.data import default_collate, default_convert
 from webdataset import filters
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
-from midepoch.archives import parse_members
+from midepoch.adapters.webdataset.tar import parse_members
 from midepoch.errors import SourceError, StateCorruptError, StateError
-from midepoch.indexed import spans
-from midepoch.keys import derive_key, derive_keys
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
-from midepoch.protocol import Capabilities, Capability
-from midepoch.randomness import Purpose, Streams
-from midepoch.serving import Server
+from midepoch.order.keys import derive_key, derive_keys
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.indexed import spans
+from midepoch.reading.workers import Server
 from midepoch.world import Share, World
 
 __all__ = ["IndexedAdapter", "order_of"]

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from midepoch.archives import compression
+from midepoch.adapters.webdataset.tar import compression
 from midepoch.errors import SourceError
 
 __all__ = ["RangeReader", "Shard", "Take", "glance", "local_path", "locate", "open_shard"]

@@ -21,26 +21,20 @@ from typing import Any, ClassVar, NamedTuple
 
 from webdataset.filters import reraise_exception
 
-from midepoch import promises
-from midepoch.adapter import Adapter, Options, Run, Session
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import glance
-from midepoch.archives import TarError, padded, walk
-from midepoch.errors import (
-    SourceError,
-    StateCorruptError,
-    StateError,
-    StateMismatchError,
-    UnsupportedSourceError,
-)
-from midepoch.keys import derive_key, extend_key
+from midepoch.adapters.webdataset.tar import TarError, padded, walk
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential, Shuffled
-from midepoch.protocol import Capabilities, Capability
-from midepoch.randomness import Purpose, Streams
-from midepoch.serving import Server
-from midepoch.state import part_of, parts_in
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.workers import Server
+from midepoch.state.parts import part_of, parts_in
 from midepoch.world import World
 
 __all__ = ["StreamedAdapter"]

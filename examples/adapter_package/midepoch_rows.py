@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from midepoch import Capabilities, promises
-from midepoch.adapter import Adapter, Options, Run, Session
-from midepoch.indexed import IteratorSession, map_requests, unchanged
+from midepoch import Capabilities
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.order import Shuffled
+from midepoch.reading.indexed import IteratorSession, map_requests, unchanged
 
 
 class Rows:

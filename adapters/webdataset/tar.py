@@ -1,0 +1,515 @@
+"""Uncompressed tar archives: where every member is, and a reader for those that cannot be sought.
+
+Damage is never passed over in silence. A truncated member, a corrupt header and a missing end-of-archive marker are
+each a `TarError` that names the archive and the byte.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+import zlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from midepoch.errors import SourceError
+
+__all__ = ["Member", "TarError", "TarIndex", "compression", "index_tar", "parse_members", "walk"]
+
+BLOCK = 512
+_REST = 1 << 16  # bytes looked at together behind the end marker
+
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+# Links, devices, folders and pipes have no data, whatever their size field says.
+_WITHOUT_DATA = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+_LONG_NAME, _PAX, _PAX_SOLARIS = tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE
+_LONGEST_NAME = 1 << 13  # bytes; twice what Linux takes for a path, and an index has room for the longest in each place
+_LARGEST_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is damage, not a name
+
+
+class TarError(SourceError):
+    """An archive is damaged.
+
+    Attributes:
+        archive: its name.
+        offset: the byte at which it cannot be read on; everything before is sound.
+        truncated: it ends too early, rather than holding something wrong.
+    """
+
+    def __init__(self, archive: str, offset: int, what: str, truncated: bool = False) -> None:
+        super().__init__(
+            f"{archive} is damaged at byte {offset}: {what}; write it anew, or leave it out (webdataset: or pass "
+            "a handler that goes on)"
+        )
+        self.archive, self.offset, self.what, self.truncated = archive, offset, what, truncated
+
+    def __reduce__(self) -> tuple[type[TarError], tuple[Any, ...]]:
+        return TarError, (self.archive, self.offset, self.what, self.truncated)
+
+
+class Member(NamedTuple):
+    """A regular file in an archive.
+
+    Attributes:
+        header: byte at which it begins, with its extended headers.
+        offset: byte at which its data begin.
+        size: bytes of data.
+        name: as the archive has it.
+    """
+
+    header: int
+    offset: int
+    size: int
+    name: str
+
+
+class TarIndex(NamedTuple):
+    """The regular files of an archive, in its order: four arrays of one length.
+
+    Attributes:
+        headers, offsets, sizes: int64, as in `Member`.
+        names: bytes, of numpy's type S.
+        end: byte at which the archive's last member ends.
+        checksum: CRC-32 of the headers: two archives of other files or other times differ.
+        damage: what ended the archive early, or None.
+    """
+
+    headers: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    names: npt.NDArray[np.bytes_]
+    end: int
+    checksum: int
+    damage: TarError | None
+
+
+def index_tar(archive: str | os.PathLike[str] | BinaryIO, name: str | None = None) -> TarIndex:
+    """Where the regular files of an archive are.
+
+    Args:
+        archive: a path, or an open file that can be sought. A path is scanned for headers (a fraction of a second a
+            gigabyte where the system has it cached); an open file is walked from header to header.
+        name: of the archive, in errors; None for its path.
+
+    Raises:
+        OSError: it cannot be read. Damage is not raised but told in `TarIndex.damage`.
+    """
+    if isinstance(archive, str | os.PathLike):
+        name = name or os.fspath(archive)
+        with Path(archive).open("rb") as file:
+            state = os.fstat(file.fileno())
+            if stat.S_ISREG(state.st_mode) and state.st_size >= BLOCK:
+                scanned = _scan(np.memmap(file, np.uint8, "r"), name)
+                if scanned is not None:
+                    return scanned
+            return _collect(file, name)
+    return _collect(archive, name or str(getattr(archive, "name", "the archive")))
+
+
+def compression(beginning: bytes) -> str | None:
+    """What a file is compressed with, by its first six bytes; None for nothing that is known here."""
+    return next((name for magic, name in _COMPRESSED.items() if beginning.startswith(magic)), None)
+
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+# --- one header -------------------------------------------------------------------------------------------------------
+
+
+class _Header(NamedTuple):
+    name: bytes
+    size: int  # of what follows
+    kind: bytes
+
+
+def _parse_header(block: bytes) -> _Header | None:
+    """None for a block of zeros, the end marker. ValueError if it is no header."""
+    if block.count(0) == BLOCK:
+        return None
+    expected = _number(block[148:156])
+    if expected not in (sum(block) - sum(block[148:156]) + 256, _signed_sum(block)):
+        raise ValueError("a header's checksum is wrong")
+    kind = block[156:157]
+    size = 0 if kind in _WITHOUT_DATA else _number(block[124:136])
+    if size < 0:
+        raise ValueError("a header's size is negative")
+    name = block[:100].partition(b"\0")[0]
+    prefix = block[345:500].partition(b"\0")[0]
+    if prefix and kind not in tarfile.GNU_TYPES:  # as tarfile has it, and so webdataset, whatever format it is
+        name = prefix + b"/" + name
+    if kind == tarfile.GNUTYPE_SPARSE:
+        raise ValueError(f"{name!r} is stored as a sparse file")
+    return _Header(name, size, kind)
+
+
+def _parse_known_header(block: bytes) -> _Header | tuple[bytes, int, bytes]:
+    """The same for what has been found to be a sound header before: a quarter of the time in the usual notation."""
+    # A size may fill its field to the last of twelve bytes, which this leaves to the others.
+    if block[257:262] == b"ustar" and block[156:157] in _USUAL and not block[345] and block[135] in b"\0 ":
+        try:
+            return block[: block.index(0)] if not block[99] else block[:100], int(block[124:135], 8), block[156:157]
+        except ValueError:
+            pass  # another notation of the size
+    header = _parse_header(block) if len(block) == BLOCK else None
+    if header is None:
+        raise ValueError("no header where the index has one")
+    return header
+
+
+_USUAL = (tarfile.REGTYPE, tarfile.XHDTYPE)
+
+
+def _number(field: bytes) -> int:
+    if field[0] in (0o200, 0o377):
+        value = int.from_bytes(field[1:], "big")
+        return value - (256 ** (len(field) - 1)) if field[0] == 0o377 else value
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        raise ValueError(f"a header holds {field!r} where a number should be") from None
+
+
+def _signed_sum(block: bytes) -> int:
+    # Some old archivers summed signed bytes.
+    signed = np.frombuffer(block, np.int8).astype(np.int64)
+    return int(signed.sum() - signed[148:156].sum()) + 256
+
+
+def _pax_records(data: bytes) -> dict[bytes, bytes]:
+    records, place = {}, 0
+    while place < len(data) and data[place]:
+        length, space, _ = data[place : place + 20].partition(b" ")
+        if not (space and length.isdigit() and len(length) + 1 < int(length) <= len(data) - place):
+            raise ValueError("an extended header does not parse")
+        keyword, _, value = data[place + len(length) + 1 : place + int(length) - 1].partition(b"=")
+        records[keyword] = value
+        place += int(length)
+    return records
+
+
+class _Pending:
+    """What extended headers said of the file that follows them; of several the first counts, as in tarfile."""
+
+    def __init__(self) -> None:
+        self.start = -1
+        self.of_one = False  # some are of the next file; others, of all that follow, may stand alone
+        self.name: bytes | None = None
+        self.size: int | None = None
+
+    def add(self, kind: bytes, blocks: bytes, size: int) -> None:
+        """Take in an extended header, of `size` bytes in whole blocks: tarfile reads these to their end."""
+        self.of_one |= kind != tarfile.XGLTYPE
+        first_name, first_size = self.name, self.size
+        if kind == _LONG_NAME:
+            self.name = blocks.partition(b"\0")[0]
+        elif kind != tarfile.GNUTYPE_LONGLINK and any(word in blocks for word in _TELLING):
+            records = _pax_records(blocks[:size])
+            if kind == tarfile.XGLTYPE and (b"path" in records or b"size" in records):
+                raise ValueError("a header says the name or the size of all files that follow")
+            if any(keyword.startswith(b"GNU.sparse") for keyword in records):
+                raise ValueError("a file is stored as a sparse file")
+            if b"path" in records:
+                if b"\0" in records[b"path"]:
+                    raise ValueError("an extended header holds a name with a zero byte")
+                self.name = records[b"path"].rstrip(b"/")
+            if b"size" in records:
+                if not records[b"size"].isdigit():
+                    raise ValueError(f"an extended header holds {records[b'size'][:20]!r} where a size should be")
+                self.size = int(records[b"size"])
+        self.name = self.name if first_name is None else first_name
+        self.size = self.size if first_size is None else first_size
+        if self.name is not None and len(self.name) > _LONGEST_NAME:
+            raise ValueError("a name is longer than any")
+
+
+_TELLING = (b"path=", b"size=", b"GNU.sparse")
+_EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, _PAX, _PAX_SOLARIS, tarfile.XGLTYPE)
+
+
+# --- walking from header to header ------------------------------------------------------------------------------------
+
+
+def walk(
+    read: Callable[[int], bytes], skip: Callable[[int], None], archive: str, start: int = 0
+) -> Generator[tuple[Member, bytes], bool | None, None]:
+    """The regular files of an archive and their header blocks, one after another, from a member's beginning on.
+
+    After each, `skip` passes over the data, unless the caller has read them all (with their padding) itself and sent
+    True.
+
+    Args:
+        read: bytes from the current place on, fewer at the end.
+        skip: moves the current place on.
+        archive: its name, for errors.
+        start: the current place.
+
+    Raises:
+        TarError: the archive is damaged.
+    """
+    place, pending = start, _Pending()
+    sound = start  # where the last whole member ended
+
+    def damage(what: str, truncated: bool = False) -> TarError:
+        return TarError(archive, sound, what, truncated)
+
+    while True:
+        block = read(BLOCK)
+        if len(block) < BLOCK:
+            if block or pending.start >= 0:
+                raise damage("it ends inside a header", True)
+            raise damage("it ends without an end-of-archive marker, so its rest may be missing", True)
+        try:
+            header = _parse_header(block)
+        except ValueError as error:
+            raise damage(str(error)) from None
+        if header is None:
+            if any(block.strip(b"\0") for block in iter(lambda: read(_REST), b"")):
+                raise damage("a block of zeros, which ends an archive, stands in front of more data")
+            if pending.of_one:
+                raise damage("it ends behind an extended header, so the file that this belongs to is missing", True)
+            return
+        if pending.start < 0:
+            pending.start = place
+        place += BLOCK
+        if header.kind in _EXTENSIONS:
+            if header.size > _LARGEST_EXTENSION:
+                raise damage("an extended header is absurdly large")
+            data = read(padded(header.size))
+            if len(data) < padded(header.size):
+                raise damage("it ends inside a header", True)
+            place += len(data)
+            try:
+                pending.add(header.kind, data, header.size)
+            except ValueError as error:
+                raise damage(str(error)) from None
+            continue
+        name = header.name if pending.name is None else pending.name
+        size = header.size if pending.size is None else pending.size
+        taken = None
+        if header.kind in _REGULAR and not (header.kind == tarfile.AREGTYPE and header.name.endswith(b"/")):
+            text = name.decode("utf-8", "surrogateescape")
+            taken = yield Member(pending.start, place, size, text), block
+        if not taken:
+            skip(padded(size))
+        place += padded(size)
+        sound, pending = place, _Pending()
+
+
+def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, start: int) -> list[tuple[str, bytes]]:
+    """Names and contents of the regular files in a stretch of an archive that begins and ends with whole members.
+
+    Args:
+        take: (offset in the stretch, number of bytes) -> these bytes, fewer at its end.
+        length: of the stretch; its last member need not be padded.
+        archive: for errors.
+        start: byte of the archive at which the stretch begins, for errors.
+
+    Raises:
+        TarError: it is no such stretch.
+    """
+    found: list[tuple[str, bytes]] = []
+    place, end, pending = 0, 0, None
+    while place < length:
+        try:
+            name, size, kind = _parse_known_header(take(place, BLOCK))
+            is_folder = kind == tarfile.AREGTYPE and name.endswith(b"/")
+            place += BLOCK
+            if kind in _EXTENSIONS:
+                pending = pending or _Pending()
+                pending.add(kind, take(place, padded(size)), size)
+                place += padded(size)
+                continue
+        except ValueError as error:
+            raise TarError(archive, start + place, str(error)) from None
+        if pending is not None:
+            name = name if pending.name is None else pending.name
+            size = size if pending.size is None else pending.size
+            pending = None
+        if kind in _REGULAR and not is_folder:
+            content = take(place, size)
+            if len(content) < size or place + size > length:
+                raise TarError(archive, start + place, "a file ends beyond where the index has it")
+            found.append((name.decode("utf-8", "surrogateescape"), content))
+        end = place + size
+        place += padded(size)
+    if length not in (end, place):
+        raise TarError(archive, start + end, "a file ends before where the index has it")
+    return found
+
+
+def _collect(file: BinaryIO, name: str) -> TarIndex:
+    """By walking: any archive that can be sought."""
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    members: list[Member] = []
+    checksum, damage, end = 0, None, 0
+
+    def skip(count: int) -> None:
+        file.seek(min(count, length), os.SEEK_CUR)  # beyond the end is far enough; systems refuse absurd places
+
+    walker = walk(file.read, skip, name)
+    try:
+        for member, block in walker:
+            stop = member.offset + member.size
+            if stop > length:
+                damage = TarError(
+                    name, end, f"{member.name!r} needs {member.size} bytes, {length - member.offset} are left", True
+                )
+                break
+            members.append(member)
+            checksum = zlib.crc32(block[:156], checksum)
+            end = member.offset + padded(member.size)
+    except TarError as error:
+        damage = error
+    headers, offsets, sizes = (np.array([member[field] for member in members], dtype=np.int64) for field in range(3))
+    names = np.array([member.name.encode("utf-8", "surrogateescape") for member in members], dtype=np.bytes_)
+    return TarIndex(headers, offsets, sizes, names, end, checksum, damage)
+
+
+# --- scanning for headers ---------------------------------------------------------------------------------------------
+
+_ROWS = 8192  # headers looked at together
+
+
+def _scan(data: npt.NDArray[np.uint8], name: str) -> TarIndex | None:
+    """By looking for the magic in every block: many times faster than walking. None where it does not settle it."""
+    count = data.size // BLOCK
+    blocks = data[: count * BLOCK].reshape(count, BLOCK)
+    found = np.flatnonzero(blocks[:, 257] == ord("u"))
+    for place, letter in enumerate(b"star", 258):
+        found = found[blocks[found, place] == letter]
+    if not found.size or found[0] != 0:
+        return None
+    fields = _fields(blocks, found)
+    if fields is None:
+        return None
+    kinds, sizes, sound, heads = fields
+    following = found + 1 + (sizes + BLOCK - 1) // BLOCK
+    kept = _chain(found, following)
+    if kept is not None:
+        found, kinds, sizes, sound, heads, following = (
+            each[kept] for each in (found, kinds, sizes, sound, heads, following)
+        )
+    # What the chain ends in has to be a block of zeros, and every header sound; else walking tells what is wrong.
+    last = int(following[-1])
+    if not sound.all() or last >= count or data[last * BLOCK :].any():
+        return None
+    regular = np.isin(kinds, np.frombuffer(b"0\x007", np.uint8))
+    extended = np.isin(kinds, np.frombuffer(b"xLKXg", np.uint8))
+    if not (regular | extended | np.isin(kinds, np.frombuffer(b"123456", np.uint8))).all():
+        return None
+    if extended.any() and _renames(blocks, found[extended], kinds[extended], sizes[extended]):
+        return None
+    if extended[-1] or (extended[1:] & extended[:-1]).any():
+        return None
+    # A member begins with the extended header before it.
+    begins = found.copy()
+    after = np.flatnonzero(extended) + 1
+    begins[after] = found[after - 1]
+    heads = heads[regular]
+    names = np.ascontiguousarray(heads[:, :100]).view("S100").reshape(-1)
+    slashed = (kinds[regular] == 0) & np.char.endswith(names, b"/") if (kinds[regular] == 0).any() else None
+    if slashed is not None and slashed.any():
+        return None
+    return TarIndex(
+        begins[regular] * BLOCK,
+        (found[regular] + 1) * BLOCK,
+        sizes[regular],
+        names,
+        last * BLOCK,
+        zlib.crc32(heads.tobytes()),
+        None,
+    )
+
+
+_Fields = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
+
+
+def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fields | None:
+    """Kind, size, whether the checksum is right, and the first 156 bytes, of each header; None for rare notations."""
+    kinds = np.empty(found.size, np.uint8)
+    sizes = np.empty(found.size, np.int64)
+    sound = np.empty(found.size, bool)
+    heads = np.empty((found.size, 156), np.uint8)
+    powers = 8 ** np.arange(10, -1, -1, dtype=np.int64)
+    for first in range(0, found.size, _ROWS):
+        part = slice(first, first + _ROWS)
+        rows = blocks[found[part]]
+        kinds[part] = rows[:, 156]
+        digits = rows[:, 124:135].astype(np.int64) - ord("0")
+        stated = rows[:, 148:154].astype(np.int64) - ord("0")
+        letters = rows[:, :100] != 0
+        # Anything but zero-padded octal numbers, a name continued in the prefix field, and what some archivers leave
+        # behind a name's end, is left to walking.
+        if ((digits < 0) | (digits > 7)).any() or ((stated < 0) | (stated > 7)).any():
+            return None
+        if (rows[:, [135, 154, 155]] & 0xDF).any():  # behind the numbers stand zeros and spaces
+            return None
+        if rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
+            return None
+        sizes[part] = digits @ powers
+        without_data = (kinds[part] >= ord("1")) & (kinds[part] <= ord("6"))
+        sizes[part][without_data] = 0
+        heads[part] = rows[:, :156]
+        sums = _byte_sums(rows) - rows[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
+        sound[part] = sums == stated @ powers[-6:]
+    return kinds, sizes, sound, heads
+
+
+def _byte_sums(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Sums of 512 bytes each, in lanes of 16 bits: each adds up 128 bytes, too few to overflow."""
+    words = rows.view(np.uint64)
+    mask = np.uint64(0x00FF00FF00FF00FF)
+    lanes = (words & mask) + (words >> np.uint64(8) & mask)
+    sums: npt.NDArray[np.int64] = lanes.sum(axis=1).view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64)
+    return sums
+
+
+def _chain(found: npt.NDArray[np.int64], following: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """Which of the blocks that look like headers are: those that the chain from the first one leads to.
+
+    None for all of them. An archive inside an archive looks like headers too.
+    """
+    if np.array_equal(following[:-1], found[1:]):
+        return None
+    successor = np.searchsorted(found, following)
+    leads_on = (successor < found.size) & (found[np.minimum(successor, found.size - 1)] == following)
+    steps, goes_on = successor.tolist(), leads_on.tolist()
+    kept = [0]
+    while goes_on[kept[-1]]:
+        kept.append(steps[kept[-1]])
+    return np.array(kept, dtype=np.int64)
+
+
+def _renames(
+    blocks: npt.NDArray[np.uint8],
+    found: npt.NDArray[np.int64],
+    kinds: npt.NDArray[np.uint8],
+    sizes: npt.NDArray[np.int64],
+) -> bool:
+    """Whether extended headers say a name or a size, which walking has to read."""
+    if (kinds != ord("x")).any() or (sizes > BLOCK).any():
+        return True
+    for first in range(0, found.size, _ROWS):
+        text = blocks[found[first : first + _ROWS] + 1].tobytes()
+        if any(word in text for word in _TELLING):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Several wrapped loaders as one, with one state."""

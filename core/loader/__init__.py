@@ -1,0 +1,1 @@
+"""What an adapter is, and the wrapped loader: where it stands, and the rules of iteration, once for all sources."""

@@ -1,0 +1,45 @@
+"""What a loader promises, each answer with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = ["Capabilities", "Capability"]
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Yes or no, and why. Its truth value is the yes or no."""
+
+    holds: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.holds else 'no'}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a wrapped loader promises; each answer comes with its reason in a sentence.
+
+    Attributes:
+        exact_order: a resumed epoch goes on with the very samples that were still to come, in their order.
+        exact_augmentations: their random augmentations are the same, bit for bit.
+        constant_time_resume: a resume costs the same whatever the progress.
+        elastic_world: it may go on with another number of processes.
+        elastic_workers: it may go on with another number of worker processes.
+        rank_independent: the state is the same on every rank, and any rank's will do.
+    """
+
+    exact_order: Capability
+    exact_augmentations: Capability
+    constant_time_resume: Capability
+    elastic_world: Capability
+    elastic_workers: Capability
+    rank_independent: Capability
+
+    def __str__(self) -> str:
+        return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))

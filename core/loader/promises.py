@@ -1,0 +1,37 @@
+"""Sentences of `Capabilities` that several adapters share."""
+
+from __future__ import annotations
+
+from midepoch.randomness.streams import find_generators
+
+from .adapter import Options
+from .capabilities import Capability
+
+__all__ = ["CONSTANT_TIME", "NO_WORKERS", "ONE_STATE", "OUR_ORDER", "POSITIONS", "augmentations", "replay_costs"]
+
+OUR_ORDER = Capability(True, "the order is a function of seed and epoch")
+CONSTANT_TIME = Capability(True, "a resume is a jump to the position")
+POSITIONS = Capability(True, "what belongs to whom follows from the position by arithmetic")
+ONE_STATE = Capability(True, "the state is (epoch, position), the same on every rank")
+NO_WORKERS = Capability(True, "there are no worker processes")
+
+
+def augmentations(options: Options, *roots: object, same_split: str = "") -> Capability:
+    """Whether random augmentations continue exactly, from what can be reached from `roots`."""
+    if not options.streams:
+        return Capability(
+            False, "randomness='none': samples draw from the caller's generators, which are not restored here"
+        )
+    hopeless = find_generators(*roots).hopeless
+    if hopeless:
+        return Capability(
+            False,
+            f"these generators cannot be put under a stream: {', '.join(hopeless)}; use midepoch.sample_generator()",
+        )
+    reason = "each sample's generators are keyed by (seed, epoch, position)"
+    return Capability(True, f"{reason}; {same_split}" if same_split else reason)
+
+
+def replay_costs(why: str) -> Capability:
+    """The 'no' of a source that has to be read from its start."""
+    return Capability(False, f"what was consumed is read again and dropped: {why}")

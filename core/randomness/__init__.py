@@ -1,0 +1,1 @@
+"""One random stream for each sample; the caller's generators stay as they were."""

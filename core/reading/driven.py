@@ -1,0 +1,408 @@
+"""Iterables that expose the samplers that drive them: put anywhere in their epoch by setting where their draws begin.
+
+The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
+iter(self.sampler)``.
+A copy of the dataset is iterated in which the samplers are ours. A jump is right only where each sample draws a
+constant number from each sampler, so draws are counted, first by `probe` and then at every sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import Sampler, get_worker_info
+
+from midepoch.errors import SourceError
+from midepoch.loader.adapter import Run
+from midepoch.order import EpochOrder, Order
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.samplers import Listed, ListedEpoch, length_of
+from midepoch.state.digest import digest
+
+from .indexed import as_list, draws_nothing, spans
+
+__all__ = [
+    "RAW",
+    "Driven",
+    "DrivenReader",
+    "DrivenRequest",
+    "Path",
+    "driven_requests",
+    "exposed_samplers",
+    "probe",
+    "raw_copy",
+]
+
+RAW = "_midepoch_raw"
+"""Set on a copy of a dataset whose ``__iter__`` must be the user's own, not the one `StatefulIterable` lends it."""
+
+Path = tuple[str, ...] | tuple[str, Any]
+"""Where a sampler hangs on a dataset: an attribute, or an attribute and a key or index in it."""
+
+
+def exposed_samplers(dataset: Any) -> dict[Path, Any]:
+    """The torch Samplers that are attributes of `dataset`, or stand in a list, tuple or dict that is one."""
+    found: dict[Path, Any] = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, Sampler):
+            found[(name,)] = value
+            continue
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list | tuple) and len(value) <= _LONGEST_CONTAINER:
+            items = enumerate(value)
+        found.update({(name, key): item for key, item in items if isinstance(item, Sampler)})
+    return found
+
+
+_LONGEST_CONTAINER = 1000  # of an attribute that is looked through for samplers; longer ones hold data
+
+
+def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
+    """A shallow copy of `dataset` with some samplers replaced; `dataset` itself stays as it was."""
+    twin = copy.copy(dataset)
+    attributes: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
+    for path, value in replace.items():
+        name = path[0]
+        if len(path) == 1:
+            attributes[name] = value
+            continue
+        container: Any = attributes.get(name)
+        if container is None:
+            original = getattr(dataset, name)
+            container = attributes[name] = dict(original) if isinstance(original, dict) else list(original)
+        container[path[1]] = value
+    for name, value in attributes.items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
+class _Driven(Sampler[Any]):
+    """Stands in for a sampler of the user's: gives the indices of our order from wherever it is put.
+
+    Its iterators share its position, so that this can be set between two samples.
+    """
+
+    _AHEAD = 256  # positions taken from the order at once
+
+    def __init__(self, original: Any, order: EpochOrder | ListedEpoch) -> None:
+        self._original = original
+        self._order = order
+        self._length = len(order)
+        self._chunk: list[Any] = []
+        self._chunk_start = 0
+        self.position = 0
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        if self.passes > 1:
+            self.position = 0  # as a sampler does; `probe` and the reader notice
+        return _Draws(self.draw)
+
+    def draw(self) -> Any:
+        """The next index."""
+        position = self.position
+        if position >= self._length:
+            raise StopIteration
+        place = position - self._chunk_start
+        if not 0 <= place < len(self._chunk):
+            self._chunk_start, place = position, 0
+            self._chunk = as_list(self._order[position : min(position + self._AHEAD, self._length)])
+        self.position = position + 1
+        return self._chunk[place]
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_original":
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+
+class _Draws:
+    """One pass over a `_Driven`. Asked for an iterator, it is one already: that is no second pass."""
+
+    __slots__ = ("_draw",)
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> _Draws:
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
+
+
+class Driven:
+    """An iterable dataset whose samplers are ours: opens it, and puts it where a sample's draws begin.
+
+    Args:
+        dataset: as the user made it.
+        orders: what each exposed sampler stands for.
+    """
+
+    def __init__(self, dataset: Any, orders: Mapping[Path, Order | Listed]) -> None:
+        self.dataset = dataset
+        self.orders = dict(orders)
+
+    def open(self, seed: int, epoch: int) -> tuple[Iterator[Any], list[_Driven]]:
+        """A new iterator over the dataset, and the samplers that drive it, at the epoch's start."""
+        samplers = exposed_samplers(self.dataset)
+        driven = {path: _Driven(samplers[path], order.epoch(seed, epoch)) for path, order in self.orders.items()}
+        return iter(raw_copy(self.dataset, driven)), list(driven.values())
+
+    def lengths(self, seed: int, epoch: int) -> list[int]:
+        """Draws that each sampler has in one epoch."""
+        return [
+            order.length(seed, epoch) if isinstance(order, Listed) else order.size for order in self.orders.values()
+        ]
+
+    def size(self, draws: tuple[int, ...], seed: int, epoch: int) -> int:
+        """Samples in one epoch, at so many draws a sample."""
+        lengths = self.lengths(seed, epoch)
+        return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
+
+
+def probe(driven: Driven, seed: int) -> tuple[tuple[int, ...] | None, str]:
+    """Draws from each sampler a sample, if a jump is right; else None. And why.
+
+    Reads samples 0, 1 and 2 in a row, and sample 1 after a jump: what is constant and equal is taken to follow from the
+    samplers alone. Each later sample is counted as it is read. The caller's generators are left alone.
+    """
+    guard = Streams(driven.dataset)
+    reader = _Counting(driven, guard, seed)
+    first = reader.read(0)
+    if first is None:
+        return None, "it gives nothing"
+    draws = first.draws
+    if not any(draws):
+        return None, "it does not draw from the samplers that it exposes"
+    size = driven.size(draws, seed, 0)
+    if length_of(driven.dataset) not in (None, size):
+        return None, f"its len() is {length_of(driven.dataset)}, its samplers suffice for {size} samples"
+    following = [reader.read(position) for position in range(1, min(size, 3))]
+    for sample in following:
+        if sample is None or sample.draws != draws or sample.restarted:
+            return None, "its samples do not draw a constant number from its samplers"
+    if following:
+        jumped = _Counting(driven, guard, seed).read(1, draws)
+        in_a_row = following[0]
+        assert in_a_row is not None  # by the loop above
+        if jumped is None or jumped.draws != draws or jumped.digest != in_a_row.digest:
+            return None, "it keeps a place of its own besides its samplers'"
+        for name, value in in_a_row.places.items():
+            if jumped.places.get(name, value) != value:
+                return None, f"it keeps a place of its own besides its samplers', {name}"
+    return draws, f"each sample draws {', '.join(map(str, draws))} from its samplers"
+
+
+class _Counted(NamedTuple):
+    draws: tuple[int, ...]
+    restarted: bool
+    digest: str
+    places: dict[str, str]  # where the iterator may keep count, after the sample
+
+
+class _Counting:
+    """Reads single samples of epoch 0 and counts what they draw."""
+
+    def __init__(self, driven: Driven, guard: Streams, seed: int) -> None:
+        self._guard, self._key = guard, derive_key(Purpose.SAMPLE, seed, 0)
+        with guard.under(derive_key(Purpose.OPENING, seed, 0)):
+            self._iterator, self._samplers = driven.open(seed, 0)
+        guard.begin_pass(self._iterator)
+
+    def read(self, position: int, jump: tuple[int, ...] | None = None) -> _Counted | None:
+        if jump is not None:
+            for sampler, draws in zip(self._samplers, jump, strict=True):
+                sampler.position = position * draws
+        before = [sampler.position for sampler in self._samplers]
+        counted = self._count(position, before)
+        if counted is None or not self._guard.found_late(lambda: (self._iterator,)):
+            return counted
+        for sampler, start in zip(self._samplers, before, strict=True):
+            sampler.position = start
+        return self._count(position, before)
+
+    def _count(self, position: int, before: list[int]) -> _Counted | None:
+        with self._guard.under(extend_key(self._key, position)):
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                return None
+        drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
+        restarted = any(sampler.passes > 1 for sampler in self._samplers)
+        return _Counted(drawn, restarted, digest(item), _places(self._iterator))
+
+
+def _places(iterator: Any) -> dict[str, str]:
+    """The plain values that an iterator keeps from one sample to the next: its attributes, or a generator's variables.
+
+    One that a jump leaves behind (a count of samples, say) may decide about a sample that comes much later.
+    """
+    frame = getattr(iterator, "gi_frame", None)
+    kept = {} if frame is None else dict(frame.f_locals)
+    holder = kept.pop("self", iterator)
+    kept |= {f"self.{name}": value for name, value in getattr(holder, "__dict__", {}).items()}
+    plain = bool | int | float | str | bytes | None
+    return {name: repr(value) for name, value in kept.items() if isinstance(value, plain)}
+
+
+class DrivenRequest(NamedTuple):
+    """One batch of an iterable that exposes its samplers: `units` positions from `start` on, of `size`.
+
+    `session` and `left` are those of a `MapRequest`.
+    """
+
+    session: int
+    seed: int
+    epoch: int
+    start: int
+    units: int
+    size: int
+    left: int
+
+
+def driven_requests(run: Run, unchanged: Callable[[], None]) -> Iterator[DrivenRequest]:
+    """The requests of one session."""
+    share = run.share
+    assert share is not None  # samplers have a length
+    left = share.steps
+    for start, stop in spans(share):
+        unchanged()
+        left -= 1
+        yield DrivenRequest(run.session, run.seed, run.epoch, start, stop - start, share.size, left)
+
+
+class DrivenReader:
+    """Reads batches from an iterable that exposes its samplers, each sample under its own stream.
+
+    Args:
+        driven: the dataset and its orders.
+        draws: from each sampler, a sample.
+        collate: from a list of samples, or from one where `single`, to a batch.
+        single: samples are handed out one by one.
+        streams: False leaves the caller's generators to the dataset.
+        alone: no other process reads this epoch, so where a sample breaks the count the rest can still be read in a
+            row.
+        proved: samples of this very dataset were counted; otherwise `draws` is what a state says.
+    """
+
+    def __init__(
+        self,
+        driven: Driven,
+        draws: tuple[int, ...],
+        collate: Callable[[Any], Any],
+        single: bool,
+        streams: bool,
+        alone: bool,
+        proved: bool,
+    ) -> None:
+        self.dataset = driven.dataset
+        self._driven, self._draws, self._collate, self._single, self._alone = driven, draws, collate, single, alone
+        self._plain_collate = draws_nothing(collate)
+        self._streams = Streams(driven.dataset, collate) if streams else None
+        self._opened: tuple[int, int, int] | None = None  # session, seed, epoch
+        self._iterator: Iterator[Any] = iter(())
+        self._samplers: list[_Driven] = []
+        self._proved = proved
+        self.varies = False
+
+    def __call__(self, request: DrivenRequest) -> Any:
+        """The batch. StopIteration where an epoch that `varies` is over early."""
+        streams = self._streams
+        if self._opened != request[:3]:
+            if streams is None:
+                self._open(request)
+            else:
+                with streams.under(derive_key(Purpose.OPENING, request.seed, request.epoch)):
+                    self._open(request)
+                streams.begin_pass(self._iterator)
+        if streams is None:
+            return self._read(request, None)
+        batch = self._read_under(request, streams)
+        # A generator that the iterator has made while it read is found now, and the batch read once more, by a jump.
+        if streams.found_late(lambda: (self._iterator,), request.left) and not self.varies:
+            batch = self._read_under(request, streams)
+            streams.read_again(lambda: (self._iterator,))
+        return batch
+
+    def _read_under(self, request: DrivenRequest, streams: Streams) -> Any:
+        streams.begin()
+        try:
+            return self._read(request, streams)
+        except BaseException:
+            self._opened = None  # a generator that has raised is over
+            raise
+        finally:
+            streams.end()
+
+    def _read(self, request: DrivenRequest, streams: Streams | None) -> Any:
+        sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
+        samples = []
+        for place in range(request.start, request.start + request.units):
+            position = place % request.size
+            if streams is not None:
+                streams.start(extend_key(sample_key, position))
+            try:
+                samples.append(self._sample(position))
+            except StopIteration:
+                if self.varies:
+                    break
+                raise SourceError(
+                    f"{type(self.dataset).__name__} ended at sample {position} of the {request.size} that its samplers "
+                    "have: let it run until they end, give it a __len__, or wrap a generator function that reads it"
+                ) from None
+        if not samples:
+            raise StopIteration
+        if streams is not None and not self._plain_collate:
+            streams.start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
+        return self._collate(samples[0] if self._single else samples)
+
+    def _open(self, request: DrivenRequest) -> None:
+        self._iterator, self._samplers = self._driven.open(request.seed, request.epoch)
+        self._opened = request[:3]
+        self.varies = False
+
+    def _sample(self, position: int) -> Any:
+        samplers, draws = self._samplers, self._draws
+        if not self.varies:
+            for sampler, count in zip(samplers, draws, strict=True):
+                sampler.position = position * count
+        item = next(self._iterator)
+        for sampler, count in zip(samplers, draws, strict=True):
+            if sampler.position != (position + 1) * count or sampler.passes > 1:
+                self._broken(position, sampler.position - position * count, count)
+                return item
+        self._proved = True
+        return item
+
+    def _broken(self, position: int, drawn: int, count: int) -> None:
+        # The first sample after a load may be one that draws more than the others, or all may draw otherwise now.
+        if not self._proved and (self._opened is None or probe(self._driven, self._opened[1])[0] != self._draws):
+            raise SourceError(
+                f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, the state was "
+                f"saved with {count} draws a sample: make the dataset as it was, or start this data anew"
+            )
+        self._proved = True
+        if self._alone:
+            self.varies = True
+            return
+        worker = get_worker_info()
+        raise SourceError(
+            f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, and {count} "
+            f"times for those before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its "
+            "samplers among workers or ranks itself, leave that to midepoch or pass shard=False; if its samples "
+            "draw unequally, wrap a generator function that reads it, with shard=True"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker opens its own.
+        return {**self.__dict__, "_opened": None, "_iterator": None, "_samplers": []}

@@ -1,0 +1,283 @@
+"""What can be indexed: requests for batches of samples, and the reader that answers them.
+
+A session sends requests; a reader answers them, in the main process or in a worker process that holds a copy of it. A
+request says all that the batch depends on, so readers keep no progress that a state would have to know: whichever
+worker gets a request, the batch is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch.utils.data import StackDataset, Subset, default_collate, default_convert
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from midepoch.errors import SourceError
+from midepoch.loader.adapter import Run, Session
+from midepoch.order import EpochOrder
+from midepoch.order.keys import derive_key, derive_keys, extend_key
+from midepoch.randomness.streams import Purpose, Streams, warn_of_kept
+from midepoch.samplers import ListedEpoch, length_of
+from midepoch.world import Share
+
+__all__ = [
+    "IteratorSession",
+    "MapReader",
+    "MapRequest",
+    "as_list",
+    "draws_nothing",
+    "map_requests",
+    "reads_whole_batches",
+    "spans",
+    "unchanged",
+]
+
+_KEY_BLOCK = 512
+
+# Of whose registered collate functions it is known that they draw nothing. Importing DALI's plugin for torch registers
+# one, so that without it here every loader of a process would cost more, and promise less, for what another imports.
+_DRAWLESS = (default_collate.__module__, "nvidia.dali.plugin.pytorch.experimental.proxy")
+
+
+class IteratorSession(Session):
+    """A session over any iterator whose batches need nothing done to them."""
+
+    def __init__(self, batches: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
+        self.take = batches.__next__
+        self._detail = detail
+        self._close = close
+
+    def detail(self, back: int, finished: bool) -> str:
+        """What the list of this epoch was, where the order is listed."""
+        return "" if finished else self._detail
+
+    def close(self) -> None:
+        """Whatever the iterator has to let go of."""
+        if self._close is not None:
+            self._close()
+
+
+class MapRequest(NamedTuple):
+    """One batch of what can be indexed.
+
+    Attributes:
+        seed, epoch: of the random streams.
+        start: position of the batch's first unit.
+        size: positions in the epoch; positions from there on repeat its beginning.
+        indices: for the dataset, in order.
+        session: of which run it is.
+        left: requests of that run that are still to come.
+    """
+
+    seed: int
+    epoch: int
+    start: int
+    size: int
+    indices: list[Any]
+    session: int
+    left: int
+
+
+def spans(share: Share) -> Iterator[tuple[int, int]]:
+    """`share.span(step)` for every step, at a fraction of its cost."""
+    full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
+    start = share.start + share.world.rank * batch_size
+    for _ in range(min(full, share.steps)):
+        yield start, start + batch_size
+        start += global_batch
+    if share.steps > full:
+        yield share.span(full)
+
+
+def map_requests(
+    run: Run, order: EpochOrder | ListedEpoch, unchanged: Callable[[], None], listed_batches: bool = False
+) -> Iterator[MapRequest]:
+    """The requests of one session. `unchanged` is called before each, and raises if the source has changed.
+
+    With `listed_batches` each unit of the order is the list of indices of one batch.
+    """
+    share = run.share
+    assert share is not None  # what can be indexed has a size
+    seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
+    for start, stop in spans(share):
+        unchanged()
+        indices: Any = order[start : min(stop, size)] if start < size else []
+        if not isinstance(indices, list):
+            indices = indices.tolist()
+        for position in range(max(start, size), stop):
+            indices.extend(as_list(order[position % size : position % size + 1]))
+        left -= 1
+        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices, session, left)
+
+
+def as_list(indices: Any) -> list[Any]:
+    """What an order gave, as python objects."""
+    return indices if isinstance(indices, list) else list(indices.tolist())
+
+
+class MapReader:
+    """Reads batches from what has ``__getitem__``, each sample under its own random stream.
+
+    Args:
+        dataset: as the user made it.
+        collate: from a list of samples to a batch.
+        single: a request is one sample, not a list of them (``DataLoader(batch_size=None)``).
+        listed_batches: the unit is a whole batch, whose samples are told apart by their place in it.
+        streams: False leaves the caller's generators to the dataset, as without midepoch.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], single: bool, listed_batches: bool, streams: bool
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._single = single
+        self._listed_batches = listed_batches
+        self._whole = reads_whole_batches(dataset) and not single
+        self._plain_collate = draws_nothing(collate)
+        self._streams = Streams(dataset, collate) if streams else None
+        self._session: int | None = None
+        self._sample_key = self._batch_key = 0
+        self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
+        self._key_block_start = 0
+        self._draws = False  # a sample has drawn a random number in this process
+
+    def __call__(self, request: MapRequest) -> Any:
+        """The batch."""
+        if self._streams is None:
+            return self._collate(self._read(request.indices))
+        if self._session != request.session:
+            self._session = request.session
+            self._plain_collate = draws_nothing(self._collate)
+            self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
+            self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
+            self._key_block = []
+            self._streams.begin_pass()
+        batch = self._read_under_streams(request, self._streams)
+        if self._streams.found_late(left=request.left):
+            batch = self._read_under_streams(request, self._streams)
+            self._streams.read_again()
+        return batch
+
+    def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
+        # The first batch of a process tells whether samples draw random numbers. As long as none has, nothing is put
+        # under a stream, and a sample that draws after all is read again.
+        rest = streams.batches > 0 and not self._draws and not self._whole and streams.can_rest
+        streams.begin(rest)
+        try:
+            if self._whole:
+                samples = self._read_whole(request, streams)
+            elif self._draws or not streams.can_rest:
+                samples = self._read_each(request, streams)
+            else:
+                samples = self._read_at_rest(request, streams) if rest else []
+                if len(samples) < len(request.indices):
+                    streams.wake()
+                    self._read_watched(request, streams, samples)
+            if not self._plain_collate:
+                streams.wake()
+                streams.start(extend_key(self._batch_key, request.start, Purpose.BATCH))
+            return self._collate(samples[0] if self._single else samples)
+        finally:
+            streams.end()
+
+    def _read_each(self, request: MapRequest, streams: Streams) -> list[Any]:
+        start, dataset, samples = streams.start, self.dataset, []
+        for key, index in zip(self._keys(request), request.indices, strict=True):
+            start(key)
+            samples.append(dataset[index])
+        return samples
+
+    def _read_at_rest(self, request: MapRequest, streams: Streams) -> list[Any]:
+        """The samples in front of the first that draws a random number; all from there on are taken to do so too."""
+        samples: list[Any] = []
+        dataset, touched = self.dataset, streams.touched
+        for index in request.indices:
+            try:
+                sample = dataset[index]
+            except Exception:
+                if not touched():
+                    raise
+            self._draws = touched()
+            if self._draws:
+                break
+            samples.append(sample)
+        return samples
+
+    def _read_watched(self, request: MapRequest, streams: Streams, samples: list[Any]) -> None:
+        """The samples that are missing, each under its stream."""
+        done, again = len(samples), self._draws
+        for key, index in zip(self._keys(request)[done:], request.indices[done:], strict=True):
+            streams.start(key)
+            streams.watch()
+            samples.append(self.dataset[index])
+            drew = streams.drew()
+            self._draws = self._draws or drew
+            if again and not drew:
+                warn_of_kept(self.dataset, index)
+            again = False
+
+    def _read_whole(self, request: MapRequest, streams: Streams) -> Any:
+        streams.start(extend_key(self._batch_key, request.start))
+        return self.dataset.__getitems__(request.indices)
+
+    def _read(self, indices: list[Any]) -> Any:
+        dataset = self.dataset
+        if self._single:
+            return dataset[indices[0]]
+        if self._whole:
+            return dataset.__getitems__(indices)
+        return [dataset[index] for index in indices]
+
+    def _keys(self, request: MapRequest) -> list[int]:
+        start, count = request.start, len(request.indices)
+        if self._listed_batches:
+            key = extend_key(self._sample_key, start % request.size)
+            return cast(list[int], derive_keys(key, np.arange(count)).tolist())
+        place = start - self._key_block_start
+        if not 0 <= place <= len(self._key_block) - count:
+            positions = np.arange(start, start + max(count, _KEY_BLOCK)) % max(request.size, 1)
+            self._key_block = derive_keys(self._sample_key, positions).tolist()
+            self._key_block_start, place = start, 0
+        return self._key_block[place : place + count]
+
+
+def draws_nothing(collate: Callable[[Any], Any]) -> bool:
+    """True for torch's own collate functions, which need no stream, unless others were registered with them."""
+    if collate is default_convert:
+        return True
+    return collate is default_collate and all(each.__module__ in _DRAWLESS for each in default_collate_fn_map.values())
+
+
+def reads_whole_batches(dataset: Any) -> bool:
+    """True if ``__getitems__`` does more than call ``__getitem__`` for each index, so that it must be called.
+
+    torch's Subset and StackDataset pass the indices on; read one by one, each sample keeps a stream of its own.
+    """
+    passed_on = getattr(type(dataset), "__getitems__", None)
+    if passed_on is Subset.__getitems__:
+        return reads_whole_batches(dataset.dataset)
+    if passed_on is StackDataset.__getitems__:
+        parts = dataset.datasets
+        return any(map(reads_whole_batches, parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
+    """What a session calls before each request: raises SourceError once `source` has another length than `expected`."""
+
+    def check() -> None:
+        length = length_of(source)
+        if length != expected:
+            raise SourceError(
+                f"the source had {expected} items when this pass began and has {length} now: let it change between "
+                "epochs only"
+            )
+
+    return _nothing if expected is None else check
+
+
+def _nothing() -> None:
+    pass

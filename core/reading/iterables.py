@@ -1,0 +1,433 @@
+"""Adapter of iterables, here or in worker processes: driven by their samplers where that is right, else replayed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.samplers import Understood, length_of, understand
+from midepoch.world import World
+
+from .driven import RAW, Driven, DrivenReader, driven_requests, exposed_samplers, probe, raw_copy
+from .indexed import unchanged
+from .replay import End, Replayed, ReplayReader, ReplayRequest
+
+__all__ = ["IterableAdapter"]
+
+_DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)")
+_REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});digest=([0-9a-f]{8})?")
+_REMEMBERED_DIGESTS = 64  # batches that may be in flight
+
+_nonces = itertools.count(1)
+
+
+class IterableAdapter(Adapter):
+    """What `IterableDataset`s, re-iterable objects and generator functions have in common.
+
+    Where the source exposes samplers, and its samples draw a constant number from them, they are ours (`driven`).
+    Otherwise it is replayed. With ``shard=False`` each process reads a stream of its own, and the unit is its batch.
+
+    Args:
+        source: what the user wrapped.
+        options: as given to `wrap`.
+        stream: the object to iterate, or a function that returns an iterator.
+        workers: worker processes that read it; 0 for this process.
+        collate: from a list of samples to a batch; None where the stream gives batches.
+        batch_size: samples in a batch; None where samples are handed out one by one.
+        drop_last: leave out a last batch that is not full.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        options: Options,
+        *,
+        stream: Any,
+        workers: int = 0,
+        collate: Callable[[Any], Any] | None = None,
+        batch_size: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(source, options)
+        self._stream, self._workers, self._collate = stream, workers, collate
+        self._samples_in_batch = batch_size
+        self._exposes = bool(exposed_samplers(stream)) and options.shard is None
+        self.drop_last = drop_last
+        self._own_streams = options.shard is False
+        # A stream of its own has batches of any size, so they are what is counted.
+        self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
+        understood = (
+            {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
+        )
+        self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
+        self._draws: tuple[int, ...] | None = None
+        self._probed = False
+        self._proved = False  # by reading, not by what a state says
+        self._why = "it exposes no samplers" if not understood else "it has not been tried yet"
+        if options.shard is not None and exposed_samplers(stream):
+            self._why = f"shard={options.shard} was stated"
+        for each in understood.values():
+            self._adopt(each)
+        self.elastic = self._driven is not None or options.shard is True
+        self._warned = False
+        self._readers: dict[str, Any] = {}
+        if workers > 1 and self._driven is None:
+            self._require_shard(f"{workers} worker processes")
+
+    def _adopt(self, understood: Understood) -> None:
+        if understood.shards:
+            raise UnsupportedSourceError(
+                "the dataset exposes a sampler that seems to give each rank a list of its own (it has a rank or "
+                "num_replicas): pass shard=False to leave that to it, or shard=True if every rank's is the same"
+            )
+        self.seed = understood.seed if self.seed is None else self.seed
+        self.tail = understood.tail if self.tail is None else self.tail
+        self.world = understood.world if self.world is None else self.world
+
+    def _require_shard(self, among: str) -> None:
+        if self.options.shard is None:
+            raise UnsupportedSourceError(
+                f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
+                "data among them itself: pass shard=True (midepoch divides it: every process reads it whole and "
+                "keeps its part) or shard=False (it divides itself, by rank or get_worker_info, as torch's docs "
+                "teach)"
+            )
+
+    # --- what it is ---
+
+    def _drive(self, seed: int) -> tuple[int, ...] | None:
+        """Draws from each sampler, a sample; None where the source has to be replayed."""
+        if self._driven is not None and not self._probed:
+            self._draws, self._why = probe(self._driven, seed)
+            self._probed, self._proved = True, self._draws is not None
+            if self._draws is None:
+                self._driven = None
+                self.elastic = False
+                if self._workers > 1:
+                    self._require_shard(f"{self._workers} worker processes")
+        return self._draws
+
+    def _draws_for(self, seed: int, detail: str) -> tuple[int, ...] | None:
+        """As the state has it, where it has it: then nothing has to be read to know."""
+        if self._driven is None or detail.startswith("varies"):
+            return None
+        if self._draws is None and (match := _DRIVEN_DETAIL.fullmatch(detail)):
+            return tuple(map(int, match[1].split(",")))
+        return self._drive(seed)
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Samples that the samplers suffice for, or the stream's own length where that means the whole."""
+        draws = self._draws_for(seed, detail)
+        if draws is not None and self._driven is not None:
+            return self._driven.size(draws, seed, epoch)
+        return None if self._own_streams or detail.startswith("varies") else length_of(self._stream)
+
+    def describe(self) -> dict[str, str]:
+        """The orders of the samplers, or how the stream is counted."""
+        if self._driven is not None:
+            return {"order": "+".join(order.describe() for order in self._driven.orders.values())}
+        return {"order": "stream of its own" if self._own_streams else "stream"}
+
+    def capabilities(self) -> Capabilities:
+        """As the table in the README has it."""
+        exact = promises.augmentations(self.options, self._stream, self._collate)
+        self._drive(self.options.seed if self.options.seed is not None else self.seed or 0)
+        if self._driven is not None:
+            return Capabilities(
+                exact_order=promises.OUR_ORDER,
+                exact_augmentations=exact,
+                constant_time_resume=promises.CONSTANT_TIME,
+                elastic_world=promises.POSITIONS,
+                elastic_workers=promises.POSITIONS,
+                rank_independent=promises.ONE_STATE,
+            )
+        whole = Capability(True, "every rank reads the whole stream and keeps its part (shard=True)")
+        part = Capability(False, "midepoch does not divide this source; with shard=True it would")
+        return Capabilities(
+            exact_order=Capability(True, "the stream is read again from its start, and has to repeat itself"),
+            exact_augmentations=exact,
+            constant_time_resume=promises.replay_costs(self._why),
+            elastic_world=whole if self.options.shard else part,
+            elastic_workers=Capability(False, "a replay is checked on the same number of worker processes only"),
+            rank_independent=promises.ONE_STATE,
+        )
+
+    def bare_detail(self) -> str:
+        """The draws a sample, or the number of workers, without which a state would fit what it must not."""
+        if self._driven is not None:
+            return "" if self._draws is None else _told(self._draws)
+        return f"workers={self._workers};digest="
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """The draws a sample, or the workers and the digest of a replay."""
+        if not detail:
+            if position:
+                raise StateCorruptError(
+                    f"the state stands at position {position} without the detail that belongs to it: use a whole one"
+                )
+            return
+        driven, replayed = _DRIVEN_DETAIL.fullmatch(detail), _REPLAY_DETAIL.fullmatch(detail)
+        if driven and self._driven is not None:
+            saved = tuple(map(int, driven[1].split(",")))
+            lengths = self._driven.lengths(seed, epoch)
+            if len(saved) != len(lengths) or not any(saved) or any(d > n for d, n in zip(saved, lengths, strict=True)):
+                raise StateCorruptError(
+                    f"the state's detail {detail!r} fits no sample of this source: use an undamaged state"
+                )
+            if self._draws is not None and self._draws != saved:
+                raise StateMismatchError(
+                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; make "
+                    "the dataset as it was, or start this data anew"
+                )
+            return
+        if not replayed or (replayed[1] and not self._exposes):
+            raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
+        if not replayed[1] and self._drive(seed) is not None:
+            raise StateMismatchError(
+                f"how the source is read differs: the state was saved by a replay, this source can jump ({self._why}); "
+                "make the dataset as it was, or start this data anew"
+            )
+        if int(replayed[2]) != self._workers:
+            raise StateMismatchError(
+                f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
+                "source that is replayed goes on with the same number only: set num_workers back for the rest of "
+                "this epoch"
+            )
+        if replayed[1] and world.world_size > 1:
+            raise StateMismatchError(
+                "the world size differs: this epoch's samples draw unequally, so it can be continued by 1 process "
+                f"only, the world has {world.world_size}"
+            )
+
+    # --- sessions ---
+
+    def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
+        """Answers in the order of the requests, and how to stop: overridden where worker processes answer."""
+        return map(reader, requests), _nothing
+
+    def open(self, run: Run) -> Session:
+        """A driven session, or a replay."""
+        draws = self._draws_for(run.seed, run.detail)
+        if draws is not None and self._driven is not None:
+            self._draws, self._probed = draws, True
+            return self._open_driven(run, self._driven, draws)
+        if run.world.world_size > 1:
+            self._require_shard(f"{run.world.world_size} ranks")
+        return self._open_replay(run)
+
+    def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
+        alone = run.world.world_size == 1 and self._workers == 0
+        key = "driven alone" if alone else "driven"
+        reader = self._readers.get(key)
+        if reader is None or reader.varies:  # one whose epoch broke the count is of no use for another
+            single = self._samples_in_batch is None
+            collate = self._collate or _as_it_is
+            reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone, self._proved)
+            self._readers[key] = reader
+        answers, close = self.serve(reader, driven_requests(run, unchanged(self._stream, length_of(self._stream))), run)
+        return _DrivenSession(answers, close, reader, _told(draws))
+
+    def _open_replay(self, run: Run) -> Session:
+        varies = run.detail.startswith("varies")
+        if not self._warned and run.position > 0:
+            warnings.warn(
+                f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
+                "loader.capabilities.constant_time_resume says what that costs",
+                MidepochWarning,
+                stacklevel=5,
+            )
+            self._warned = True
+        key = "varying" if varies else "replay"
+        reader = self._readers.get(key)
+        if reader is None:
+            reader = self._readers[key] = ReplayReader(
+                self._stream,
+                _OpenDriven(self._driven) if varies and self._driven is not None else _Open(self._stream),
+                self._samples_in_batch or 1,
+                self._collate if self._collate is None or self._samples_in_batch else _Single(self._collate),
+                self.drop_last,
+                not self._own_streams,
+                self.options.streams,
+            )
+        match = _REPLAY_DETAIL.fullmatch(run.detail)
+        expected = match[3] or "" if match else ""
+        requests = self._replay_requests(run, expected)
+        answers, close = self.serve(reader, requests, run)
+        slots = max(self._workers, 1)
+        if self._own_streams:
+            consumed = run.position // run.world.world_size
+            told = run.world.world_size == 1
+            return _OwnStreamsSession(answers, close, slots, consumed, expected, varies, told, self._workers)
+        return _SharedStreamSession(answers, close, expected, varies, self._workers)
+
+    def _replay_requests(self, run: Run, expected: str) -> Iterator[ReplayRequest]:
+        consumed = run.position // run.world.world_size if self._own_streams else run.position
+        size = None if run.share is None else run.share.size
+        request = ReplayRequest(
+            next(_nonces), run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
+            run.world.world_size, run.tail, size, False,
+        )  # fmt: skip
+        steps = itertools.count() if run.share is None else range(run.share.steps)
+        check = unchanged(self._stream, length_of(self._stream))
+        for step in steps:
+            check()
+            yield request._replace(step=step, skip=self._own_streams and step < consumed)
+
+
+def _told(draws: tuple[int, ...]) -> str:
+    return f"draws={','.join(map(str, draws))}"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _name(source: Any) -> str:
+    return getattr(source, "__qualname__", None) or type(source).__name__
+
+
+class _Open:
+    """Makes a new iterator over a source. A class, so that worker processes can be sent it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
+        source = self._source
+        if hasattr(type(source), RAW):
+            return iter(raw_copy(source, {}))
+        if not hasattr(source, "__iter__"):
+            source = source()
+        return iter(source)
+
+
+class _OpenDriven:
+    """The same for a source whose samplers are ours."""
+
+    def __init__(self, driven: Driven) -> None:
+        self._driven = driven
+
+    def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
+        return self._driven.open(seed, epoch)[0]
+
+
+class _Single:
+    """A collate function of one sample, for the reader's list of one."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._collate(samples[0])
+
+
+class _DrivenSession(Session):
+    def __init__(self, answers: Iterator[Any], close: Callable[[], None], reader: DrivenReader, detail: str) -> None:
+        self.take = answers.__next__
+        self._close, self._reader, self._detail = close, reader, detail
+
+    @property
+    def varies(self) -> bool:
+        """True once a sample has drawn another number."""
+        return self._reader.varies
+
+    def detail(self, back: int, finished: bool) -> str:
+        """The draws a sample; or that this epoch broke the count, so that it can only be replayed."""
+        return "varies;workers=0;digest=" if self._reader.varies and not finished else self._detail
+
+    def close(self) -> None:
+        self._close()
+
+
+class _ReplaySession(Session):
+    def __init__(
+        self, answers: Iterator[Any], close: Callable[[], None], expected: str, varies: bool, workers: int
+    ) -> None:
+        self._answers, self._close = answers, close
+        self._prefix = f"{'varies;' * varies}workers={workers};digest="
+        self._digests = deque([expected], maxlen=_REMEMBERED_DIGESTS)
+
+    def detail(self, back: int, finished: bool) -> str:
+        """The number of workers, and the digest of the last unit where it is remembered."""
+        if finished:
+            return ""
+        return self._prefix + (self._digests[-1 - back] if back < len(self._digests) else "")
+
+    def close(self) -> None:
+        self._close()
+
+
+class _SharedStreamSession(_ReplaySession):
+    """Every process reads the same stream."""
+
+    _first: str | None = None
+    _ended = False
+
+    def take(self) -> Any:
+        """The next batch."""
+        if self._ended:
+            raise StopIteration
+        answer = next(self._answers)
+        if self._first is None:
+            self._first = answer.first
+        elif answer.first != self._first:
+            raise SourceError(
+                "worker processes that should read the same stream begin with different items: it divides its data by "
+                "get_worker_info itself, while midepoch divides it too (shard=True); pass shard=False"
+            )
+        if isinstance(answer, End):
+            self._ended = True
+            self.missing -= answer.units  # handed to other ranks, so they lie behind
+            raise StopIteration
+        self._digests.append(answer.digest)
+        self.missing = answer.missing
+        return answer.batch
+
+
+class _OwnStreamsSession(_ReplaySession):
+    """Each worker process has a stream of its own; their batches come in turn, as from a DataLoader."""
+
+    def __init__(
+        self, answers: Iterator[Any], close: Callable[[], None], slots: int, consumed: int, expected: str, varies: bool,
+        told: bool, workers: int,
+    ) -> None:  # fmt: skip
+        super().__init__(answers, close, expected, varies, workers)
+        self._slots, self._consumed, self._expected, self._told = slots, consumed, expected, told
+        self._ended_in_a_row = 0
+
+    def take(self) -> Any:
+        """The next batch."""
+        while True:
+            if self._ended_in_a_row == self._slots:
+                if self._consumed:
+                    raise SourceError(
+                        f"the source ended {self._consumed} batches before the state's position: it does not repeat "
+                        "itself; seed it, or start this data anew"
+                    )
+                raise StopIteration
+            answer: Replayed | End = next(self._answers)
+            if isinstance(answer, End):
+                self._ended_in_a_row += 1
+                continue
+            self._ended_in_a_row = 0
+            if not self._consumed:
+                self._digests.append(answer.digest if self._told else "")
+                return answer.batch
+            self._consumed -= 1
+            if not self._consumed and self._expected and answer.digest != self._expected:
+                raise SourceError(
+                    "the source does not repeat itself: the last batch that was consumed before differs now; let it "
+                    "depend on midepoch's streams or a seed alone"
+                )

@@ -1,0 +1,265 @@
+"""What can only be read from its start: what was consumed is read again, under the same streams, and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from midepoch.errors import SourceError
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.state.digest import digest
+from midepoch.world import Share, Tail, World
+
+from .indexed import draws_nothing
+
+__all__ = ["End", "ReplayReader", "ReplayRequest", "Replayed"]
+
+
+class ReplayRequest(NamedTuple):
+    """One batch of a stream.
+
+    Attributes:
+        nonce: of the session; another one makes the reader start over.
+        seed, epoch: of the random streams.
+        start: units of all ranks that were consumed before the session.
+        step: batches of the session before this one.
+        expected: digest of the last unit before `start`, or empty.
+        rank, world_size, tail: how the units are shared, where midepoch shares them.
+        size: units in the epoch, or None.
+        skip: read the batch and give its digest only.
+    """
+
+    nonce: int
+    seed: int
+    epoch: int
+    start: int
+    step: int
+    expected: str
+    rank: int
+    world_size: int
+    tail: Tail
+    size: int | None
+    skip: bool
+
+
+class Replayed(NamedTuple):
+    """The answer to a `ReplayRequest`.
+
+    Attributes:
+        batch: None where it was skipped.
+        digest: of the last unit of the global batch.
+        first: digest of the stream's first unit: the same in every process that reads the same stream.
+        missing: units that the global batch is short of.
+    """
+
+    batch: Any
+    digest: str
+    first: str
+    missing: int
+
+
+class End(NamedTuple):
+    """The answer where the stream has no such batch for this rank.
+
+    Attributes:
+        first: as in `Replayed`.
+        units: of the last global batch, which other ranks have been given.
+    """
+
+    first: str
+    units: int = 0
+
+
+class ReplayReader:
+    """Reads a stream from its start, and drops what was consumed before.
+
+    Args:
+        dataset: what `get_worker_info().dataset` is to be; the source itself.
+        open_source: makes a new iterator over the stream.
+        batch_size: units in one rank's batch.
+        collate: from a list of units to a batch; None where each unit is a batch.
+        drop_last: leave out a last batch that is not full.
+        shared: every process reads the same stream and keeps its part of each global batch. Otherwise each process
+            (rank and worker) has a stream of its own, all of which is its part.
+        streams: False leaves the caller's generators to the source.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        open_source: Callable[[int, int], Iterator[Any]],
+        batch_size: int,
+        collate: Callable[[Any], Any] | None,
+        drop_last: bool,
+        shared: bool,
+        streams: bool,
+    ) -> None:
+        self.dataset = dataset
+        self._open_source = open_source
+        self._batch_size, self._collate, self._drop_last, self._shared = batch_size, collate, drop_last, shared
+        self._plain_collate = collate is None or draws_nothing(collate)
+        self._streams = Streams(dataset, collate) if streams else None
+        self._opened: tuple[int, int, int] | None = None
+        self._nonce: int | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._read = 0  # units read from the iterator
+        self._sample_key = 0
+        self._first = ""
+
+    def __call__(self, request: ReplayRequest) -> Replayed | End:
+        """The batch, or `End`.
+
+        Raises:
+            SourceError: the stream is not the one that was consumed before, or not as long as it said.
+        """
+        streams = self._streams
+        if streams is None:
+            return self._batch(request)
+        if self._nonce != request.nonce:
+            self._nonce = request.nonce
+            streams.begin_replay()
+        streams.begin()
+        try:
+            return self._batch(request)
+        finally:
+            streams.end()
+
+    def _batch(self, request: ReplayRequest) -> Replayed | End:
+        try:
+            return self._shared_batch(request) if self._shared else self._own_batch(request)
+        except BaseException:
+            self._opened = None  # a generator that has raised is over
+            raise
+
+    def _start(self, key: int) -> None:
+        if self._streams is not None:
+            self._streams.start(key)
+
+    def _open(self, request: ReplayRequest) -> None:
+        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+        worker = get_worker_info()
+        tell = getattr(self.dataset, "set_epoch", None)
+        if callable(tell) and worker is None:
+            # As trainers tell samplers: its order may be a function of it. Not in worker processes, which may share
+            # what they would all write to.
+            tell(request.epoch)
+        self._iterator = iter(self._open_source(request.seed, request.epoch))
+        self._opened = request[:3]
+        self._read = 0
+        # A stream of this process alone has random streams of its own.
+        own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
+        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
+
+    def _units(self, count: int) -> list[Any]:
+        """The next units, fewer at the end."""
+        units: list[Any] = []
+        iterator = self._iterator
+        while iterator is not None and len(units) < count:
+            self._start(extend_key(self._sample_key, self._read))
+            try:
+                unit = next(iterator)
+            except StopIteration:
+                iterator = self._iterator = None
+                break
+            if self._read == 0:
+                self._first = digest(unit)
+            self._read += 1
+            units.append(unit)
+        return units
+
+    def _collated(self, units: list[Any], key: int) -> Any:
+        if self._collate is None:
+            return units[0]
+        if not self._plain_collate:
+            self._start(key)
+        return self._collate(units)
+
+    def _shared_batch(self, request: ReplayRequest) -> Replayed | End:
+        global_batch = self._batch_size * request.world_size
+        begin = request.start + request.step * global_batch
+        if self._opened != request[:3] or self._read > begin:
+            self._open(request)
+        while self._read < begin:
+            reaches = request.start if self._read < request.start else begin
+            last = self._units(min(reaches - self._read, 1))
+            if not last:
+                if self._read < request.start:
+                    raise SourceError(
+                        f"the source ended after {self._read} units, the state stands at {request.start}: it does "
+                        "not repeat itself; seed it, or start this data anew"
+                    )
+                return End(self._first)
+            if self._read == request.start and request.expected and digest(last[0]) != request.expected:
+                raise SourceError(
+                    f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs "
+                    "from the one that was consumed before; let it depend on midepoch's streams or a seed alone, "
+                    "and if it divides its data by rank or worker itself, pass shard=False"
+                )
+        units = self._units(global_batch)
+        self._check_length(request, begin + len(units), len(units) < global_batch)
+        if not units:
+            return End(self._first)
+        last_digest = digest(units[-1])
+        own = self._own_part(request, begin, units)
+        if not own:
+            # Without a part where shares are uneven; dropped by every rank otherwise.
+            return End(self._first, len(units) if request.tail == "uneven" and not self._drop_last else 0)
+        key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
+        return Replayed(self._collated(own, key), last_digest, self._first, global_batch - len(units))
+
+    def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
+        if request.size is None:
+            return
+        if ended and reached < request.size:
+            raise SourceError(
+                f"the source ended after {reached} units, its len() is {request.size}: if it divides its data by "
+                "rank or worker itself, pass shard=False; otherwise mend its __len__"
+            )
+        if reached == request.size and self._units(1):
+            raise SourceError(
+                f"the source goes on after the {request.size} units that its len() names: mend its __len__, or wrap a "
+                "generator function that reads it"
+            )
+
+    def _own_part(self, request: ReplayRequest, begin: int, units: list[Any]) -> list[Any]:
+        size, rank = self._batch_size, request.rank
+        if len(units) == size * request.world_size:
+            return units[rank * size : (rank + 1) * size]
+        world = World(rank, request.world_size)
+        share = Share(begin + len(units), begin, size, world, request.tail, self._drop_last)
+        if not share.steps:
+            return []
+        start, stop = share.span(0)
+        repeats = stop - max(start, share.size)
+        own = units[start - begin : stop - begin]
+        if repeats > 0:
+            # Padding repeats the epoch's beginning, which is read again for it.
+            self._open(request)
+            beginning: list[Any] = []
+            while len(beginning) < max(stop - share.size, 0):
+                more = self._units(1)
+                if not more:
+                    self._open(request)
+                    continue
+                beginning += more
+            own += beginning[max(start - share.size, 0) : stop - share.size]
+            self._opened = None
+        return own
+
+    def _own_batch(self, request: ReplayRequest) -> Replayed | End:
+        if self._opened != request[:3]:
+            self._open(request)
+        units = self._units(self._batch_size)
+        if not units or (self._drop_last and len(units) < self._batch_size):
+            return End("")
+        seen = digest(units[-1])
+        if request.skip:
+            return Replayed(None, seen, "", 0)
+        return Replayed(self._collated(units, extend_key(self._sample_key, self._read, Purpose.BATCH)), seen, "", 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker opens its own.
+        return {**self.__dict__, "_opened": None, "_iterator": None}

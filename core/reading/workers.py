@@ -1,0 +1,378 @@
+"""Answering requests in this process or in worker processes, with the settings of a torch DataLoader.
+
+The worker processes are those of a DataLoader of ours, whose "dataset" is a reader and whose "sampler" gives requests.
+So they hold no progress that a state would have to know: a request says all that its answer depends on, and answers
+come back in the order of the requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from midepoch.errors import SourceError
+from midepoch.loader.adapter import Options, Run
+from midepoch.order.keys import derive_key
+from midepoch.randomness.streams import Purpose
+
+__all__ = ["Server", "WorkerAnswers", "signals_in_hand", "tell_of_a_death", "workers_outlive_signals"]
+
+
+signals_in_hand: set[int] = set()
+"""Numbers of the signals that this process answers at its next batch; its worker processes outlive them."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Server:
+    """Answers requests with the settings of the user's DataLoader: in this process, or in its number of workers.
+
+    Args:
+        loader: only read; its dataset, sampler and collate function play no part.
+        options: as given to `wrap`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], options: Options) -> None:
+        self._loader = loader
+        self._streams = options.streams
+        self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process, since a forked one has no workers
+
+    def __call__(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
+        """The answers of `reader`, in the order of `requests`, and how to stop."""
+        theirs = self._loader
+        if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
+            return map(reader, requests), _nothing
+        here = os.getpid(), id(reader)
+        ours = self._persistent.get(here)
+        if ours is not None and not all(worker.is_alive() for worker in getattr(ours._iterator, "_workers", ())):
+            _Shutdown(ours._iterator)()
+            ours = None
+        if ours is None:
+            ours = self._make(reader)
+            if theirs.persistent_workers:
+                self._persistent[here] = ours
+        sampler = ours.sampler
+        assert isinstance(sampler, _Requests)  # _make's
+        sampler.requests = requests
+        if self._streams and ours.generator is not None:
+            # The base seed of the worker processes comes from it, not from the caller's generator.
+            ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
+        with _starting(ours):
+            answers = iter(ours)
+        return WorkerAnswers(answers), _nothing if theirs.persistent_workers else _Shutdown(answers)
+
+    def _make(self, reader: Any) -> DataLoader[Any]:
+        theirs = self._loader
+        return DataLoader(
+            _Remote(reader),
+            batch_size=None,
+            sampler=_Requests(),
+            collate_fn=_as_it_is,
+            num_workers=theirs.num_workers,
+            pin_memory=theirs.pin_memory,
+            pin_memory_device=theirs.pin_memory_device,
+            timeout=theirs.timeout,
+            worker_init_fn=_WorkerInit(theirs),
+            multiprocessing_context=theirs.multiprocessing_context,
+            generator=torch.Generator() if self._streams else theirs.generator,
+            prefetch_factor=theirs.prefetch_factor,
+            persistent_workers=theirs.persistent_workers,
+        )
+
+    def close(self) -> None:
+        """End persistent worker processes."""
+        for (process, _), ours in self._persistent.items():
+            if process == os.getpid():
+                _Shutdown(ours._iterator)()
+        self._persistent = {here: ours for here, ours in self._persistent.items() if here[0] != os.getpid()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_persistent": {}}
+
+
+class _WorkerError(SourceError, RuntimeError):
+    """A worker process has died. A RuntimeError too, which loops that expect torch's catch."""
+
+
+class WorkerAnswers:
+    """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
+
+    Args:
+        iterator: torch's.
+        tell: is given the reason of an error, and the error, and may raise another one.
+
+    Attributes:
+        failed: it has raised something else than its end.
+
+    torch raises RuntimeError for that, as for many other things, and does not say what may be done about it. Where a
+    batch was on its way from the worker it fails to fetch that, with whatever error the connection's end makes.
+    """
+
+    def __init__(self, iterator: Iterator[Any], tell: Callable[[str, Exception], None] | None = None) -> None:
+        self._next, self._tell = iterator.__next__, tell or tell_of_a_death
+        self._workers: Sequence[Any] = getattr(iterator, "_workers", ())
+        self.failed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except (RuntimeError, OSError, EOFError) as error:
+            self.failed = True
+            self._tell(self._reason(error), error)
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+
+    def end(self, instead: Callable[[], Any]) -> None:
+        """Ask `instead` from now on, and end the worker processes."""
+        iterator = getattr(self._next, "__self__", None)
+        self._next, self._workers = instead, ()
+        _shut_down(iterator)
+
+    def _reason(self, error: BaseException) -> str:
+        """What torch says of a worker's death, or would say if it had seen that before its connection's end."""
+        # An error of the worker's own is made anew from a text with "Caught", around which its type may put others.
+        if self._workers and not isinstance(error, RuntimeError) and "Caught " not in str(error):
+            until = time.monotonic() + _DYING
+            try:
+                while time.monotonic() < until:
+                    for worker in self._workers:
+                        if not worker.is_alive() and worker.exitcode:  # 0 has one that has given all that it had
+                            return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
+                    time.sleep(0.01)
+            except RuntimeError as told:  # by torch's handler of signals
+                return str(told)
+        return str(error)
+
+
+def tell_of_a_death(reason: str, error: Exception) -> None:
+    """Raise a _WorkerError, with its cure, if the reason is that a worker has died."""
+    reason = reason.strip().rstrip(".")
+    cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
+    if cure is not None:
+        raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+
+
+@contextlib.contextmanager
+def _starting(loader: DataLoader[Any]) -> Iterator[None]:
+    """While worker processes are started: a signal to all processes waits until they know that they outlive it.
+
+    torch tells of a worker's death out of a signal's handler, here too.
+    """
+    numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
+    method = _start_method(loader)
+    if numbers and method != "fork":
+        # What multiprocessing starts once, to help it, must not have signals blocked, and unblocks them when it starts.
+        resource_tracker.ensure_running()
+        if method == "forkserver":
+            forkserver.ensure_running()
+    others = set(multiprocessing.active_children()) if numbers else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which a new process takes over
+        yield
+    except RuntimeError as error:
+        tell_of_a_death(str(error), error)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if numbers:
+            for worker in set(multiprocessing.active_children()) - others:
+                # It outlives what torch ends it with where nothing else has helped.
+                worker.terminate = worker.kill  # type: ignore[method-assign]
+                _outliving.add(worker)
+
+
+_outliving: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Processes that outlive signals."""
+
+
+def _start_method(loader: DataLoader[Any]) -> str:
+    method: str = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    return method
+
+
+_DYING = 2.0  # seconds from the end of a worker's connections to its own, at most
+
+# By what torch says. A worker's own error is shown with its traceback and begins with other words.
+_CURES = {
+    re.compile(r"^DataLoader timed out"): "see what the dataset waits for, or give the DataLoader a longer timeout",
+    re.compile(r"^DataLoader worker \(.*\) is killed by signal: (Bus error|.*shared memory)"): (
+        "shared memory ran out, most likely; give /dev/shm more room (docker run --shm-size), or use fewer workers or "
+        "a smaller prefetch_factor"
+    ),
+    re.compile(r"^DataLoader worker \(.*\) (is killed by signal: (Killed|Aborted)|exited unexpectedly)"): (
+        "the system ends processes that take too much memory (dmesg names them); use fewer workers, smaller batches or "
+        "a smaller prefetch_factor"
+    ),
+    re.compile(r"^(DataLoader worker \(.*\) is killed|Pin memory thread exited)"): (
+        "see what ended it, in the output above or in dmesg"
+    ),
+}
+
+
+class _Shutdown:
+    """Ends the worker processes of a DataLoader's iterator when it is called, or when it is dropped.
+
+    Not when the garbage is collected: that may close the queues first through which the workers are told to end, and
+    then torch waits for each of them for five seconds.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._finalizer = weakref.finalize(self, _shut_down, iterator)
+        self._finalizer.atexit = False  # torch sees to that
+
+    def __call__(self) -> None:
+        self._finalizer()
+
+
+def _shut_down(iterator: Any) -> None:
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
+
+
+class _Requests(Sampler[Any]):
+    """The sampler of our DataLoader: the requests of the session that runs."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.requests)
+
+
+class _Remote(Dataset[Any]):
+    """The dataset of our DataLoader: a reader, which answers requests."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def __getitem__(self, request: Any) -> Any:
+        return self.reader(request)
+
+
+_LEAVING = 5.0  # seconds in which a worker ends by itself when its process does
+
+
+@functools.lru_cache(maxsize=1)
+def _leaving(process: int) -> Any:
+    """A number that a process shares with its workers: 1 once it is on its way out, and ends those that are left."""
+    shared = RawValue("b", 0)
+
+    def leave() -> None:
+        shared.value = 1
+        with contextlib.suppress(ValueError):  # in another thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises here, and nobody is left to be told
+        workers = [worker for worker in _outliving if worker._parent_pid == process and worker.is_alive()]
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGTERM)
+        until = time.monotonic() + _LEAVING
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+            worker.kill()  # one that hangs outside Python, say
+
+    # Before multiprocessing ends what is left, in processes that it started too, where nothing of atexit's is called.
+    Finalize(None, leave, exitpriority=100)
+    return shared
+
+
+class _Outlives:
+    """What a worker does on a signal: one to all processes is the main one's, which needs it until a batch is over."""
+
+    def __init__(self, leaving: Any) -> None:
+        self._leaving, self._main = leaving, os.getppid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._leaving.value:
+            os._exit(0)  # as torch's worker does where its process ends it
+        if os.getppid() != self._main:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+class _Outlive:
+    """Lets a worker process of such a DataLoader outlive signals, then runs the user's own function."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._then = loader.worker_init_fn
+        # Whose child it is; with a fork server that one's.
+        self._main = None if _start_method(loader) == "forkserver" else os.getpid()
+        self._held_back = self._outlived = tuple(signals_in_hand)
+        self._leaving = None
+        if self._outlived:
+            try:
+                self._leaving = _leaving(os.getpid())
+            except OSError:  # no shared memory to be had: workers die of signals, as torch's do
+                self._outlived = ()
+
+    def __call__(self, worker: int) -> None:
+        for number in self._outlived:
+            signal.signal(number, _Outlives(self._leaving))
+        if os.getppid() != (self._main or os.getppid()):
+            # torch's worker looks from here on, and would take whoever has adopted it for its parent.
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
+        self._shown()
+        if self._then is not None:
+            self._then(worker)
+
+    def _shown(self) -> None:
+        """Before the user's function is run."""
+
+
+class _WorkerInit(_Outlive):
+    """The same in a worker of ours, where code is shown the user's dataset where it looks for it."""
+
+    def _shown(self) -> None:
+        info = get_worker_info()
+        if info is not None:
+            # WorkerInfo refuses assignment, so that users do not; torch's docs have them configure info.dataset.
+            object.__setattr__(info, "dataset", info.dataset.reader.dataset)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def workers_outlive_signals(source: object) -> Iterator[None]:
+    """While an iterator is made of a user's own loader: its workers are started with it, or with its first batch."""
+    if not isinstance(source, DataLoader) or not source.num_workers:
+        yield
+        return
+    if not signals_in_hand:
+        with _starting(source):
+            yield
+        return
+    theirs = source.worker_init_fn
+    source.worker_init_fn = _Outlive(source)
+    try:
+        with _starting(source):
+            yield
+    finally:
+        source.worker_init_fn = theirs
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,152 @@
+"""A torch Sampler with a state, in place of RandomSampler and DistributedSampler."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from operator import length_hint
+from typing import Any, ClassVar, cast
+
+from .loader.adapter import Adapter, Options, Run, Session
+from .loader.capabilities import Capabilities, Capability
+from .loader.loader import Loader
+from .order import Order, Sequential, Shuffled
+from .reading.indexed import IteratorSession, map_requests
+from .samplers import OrderedSampler, Understood
+from .state.format import reseal
+from .world import Share, Tail, World
+
+__all__ = ["IndexAdapter", "ResumableSampler"]
+
+_INDEX_BLOCK = 512
+
+
+class ResumableSampler(OrderedSampler):
+    """Indices in place of RandomSampler and DistributedSampler, with a state.
+
+    Each rank's indices are its part of the global batches, so give it the loader's `batch_size` where the world is
+    larger than one. In a loader that prefetches, ask ``midepoch.wrap(loader)`` for the state: this sampler can only say
+    what it has given out.
+
+    Args:
+        size: of the dataset.
+        seed: of the order.
+        shuffle: in a new order each epoch; False for the dataset's own. An `Order` of midepoch.order is taken as it is.
+        world: which ranks share the indices; None for the world as it is when iteration starts.
+        batch_size: of one rank's batches.
+        drop_last: as DistributedSampler's: leave out what does not divide by the world size, rather than repeat.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool | Order = True,
+        world: World | None = None,
+        batch_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        if type(seed) is not int or not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed must be an int in [0, 2**64), got {seed!r}")
+        if type(batch_size) is not int or batch_size < 1:
+            raise ValueError(f"batch_size must be an int of at least 1, got {batch_size!r}")
+        order = (Shuffled(size) if shuffle else Sequential(size)) if isinstance(shuffle, bool) else shuffle
+        if not callable(getattr(order, "epoch", None)):
+            raise TypeError(f"shuffle must be True, False or an order of midepoch.order, got {shuffle!r}")
+        if order.size != size:
+            raise ValueError(f"the order is over {order.size} positions, size is {size}: make them equal")
+        self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
+        self.tail: Tail = "drop" if drop_last else "pad"
+        self._resumable: Any = None
+        self._alone = True  # so the state may lie inside a block
+        self._block_length = 0
+        self._rest: Iterator[int] = iter(())
+
+    def _loader(self) -> Any:
+        # Built at first need, and anew once the world is known: trainers start their processes later.
+        alone = (self.world or World.current()).world_size == 1
+        before = self._resumable
+        if before is None or alone is not self._alone:
+            options = Options(seed=self.seed, world=self.world, tail=self.tail)
+            # Alone, the batch size does not matter to the order, and long blocks make an index cheap.
+            block = max(self.batch_size, _INDEX_BLOCK) if alone else self.batch_size
+            self._resumable = Loader(IndexAdapter(self, options, block), options)
+            self._alone = alone
+            if before is not None:
+                self._resumable.load_state_dict(before.state_dict())
+        return self._resumable
+
+    def __iter__(self) -> Iterator[int]:
+        self._drop_block()  # an older pass goes no further, and says why
+        for block in self._loader():
+            self._block_length = len(block)
+            self._rest = iter(block)
+            yield from self._rest
+
+    def _drop_block(self) -> None:
+        """The pass that runs has no more of its block to give: its next index is the loader's."""
+        collections.deque(self._rest, maxlen=0)
+
+    def understood(self) -> Understood:
+        """The order, seed, tail and world that it was given."""
+        return Understood(self.order, seed=self.seed, tail=self.tail, world=self.world)
+
+    def __len__(self) -> int:
+        """Indices of one full epoch on this rank."""
+        world = self.world or World.current()
+        share = Share(self.order.size, 0, 1, world, self.tail, False)
+        return share.steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `DistributedSampler.set_epoch`; not needed: each pass is a new epoch."""
+        if length_hint(self._rest) and epoch > self.state_dict()["epoch"]:
+            self._drop_block()  # it is the rest of an epoch that this ends
+        self._loader().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands: after the last index given out, or, in a larger world, after its batch."""
+        loader, rest = self._loader(), length_hint(self._rest)
+        if not rest or not self._alone:
+            return cast(dict[str, Any], loader.state_dict())
+        state = loader.state_dict(in_flight=1)
+        return reseal({**state, "position": state["position"] + self._block_length - rest})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state` at the next index; see `midepoch.Loader.load_state_dict`."""
+        self._loader().load_state_dict(state)
+        self._drop_block()  # a pass that runs goes on from the state too
+
+
+class IndexAdapter(Adapter):
+    """A ResumableSampler by itself: its batches are lists of indices."""
+
+    name: ClassVar[str] = "sampler"
+
+    def __init__(self, source: ResumableSampler, options: Options, batch_size: int) -> None:
+        super().__init__(source, options)
+        self.batch_size = batch_size
+        self._order = source.order
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """`ResumableSampler` makes this adapter itself."""
+        return False
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
+        """Indices in one epoch."""
+        return self._order.size
+
+    def describe(self) -> dict[str, str]:
+        """The order."""
+        return {"order": self._order.describe()}
+
+    def capabilities(self) -> Capabilities:
+        """All yes, for indices."""
+        yes = Capability(True, "an index is a function of seed, epoch and position")
+        return Capabilities(yes, yes, yes, yes, yes, yes)
+
+    def open(self, run: Run) -> Session:
+        """Lists of indices."""
+        order = self._order.epoch(run.seed, run.epoch)
+        return IteratorSession(request.indices for request in map_requests(run, order, lambda: None))

@@ -1,0 +1,206 @@
+"""torch Samplers: what order they stand for, and lists of those whose order cannot be computed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import zlib
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from .errors import SourceError
+from .order import Order, Sequential, Shuffled
+from .order.keys import derive_key
+from .randomness.streams import Purpose, Streams
+from .state.digest import digest
+from .world import Tail, World
+
+__all__ = ["Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand"]
+
+_DEEPEST_NESTING = 8  # samplers inside samplers
+_LONGEST_LIST = 50_000_000  # of a sampler without a length; a longer list would not fit a process anyway
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)`, or None where there is none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class ListedEpoch:
+    """One epoch of a `Listed` order, as the sampler gave it."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+        plain = all(type(item) is int for item in items)
+        self.crc = f"{zlib.crc32(repr(items).encode()):08x}" if plain else digest(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, positions: slice) -> list[Any]:
+        return self._items[positions]
+
+
+class Listed:
+    """The order that some iterable of indices gives for one epoch: a WeightedRandomSampler, a user's own BatchSampler.
+
+    Built once an epoch, under a random stream keyed by (seed, epoch), so that it is a function of these. A sampler that
+    keeps state of its own from epoch to epoch is none, and is refused when that shows.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._streams = Streams(sampler)
+        self._lists: dict[tuple[int, int], ListedEpoch] = {}
+        # torch's own repeat themselves; the others have to show it once.
+        self._pure = self._trusted = _is_pure(sampler)
+
+    def length(self, seed: int, epoch: int) -> int:
+        """Indices in one epoch."""
+        # The len of a sampler that midepoch does not know may be an estimate, as of one that fills batches with tokens.
+        length = length_of(self._sampler) if self._pure else None
+        return len(self.epoch(seed, epoch)) if length is None else length
+
+    def describe(self) -> str:
+        """For the fingerprint. What the list holds is compared by its CRC."""
+        return "listed"
+
+    def epoch(self, seed: int, epoch: int) -> ListedEpoch:
+        """The list of one epoch; the last two are kept.
+
+        Raises:
+            SourceError: the sampler does not end, or does not repeat itself.
+        """
+        listed = self._lists.get((seed, epoch))
+        if listed is None:
+            listed = self._build(seed, epoch)
+            if not self._trusted:
+                again = self._build(seed, epoch)
+                if again.crc != listed.crc:
+                    raise SourceError(
+                        f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under "
+                        "one seed differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or "
+                        "python's generators, and keep nothing from the epoch before"
+                    )
+                self._trusted = True
+            while len(self._lists) > 1:
+                del self._lists[next(iter(self._lists))]
+            self._lists[seed, epoch] = listed
+        return listed
+
+    def forget(self) -> None:
+        """Build the lists anew when they are asked for."""
+        self._lists.clear()
+
+    def _build(self, seed: int, epoch: int) -> ListedEpoch:
+        sampler = _at_epoch(self._sampler, epoch)
+        try:
+            limit = 2 * len(sampler) + 1000
+        except TypeError:
+            limit = _LONGEST_LIST
+        with self._streams.under(derive_key(Purpose.LISTING, seed, epoch)):
+            items = list(itertools.islice(iter(sampler), limit + 1))
+        if len(items) > limit:
+            raise SourceError(
+                f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
+                "one for each epoch, or wrap a generator function that reads it"
+            )
+        return ListedEpoch(items)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lists": {}}
+
+
+def _is_pure(sampler: object) -> bool:
+    if type(sampler) is BatchSampler:
+        return _is_pure(sampler.sampler)
+    pure = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    return type(sampler) in (*pure, list, tuple, range)
+
+
+def _at_epoch(sampler: Any, epoch: int) -> Any:
+    """A copy of `sampler`, and of the one inside it, that has been told the epoch; the user's own stays as it was."""
+    inner = getattr(sampler, "sampler", None)
+    told, inner_told = hasattr(sampler, "set_epoch"), hasattr(inner, "set_epoch")
+    if not told and not inner_told:
+        return sampler
+    sampler = copy.copy(sampler)
+    if inner_told:
+        sampler.sampler = copy.copy(inner)
+        sampler.sampler.set_epoch(epoch)
+    if told:
+        sampler.set_epoch(epoch)
+    return sampler
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What a torch Sampler means.
+
+    Attributes:
+        order: of all ranks together.
+        seed, tail, world: as the sampler states them, or None.
+        shards: it looks as if the sampler gave each rank a list of its own, so that its list must not be shared again.
+    """
+
+    order: Order | Listed
+    seed: int | None = None
+    tail: Tail | None = None
+    world: World | None = None
+    shards: bool = False
+
+
+class OrderedSampler(Sampler[int]):
+    """A sampler that says itself which order it stands for."""
+
+    @abstractmethod
+    def understood(self) -> Understood:
+        """The order, and what else the sampler states."""
+
+
+def understand(sampler: Any) -> Understood:
+    """The order that `sampler` stands for: computed where it can be, listed otherwise."""
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return Understood(Sequential(len(sampler.data_source)))
+    if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return Understood(Shuffled(len(sampler.data_source)), seed=_seed_of(sampler.generator))
+    if kind is DistributedSampler:
+        size = len(sampler.dataset)
+        return Understood(
+            Shuffled(size) if sampler.shuffle else Sequential(size),
+            seed=sampler.seed % (1 << 64),
+            tail="drop" if sampler.drop_last else "pad",
+            world=World(sampler.rank, sampler.num_replicas),
+        )
+    if "understood" in vars(kind):  # not of a class that derives from it, whose order may be its own
+        return cast(OrderedSampler, sampler).understood()
+    return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=_is_ranked(sampler))
+
+
+def _is_ranked(sampler: Any) -> bool:
+    """True if the sampler, or one inside it, knows a rank, and so may give each rank a list of its own."""
+    for _ in range(_DEEPEST_NESTING):
+        if isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank")):
+            return True
+        sampler = getattr(sampler, "sampler", None)
+    return False
+
+
+def _seed_of(generator: object) -> int | None:
+    return generator.initial_seed() % (1 << 64) if isinstance(generator, torch.Generator) else None

@@ -1,0 +1,1 @@
+"""What is saved: the fixed keys, their checks, texts for the states of others, parts of ranks."""

@@ -1,0 +1,108 @@
+"""Somebody else's state as text. Never pickle."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from midepoch.errors import StateCorruptError, StateError
+
+__all__ = ["decode", "encode"]
+
+_TAG = "__midepoch__"
+_LARGEST_TEXT = 256 << 20  # bytes after decompression: beyond any loader's state, far below a machine's memory
+_MOST_ITEMS = 2_000_000  # of lists and dicts, which take fifty times their text: some 200 MiB
+
+
+def encode(value: object) -> str:
+    """Built-in values, tensors on the CPU and numpy arrays as printable text: tagged JSON, zlib, base64.
+
+    Raises:
+        StateError: the value holds something of another type; the message names where.
+    """
+    text = json.dumps(_to_json(value, "state"), separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
+
+
+def decode(text: str) -> Any:
+    """What `encode` was given.
+
+    Raises:
+        StateCorruptError: `text` was not made by `encode`, or was damaged.
+    """
+    try:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(base64.b64decode(text.encode("ascii"), validate=True), _LARGEST_TEXT)
+        if not inflater.eof:
+            raise ValueError("truncated, or larger than any loader's state")
+        if sum(data.count(sign) for sign in b"[{,") > _MOST_ITEMS:
+            raise ValueError("more parts than any loader's state has")
+        return _from_json(json.loads(data))
+    except Exception as error:  # numpy alone has several for what is no dtype
+        raise StateCorruptError(
+            f"the source's own part of the state does not decode ({error}): use an older state"
+        ) from error
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
+def _to_json(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        # bool, int and float subclasses such as enumerations would come back as something else
+        if type(value) in (str, bool, int, float, type(None)):
+            return value
+    elif type(value) is list:
+        return [_to_json(item, f"{path}[{place}]") for place, item in enumerate(value)]
+    elif type(value) in (tuple, set, frozenset):
+        items = sorted(value, key=repr) if type(value) is not tuple else value
+        return {_TAG: type(value).__name__, "items": [_to_json(item, f"{path}[...]") for item in items]}
+    elif isinstance(value, Mapping):
+        pairs = [[_to_json(k, f"{path} key"), _to_json(v, f"{path}[{k!r}]")] for k, v in value.items()]
+        if all(type(k) is str and k != _TAG for k in value):
+            return dict(pairs)
+        return {_TAG: "dict", "items": pairs}
+    elif isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "data": base64.b64encode(bytes(value)).decode("ascii")}
+    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
+        array = value.detach().numpy()
+        return {_TAG: "tensor", "dtype": array.dtype.str, "shape": list(array.shape), "data": _bytes_of(array)}
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _bytes_of(value)}
+    elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {_TAG: "scalar", "dtype": value.dtype.str, "shape": [], "data": _bytes_of(np.asarray(value))}
+    raise StateError(
+        f"the source's own {path} holds a {type(value).__name__}, which cannot be saved without pickle: "
+        "let its state_dict() return built-in types, tensors or arrays"
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: _from_json(item) for key, item in value.items()}
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](_from_json(item) for item in value["items"])
+    if kind == "dict":
+        return {_from_json(key): _from_json(item) for key, item in value["items"]}
+    data = base64.b64decode(value["data"], validate=True)
+    if kind == "bytes":
+        return data
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in "biufc":
+        raise ValueError(f"dtype {dtype}")
+    array = np.frombuffer(data, dtype).reshape(value["shape"]).copy()
+    if kind == "tensor":
+        return torch.from_numpy(array)
+    return array if kind == "array" else array[()]

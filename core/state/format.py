@@ -1,0 +1,184 @@
+"""The saved state: a flat dict with a fixed set of keys, a few hundred bytes, built-in types only.
+
+| key | meaning |
+|---|---|
+| version | of this format |
+| adapter | name of the adapter that wrote it |
+| epoch, position | where the training loops stood |
+| seed | what the order and the random streams start from, in [0, 2**64) |
+| size | units in the epoch, None where it is unknown |
+| world_size, batch_size | of the run that saved it; they inform and, where the order is ours, are not compared |
+| fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
+| detail | text of the adapter: empty where the order is ours |
+| checksum | CRC-32 of all the others |
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from midepoch.errors import StateCorruptError, StateMismatchError, StateVersionError
+
+__all__ = [
+    "FIELDS",
+    "VERSION",
+    "State",
+    "build",
+    "check",
+    "compare_fingerprints",
+    "from_values",
+    "reseal",
+    "values_of",
+]
+
+State = dict[str, Any]
+"""What `state_dict()` returns: built-in types only, JSON-serialisable. The table above has the keys."""
+
+VERSION = 1
+
+_LARGEST_INTEGER = 1 << 62  # room for the epoch after the largest
+_LARGEST_DETAIL = 64 << 20
+
+# name: (accepted types, exclusive upper bound of integers or largest length of texts, lower bound)
+_FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
+    "version": ((int,), _LARGEST_INTEGER, 0),
+    "adapter": ((str,), 64, 1),
+    "epoch": ((int,), _LARGEST_INTEGER, 0),
+    "position": ((int,), _LARGEST_INTEGER, 0),
+    "seed": ((int,), 1 << 64, 0),
+    "size": ((int, type(None)), _LARGEST_INTEGER, 0),
+    "world_size": ((int,), 1 << 31, 1),
+    "batch_size": ((int,), _LARGEST_INTEGER, 1),
+    "fingerprint": ((str,), 4096, 0),
+    "detail": ((str,), _LARGEST_DETAIL, 0),
+    "checksum": ((str,), 8, 8),
+}
+
+FIELDS = tuple(_FIELDS)
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    # A list rather than a dict: the order of keys is ours, whatever order a checkpoint library brings them back in.
+    text = json.dumps([state[name] for name in _FIELDS if name != "checksum"], separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def build(**fields: Any) -> State:
+    """A state of these fields (all but `version` and `checksum`), with its checksum."""
+    state = {"version": VERSION, **fields}
+    state["checksum"] = _checksum(state)
+    return state
+
+
+def reseal(state: Mapping[str, Any]) -> State:
+    """A copy of `state`, edited by hand, with its checksum recomputed. What it says is checked when it is loaded.
+
+    Raises:
+        StateCorruptError: it is not a mapping, or a key is missing or holds what JSON cannot.
+    """
+    _check_keys(state)
+    copy = dict(state)
+    try:
+        copy["checksum"] = _checksum(copy)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateCorruptError(f"the state cannot be resealed ({error}): use built-in types") from error
+    return copy
+
+
+def values_of(state: Mapping[str, Any]) -> list[Any]:
+    """What a state says, without its keys."""
+    return [state[name] for name in _FIELDS]
+
+
+def from_values(values: list[Any]) -> State:
+    """The state of which `values_of` gave the values; `check` tells whether it is whole."""
+    return dict(zip(_FIELDS, values, strict=True))
+
+
+def _check_keys(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise StateCorruptError(
+            f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
+        )
+    missing = [name for name in _FIELDS if name not in state]
+    # Other keys may have no text that Python is able, or has the memory, to make.
+    extra = [repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}" for name in state
+             if name not in _FIELDS]  # fmt: skip
+    if missing or extra:
+        problems = [f"misses {', '.join(missing)}"] * bool(missing) + [
+            f"has unknown keys {', '.join(extra)[:200]}"
+        ] * bool(extra)
+        raise StateCorruptError(f"the state {' and '.join(problems)}: pass what state_dict() returned, whole")
+
+
+def check(state: object) -> State:
+    """A copy of `state` if it is whole and makes sense by itself; whose it is, the loader compares.
+
+    Raises:
+        StateVersionError: another format.
+        StateCorruptError: a key, a type, a range or the checksum is wrong.
+    """
+    if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] != VERSION:
+        raise StateVersionError(
+            f"the state has format version {_shown(state['version'])}, this midepoch reads version {VERSION}: "
+            "load it with the midepoch that wrote it"
+        )
+    _check_keys(state)
+    assert isinstance(state, Mapping)  # _check_keys has seen to it
+    copy = dict(state)
+    for name, (kinds, bound, least) in _FIELDS.items():
+        value = copy[name]
+        if type(value) not in kinds:
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise StateCorruptError(
+                f"{name} must be {names}, the state has a {type(value).__name__}: use an undamaged state"
+            )
+        measured = len(value) if isinstance(value, str) else value
+        if measured is not None and not least <= measured < bound + isinstance(value, str):
+            what = "length" if isinstance(value, str) else "value"
+            raise StateCorruptError(f"{name} has an impossible {what}, {_shown(measured)}: use an undamaged state")
+    if copy["size"] is not None and copy["position"] > copy["size"]:
+        raise StateCorruptError(
+            f"position {copy['position']} lies beyond the state's own size {copy['size']}: use an undamaged state"
+        )
+    expected = _checksum(copy)
+    if copy["checksum"] != expected:
+        raise StateCorruptError(
+            f"the state's checksum is {copy['checksum']}, its content gives {expected}: it was damaged; use an older "
+            "one, or midepoch.reseal(state) if it was edited on purpose"
+        )
+    return copy
+
+
+def _shown(number: int) -> str:
+    # Python refuses to write out integers of thousands of digits.
+    return str(number) if abs(number) < 1 << 128 else "an absurdly large number"
+
+
+def _parsed(fingerprint: str) -> dict[str, str]:
+    """The parts of a fingerprint; all of it as one part where it is not what `Loader` writes."""
+    try:
+        parsed = json.loads(fingerprint)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict) and all(isinstance(value, str) for value in parsed.values()):
+        return parsed
+    return {"fingerprint": fingerprint[:200]}
+
+
+def compare_fingerprints(saved: str, current: str) -> None:
+    """Raise StateMismatchError naming the first part in which two fingerprints differ."""
+    if saved == current:
+        return
+    before, now = _parsed(saved), _parsed(current)
+    differing = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    name = differing[0] if differing else "fingerprint"
+    # A name that only the state has may be a stranger's, with what a terminal obeys.
+    told = name if name in now or not differing else repr(name)[:80]
+    raise StateMismatchError(
+        f"{told} differs: the state was saved with {repr(before.get(name, 'none'))[:200]}, this loader has "
+        f"{now.get(name, 'none')!r}; make the loader as it was, or start this data anew"
+    )

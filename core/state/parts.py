@@ -1,0 +1,175 @@
+"""States of which each rank knows only its part, and details that are sealed with their place."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed
+
+from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError
+
+from .format import State, reseal
+
+__all__ = [
+    "gather", "gather_state", "is_rank_independent", "join_parts", "join_states", "part_of", "parts_in", "seal_detail",
+    "single_part", "unseal_detail",
+]  # fmt: skip
+
+
+def single_part(rank: int, part: str) -> str:
+    """The detail of a state that holds one rank's part."""
+    return json.dumps({"rank": rank, "part": part}, separators=(",", ":"))
+
+
+def join_parts(parts: list[str]) -> str:
+    """The detail of a state that holds the parts of all ranks, in rank order."""
+    return json.dumps({"parts": parts}, separators=(",", ":"))
+
+
+def part_of(detail: str, rank: int, world_size: int) -> str:
+    """This rank's part of a detail made by `single_part` or `join_parts` in a world of the same size.
+
+    Raises:
+        StateMismatchError: it holds another rank's part only.
+        StateCorruptError: it does not parse.
+    """
+    try:
+        parsed = json.loads(detail)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict) and parsed.keys() == {"parts"}:
+        parts = parsed["parts"]
+        if isinstance(parts, list) and len(parts) == world_size and all(isinstance(part, str) for part in parts):
+            return str(parts[rank])
+    elif isinstance(parsed, dict) and parsed.keys() == {"rank", "part"}:
+        saved, part = parsed["rank"], parsed["part"]
+        if type(saved) is int and 0 <= saved < world_size and isinstance(part, str):
+            if saved != rank:
+                raise StateMismatchError(
+                    f"this state holds the part of rank {saved} only, this is rank {rank} of {world_size}: save what "
+                    "midepoch.gather(loader) returns (call it on every rank), or one state for each rank"
+                )
+            return part
+    raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
+
+
+def parts_in(detail: str) -> dict[int, str]:
+    """All parts that a detail made by `single_part` or `join_parts` holds, by rank.
+
+    Raises:
+        StateCorruptError: it does not parse.
+    """
+    try:
+        parsed = json.loads(detail)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        parts = parsed.get("parts") if parsed.keys() == {"parts"} else None
+        if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
+            return dict(enumerate(parts))
+        rank, part = parsed.get("rank"), parsed.get("part")
+        if parsed.keys() == {"rank", "part"} and type(rank) is int and isinstance(part, str):
+            return {rank: part}
+    raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
+
+
+# --- details that say a place of their own ---------------------------------------------------------------------------
+
+_SEAL = 8  # hexadecimal digits
+_SEALED_WITH = ("fingerprint", "epoch", "position", "seed")  # what a detail belongs to
+
+
+def _seal_of(text: str, rank: int, state: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps([text, rank, *(state[name] for name in _SEALED_WITH)]).encode()):08x}"
+
+
+def seal_detail(text: str, rank: int, state: Mapping[str, Any]) -> str:
+    """A detail with a checksum that `reseal` does not renew: else a place edited by hand would not be where it leads.
+
+    Empty at the very beginning, where nothing has been read that it could tell of.
+    """
+    return _seal_of(text, rank, state) + text if text or state["epoch"] or state["position"] else ""
+
+
+def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
+    """The detail of a state, or of each rank, without the checksums of `seal_detail`.
+
+    Raises:
+        StateCorruptError: one does not fit, so the detail is damaged or of another place.
+    """
+    detail: str = state["detail"]
+
+    def opened(sealed: str, rank: int) -> str:
+        epoch, position, text = state["epoch"], state["position"], sealed[_SEAL:]
+        if not sealed and not epoch and not position:
+            return ""
+        if not sealed or sealed[:_SEAL] != _seal_of(text, rank, state):
+            raise StateCorruptError(
+                "the source's own part of the state was damaged, or is not of the state's place (epoch "
+                f"{epoch}, position {position}): use an undamaged state, or loader.seek to go elsewhere"
+            )
+        return text
+
+    if rank_independent or not detail:
+        return opened(detail, 0)
+    parts = {rank: opened(part, rank) for rank, part in parts_in(detail).items()}
+    if "parts" in json.loads(detail):
+        return join_parts(list(parts.values()))
+    return single_part(*next(iter(parts.items())))
+
+
+def gather(loader: Any, group: torch.distributed.ProcessGroup | None = None, in_flight: int = 0) -> State:
+    """One state that suits every rank. The one collective call: every rank must make it, after the same batch.
+
+    Where the state is the same on every rank anyway, nothing is exchanged and this is ``loader.state_dict()``.
+
+    Args:
+        loader: what `midepoch.wrap` returned.
+        group: the ranks that share the data; None for all of them.
+        in_flight: as in ``state_dict``: batches taken but not yet trained on.
+
+    Raises:
+        MidepochError: the ranks do not stand at the same place, or torch.distributed has not been initialised.
+    """
+    state = loader.state_dict(in_flight) if in_flight else loader.state_dict()
+    return gather_state(loader, state, group)
+
+
+def gather_state(loader: object, state: State, group: torch.distributed.ProcessGroup | None = None) -> State:
+    """`gather`, of a state that `loader` gave."""
+    if is_rank_independent(loader) or state["world_size"] == 1:
+        return state
+    if not torch.distributed.is_initialized():
+        raise MidepochError(
+            f"each of {state['world_size']} ranks knows only its own part of the state: call "
+            "torch.distributed.init_process_group before midepoch.gather, or save one state for each rank"
+        )
+    states: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(states, state, group=group)
+    return join_states(states)
+
+
+def is_rank_independent(loader: object) -> bool:
+    """Whether any rank's state of a loader will do for all."""
+    return bool(getattr(getattr(loader, "capabilities", None), "rank_independent", True))
+
+
+def join_states(states: list[State]) -> State:
+    """One state that suits every rank, of the states of all ranks, each of which knows only its own part.
+
+    Raises:
+        MidepochError: the ranks do not stand at the same place.
+    """
+    place = [(each["epoch"], each["position"], each["world_size"]) for each in states]
+    if len(set(place)) > 1 or place[0][2] != len(states):
+        raise MidepochError(
+            f"the ranks do not stand at the same place (epoch, position, world size): {place}; call midepoch.gather on "
+            "every rank after the same batch"
+        )
+    if all(not each["detail"] for each in states):
+        return states[0]
+    parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]
+    return reseal({**states[0], "detail": join_parts(parts)})

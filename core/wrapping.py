@@ -1,0 +1,139 @@
+"""`wrap`: which adapter suits a source. The most specific is asked first, and none is imported before it is needed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from importlib.metadata import entry_points
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .errors import UnsupportedSourceError
+from .loader.adapter import Adapter, Options
+from .loader.loader import Loader
+from .world import Tail, World
+
+__all__ = ["wrap"]
+
+
+class _Backend(NamedTuple):
+    """Where an adapter is, and of which package's classes (its base classes', too) its sources are."""
+
+    adapter: str
+    package: str | None = None
+
+
+# The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
+_BACKENDS = (
+    _Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
+    _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
+    _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
+    _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
+    _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
+    _Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
+    _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
+    _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
+    _Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
+    _Backend("midepoch.adapters.stateful:DatasetsAdapter", "datasets"),
+    _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
+    _Backend("midepoch.adapters.stateful:StatefulAdapter"),
+    _Backend("midepoch.adapters.iterable:SequenceAdapter"),
+    _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
+)
+
+_ENTRY_POINTS = "midepoch.adapters"
+
+
+def wrap(
+    source: Any,
+    *,
+    seed: int | None = None,
+    world: World | None = None,
+    shard: bool | None = None,
+    randomness: Literal["sample", "none"] = "sample",
+    tail: Tail | None = None,
+    fingerprint: str | None = None,
+    **settings: Any,
+) -> Loader:
+    """Make `source` resume in the middle of an epoch.
+
+    Args:
+        source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything
+            that can be iterated more than once. What was wrapped already is returned as it is.
+        seed: of the order and of the random streams, in [0, 2**64). None: the source's own; else torch's initial seed
+            in a world of one; else 0. A seed that was not stated gives way to that of a loaded state.
+        world: which ranks share the data. None: torch.distributed as it is when iteration starts, else RANK, WORLD_SIZE
+            and LOCAL_RANK, else one process.
+        shard: whether midepoch divides the data over ranks and workers (True) or the source does so itself (False).
+            None: midepoch divides what can be indexed; for other sources it has to be stated where there is something
+            to divide.
+        randomness: "sample" gives each sample a random stream of its own; "none" leaves the caller's generators to the
+            source, which then does not repeat its augmentations.
+        tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
+            "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
+        fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
+        settings: what only some sources know, such as ``refill=True`` for webdataset pipelines; the page of the backend
+            in docs/ lists them.
+
+    Raises:
+        UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
+        ValueError, TypeError: an argument is out of range.
+    """
+    if isinstance(source, Loader):
+        return source
+    options = Options(seed, world, shard, randomness, tail, fingerprint, settings)
+    return Loader(_adapter_for(source, options), options)
+
+
+def _adapter_for(source: Any, options: Options) -> Adapter:
+    if isinstance(source, torch.nn.Module | torch.optim.Optimizer | type):
+        raise UnsupportedSourceError(
+            f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
+            "function"
+        )
+    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to the next
+    for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
+        if not adapter.recognises(source):
+            continue
+        unknown = options.settings.keys() - adapter.settings - passed_over
+        if unknown:
+            known = ", ".join(sorted(adapter.settings)) or "none"
+            raise TypeError(
+                f"wrap() got {', '.join(map(repr, sorted(unknown)))}, which a {type(source).__name__} has no use for "
+                f"(settings of its own: {known}): leave it out"
+            )
+        chosen = adapter.choose(source, options)
+        if chosen is not None:
+            return chosen
+        passed_over |= adapter.settings
+    raise UnsupportedSourceError(
+        f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
+        "function"
+    )
+
+
+def _present(backend: _Backend, source: Any) -> bool:
+    """False where the source cannot be of that backend, so that the adapter need not be imported."""
+    if backend.package is None:
+        return True
+    if backend.package not in sys.modules:
+        return False
+    # Not by the first part of the name alone: many packages are called nvidia.something. And a DataLoader is of the
+    # backend that its dataset is of.
+    kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
+    return any(f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in kinds)
+
+
+@functools.cache
+def _load(path: str) -> type[Adapter]:
+    module, _, name = path.partition(":")
+    adapter: type[Adapter] = getattr(importlib.import_module(module), name)
+    return adapter
+
+
+@functools.cache
+def _registered() -> tuple[type[Adapter], ...]:
+    """Adapters of other packages, by entry point; asked before ours, since they know their own better."""
+    return tuple(entry.load() for entry in sorted(entry_points(group=_ENTRY_POINTS), key=lambda entry: entry.name))
