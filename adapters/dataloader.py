@@ -1,7 +1,7 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
-The user's DataLoader is only read. Its batches are made by a reader (midepoch.reading.indexed, driven
-or replay), which `midepoch.reading.workers` asks in this process or in as many worker processes as the DataLoader names.
+The user's DataLoader is only read. A reader makes its batches (midepoch.reading.indexed, driven or replay), in this process
+or in as many worker processes as the DataLoader names (midepoch.reading.workers).
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class MapDataLoaderAdapter(Adapter):
         self._understand()
         # With shard=False each rank's data is its own, and so is its order.
         self._own = options.shard is False
-        self.elastic = not self._own
         single = batch_sampler is None
         self._reader = MapReader(source.dataset, source.collate_fn, single, self._listed_batches, options.streams)
         self._server = Server(source, options)

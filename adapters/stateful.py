@@ -38,8 +38,6 @@ class StatefulAdapter(Adapter):
 
     name: ClassVar[str] = "stateful"
     seals_detail = True
-    rank_independent = False
-    elastic = False
     remembers = False
     rewinds: ClassVar[bool] = False  # an iterator of the source begins an epoch, wherever others have led the source
 
@@ -357,23 +355,28 @@ class _StatefulSession(Session):
                 ) from error
         return adapter.reading(run, self._iterator)
 
-    def detail(self, back: int, finished: bool) -> str:
+    def mark(self) -> str:
         """The source's own state, as it is now."""
-        if back or (self._failed and self._asked[0] != self._handed_out):
+        if self._asked[0] != self._handed_out:
+            if self._failed:
+                raise StateError(
+                    "the source's own state is that of now, after a batch that failed: load an older state to go on"
+                )
+            self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
+        return self._asked[1]
+
+    def detail(self, mark: str | None) -> str:
+        """The source's own state where it was asked for; it is not after each batch."""
+        if mark is None:
             raise StateError(
-                "the source's own state is that of now, after a batch that failed: load an older state to go on"
-                if self._failed
-                else f"the source's own state is that of now, not of {back} batches ago: save it when no batch is in "
-                "flight"
+                "the source's own state is that of now, not of batches ago: save it when no batch is in flight"
             )
-        if finished:
-            self._finish()
-        elif self._asked[0] == self._handed_out:
-            return self._asked[1]
-        text = encode(self._adapter.current(self._iterator))
-        if not finished:
-            self._asked = (self._handed_out, text)
-        return text
+        return mark
+
+    def following(self) -> str:
+        """The source's own state at its end."""
+        self._finish()
+        return encode(self._adapter.current(self._iterator))
 
     def _finish(self) -> None:
         """Let the source see its end: until then its state says that nothing is left, not that it is finished."""

@@ -35,6 +35,7 @@ from midepoch.errors import MidepochError, SourceError, StateCorruptError, State
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams, warn_of_kept
 from midepoch.reading.indexed import draws_nothing
@@ -78,7 +79,7 @@ class StreamingAdapter(Adapter):
 
     name: ClassVar[str] = "streaming"
     seals_detail = True
-    jumps: ClassVar[bool] = True
+    leads = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -220,10 +221,10 @@ class StreamingAdapter(Adapter):
         """The plan."""
         return str(self._plan(world))
 
-    def jump(self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World) -> str:
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The same plan."""
-        self._check_position(*there, world, detail)
-        return detail or self.beginning(there[0], world)
+        self._check_position(*there, world, here.detail)
+        return here.detail or self.beginning(there[0], world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """The plan can be carried out here."""
@@ -636,7 +637,11 @@ class _StreamingSession(Session):
         finally:
             self._reads.end()
 
-    def detail(self, back: int, finished: bool) -> str:
+    def detail(self, mark: Any) -> str:
+        """The plan."""
+        return self._detail
+
+    def following(self) -> str:
         """The plan."""
         return self._detail
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
-from .loader.loader import Loader
+from .loader.loader import Loader, when_loaded_by
+from .state.format import State
 from .world import Tail, World
 
 __all__ = ["wrap"]
@@ -44,6 +46,13 @@ _BACKENDS = (
 )
 
 _ENTRY_POINTS = "midepoch.adapters"
+
+# Trainers that restore a count of batches beside a loader's state: the module that calls `load_state_dict`, and what
+# tells whether the count fits. It is imported when the trainer is there anyway.
+_COUNTING_TRAINERS = {
+    "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
+    "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
+}
 
 
 def wrap(
@@ -106,7 +115,7 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
             )
         chosen = adapter.choose(source, options)
         if chosen is not None:
-            return chosen
+            return cast(Adapter, chosen)
         passed_over |= adapter.settings
     raise UnsupportedSourceError(
         f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
@@ -127,10 +136,17 @@ def _present(backend: _Backend, source: Any) -> bool:
 
 
 @functools.cache
-def _load(path: str) -> type[Adapter]:
+def _load(path: str) -> Any:
     module, _, name = path.partition(":")
-    adapter: type[Adapter] = getattr(importlib.import_module(module), name)
-    return adapter
+    return getattr(importlib.import_module(module), name)
+
+
+def _tell_later(path: str) -> Callable[[Loader, State], None]:
+    return lambda loader, state: _load(path)(loader, state)
+
+
+for _module, _path in _COUNTING_TRAINERS.items():
+    when_loaded_by(_module, _tell_later(_path))
 
 
 @functools.cache

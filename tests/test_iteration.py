@@ -123,7 +123,10 @@ def test_batches_in_flight(make: Callable[[], Loader]) -> None:
     """The state of k batches ago is the one that was given k batches ago."""
     with make() as loader:
         if not loader.capabilities.rank_independent:
-            next(iter(loader))
+            first, iterator = loader.state_dict(), iter(loader)
+            next(iterator)
+            assert loader.state_dict(in_flight=1) == first  # where it was opened
+            next(iterator)
             with pytest.raises(StateError, match="in flight"):
                 loader.state_dict(in_flight=1)
             return

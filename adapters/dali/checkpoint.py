@@ -12,14 +12,14 @@ from midepoch.errors import StateCorruptError, StateError
 from midepoch.state.codec import decode, encode
 from midepoch.world import World
 
-__all__ = ["Place", "Snapshot", "moved_on"]
+__all__ = ["Checkpoint", "Where", "moved_on"]
 
-Place = tuple[int, int]
+Where = tuple[int, int]
 """(epoch, position), as in the state."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Checkpoint:
     """What it takes to open a session somewhere.
 
     Attributes:
@@ -30,8 +30,8 @@ class Snapshot:
         checkpoints: one for each pipeline; none for a source that has not been read.
     """
 
-    at: Place
-    to: Place
+    at: Where
+    to: Where
     ended: bool
     shards: int
     checkpoints: tuple[bytes, ...]
@@ -42,7 +42,7 @@ class Snapshot:
         return _seal(text, self.to, seed, world) + text
 
     @classmethod
-    def opened(cls, detail: str, place: Place, seed: int, world: World) -> Snapshot:
+    def opened(cls, detail: str, place: Where, seed: int, world: World) -> Checkpoint:
         """What was sealed, if it belongs to this place, seed and rank.
 
         Raises:
@@ -69,7 +69,7 @@ class Snapshot:
 _SEAL = 16  # hexadecimal digits
 
 
-def _seal(text: str, place: Place, seed: int, world: World) -> str:
+def _seal(text: str, place: Where, seed: int, world: World) -> str:
     sealed = json.dumps([text, *place, seed, world.rank, world.world_size])
     return hashlib.blake2b(sealed.encode(), digest_size=_SEAL // 2).hexdigest()
 

@@ -8,28 +8,27 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import nvidia.dali
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy, _DaliBaseIterator
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
-from midepoch.adapters.dali.checkpoint import Place, Snapshot, moved_on
+from midepoch.adapters.dali.checkpoint import Checkpoint, Where, moved_on
 from midepoch.adapters.dali.graph import Graph, build, identity, restore, serialize, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
 from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
 
 _MOST_EPOCHS = 100_000  # that a checkpoint is moved on over, one after the other
-_REMEMBERED_BATCHES = 8  # checkpoints kept for in_flight, of about 300 bytes each
 
 _WRITE_A_FACTORY = (
     "wrap a function that makes it: midepoch.wrap(dali.factory(make)) from midepoch.adapters.dali, where "
@@ -97,9 +96,8 @@ class NativeAdapter(Adapter):
     """
 
     name: ClassVar[str] = "dali"
-    rank_independent = False
-    elastic = False
-    jumps: ClassVar[bool] = True
+    leads = True
+    can_seek = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -264,20 +262,20 @@ class NativeAdapter(Adapter):
                     "whole one"
                 )
             return
-        snapshot = Snapshot.opened(detail, (epoch, position), seed, world)
+        checkpoint = Checkpoint.opened(detail, (epoch, position), seed, world)
         shards = self._stated_shards(world)
-        if snapshot.shards != shards:
+        if checkpoint.shards != shards:
             raise StateMismatchError(
-                f"num_shards differs: the state was saved with {snapshot.shards}, this pipeline has {shards}; make the "
-                "reader as it was, or start this data anew"
+                f"num_shards differs: the state was saved with {checkpoint.shards}, this pipeline has {shards}; make "
+                "the reader as it was, or start this data anew"
             )
-        _check_reach(snapshot.at, snapshot.to)
+        _check_reach(checkpoint.at, checkpoint.to)
 
-    def jump(self, here: Place, detail: str, there: Place, seed: int, world: World) -> str:
+    def lead(self, here: Place, there: Where, seed: int, world: World) -> str:
         """By moving the checkpoint on: readers skip without reading, random operators go on where they stood."""
-        known = Snapshot.opened(detail, here, seed, world) if detail else None
+        known = Checkpoint.opened(here.detail, here[:2], seed, world) if here.detail else None
         if known is None or there < known.at:
-            known = Snapshot((0, 0), there, False, self._stated_shards(world), ())
+            known = Checkpoint((0, 0), there, False, self._stated_shards(world), ())
         _check_reach(known.at, there)
         return dataclasses.replace(known, to=there).sealed(seed, world)
 
@@ -291,14 +289,14 @@ class NativeAdapter(Adapter):
         """An iterator whose next batch is the run's first; the one that is at hand, if it stands right."""
         place = (run.epoch, run.position)
         shards = self._stated_shards(run.world)
-        snapshot = Snapshot((0, 0), place, False, shards, ())
+        checkpoint = Checkpoint((0, 0), place, False, shards, ())
         if run.detail:
-            snapshot = Snapshot.opened(run.detail, place, run.seed, run.world)
+            checkpoint = Checkpoint.opened(run.detail, place, run.seed, run.world)
         live, self._live = self._live, None
         if live is None:
             live = self._taken_over(run)
-        if live is None or not live.stands(snapshot):
-            live = self._moved(live, snapshot.checkpoints, snapshot.at, snapshot.ended, run)
+        if live is None or not live.stands(checkpoint):
+            live = self._moved(live, checkpoint.checkpoints, checkpoint.at, checkpoint.ended, run)
         while live.place < place:
             live = self._skipped(live, place, run)
         return live
@@ -321,7 +319,7 @@ class NativeAdapter(Adapter):
         return _Live(_with_pipelines(template, pipelines), (0, 0), False)
 
     def _moved(
-        self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Place, ended: bool, run: Run
+        self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
     ) -> _Live:
         """An iterator that goes on from these checkpoints: this one's pipelines if they have not run, or new ones."""
         if live is not None and checkpoints and _is_new(live.iterator):
@@ -337,7 +335,7 @@ class NativeAdapter(Adapter):
             self._end(live)  # lets go of its memory before another is made
         return self._make(checkpoints, place, ended, run)
 
-    def _make(self, checkpoints: tuple[bytes, ...], place: Place, ended: bool, run: Run) -> _Live:
+    def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _Live:
         if self._factory is not None:
             self._serialized(run.world)  # refuses shards that are others'
             return _Live(self._factory(checkpoints), place, ended)
@@ -361,7 +359,7 @@ class NativeAdapter(Adapter):
                 ) from error
         return _Live(_with_pipelines(self._template, pipelines), place, ended)
 
-    def _skipped(self, live: _Live, place: Place, run: Run) -> _Live:
+    def _skipped(self, live: _Live, place: Where, run: Run) -> _Live:
         """An iterator that stands at `place`, or, if that lies in a later epoch, at the end of this one."""
         epoch, position = live.place
         ranks = run.world.world_size
@@ -411,17 +409,17 @@ class _Live:
         ended: `place` is the beginning of an epoch, and DALI has not been told of the end of the one before.
     """
 
-    def __init__(self, iterator: Any, place: Place, ended: bool) -> None:
+    def __init__(self, iterator: Any, place: Where, ended: bool) -> None:
         self.iterator, self.place, self.ended = iterator, place, ended
         self.untouched = not ended and place == (0, 0)
 
-    def stands(self, snapshot: Snapshot) -> bool:
-        """Whether this is where the snapshot was taken."""
-        if snapshot.at != self.place:
+    def stands(self, checkpoint: Checkpoint) -> bool:
+        """Whether this is where the checkpoint was taken."""
+        if checkpoint.at != self.place:
             return False
-        if not snapshot.checkpoints:
+        if not checkpoint.checkpoints:
             return self.untouched
-        return tuple(self.iterator.checkpoints()) == snapshot.checkpoints
+        return tuple(self.iterator.checkpoints()) == checkpoint.checkpoints
 
     def take(self) -> Any:
         """The next batch."""
@@ -468,7 +466,7 @@ class _Live:
         self.place = (epoch, position)
 
 
-def _check_reach(at: Place, to: Place) -> None:
+def _check_reach(at: Where, to: Where) -> None:
     if to[0] - at[0] > _MOST_EPOCHS:
         raise StateMismatchError(
             f"epoch {to[0]} is {to[0] - at[0]} epochs after DALI's own checkpoint, and DALI is led through each: "
@@ -476,14 +474,24 @@ def _check_reach(at: Place, to: Place) -> None:
         )
 
 
+class _Mark(NamedTuple):
+    """Where DALI stood: the place, whether it is to be told of an epoch's end, and a checkpoint for each pipeline."""
+
+    place: Where
+    ended: bool
+    checkpoints: tuple[bytes, ...]
+
+
 class _NativeSession(Session):
-    """Notes where it stands before each batch: a checkpoint takes DALI about 0.1 ms."""
+    """Marked by DALI's checkpoints before each batch, which take it about 0.1 ms and 300 bytes."""
+
+    marks = True
 
     def __init__(self, adapter: NativeAdapter, run: Run) -> None:
         self._adapter, self._run = adapter, run
         self._live: _Live | None = None
-        self._before: deque[tuple[Place, bool, tuple[bytes, ...]]] = deque(maxlen=_REMEMBERED_BATCHES)
-        self._broken = False  # `live` does not stand where the last note was made
+        self._ended = False
+        self._marked: _Mark | None = None
         self._left = None if run.share is None else run.share.steps
 
     def take(self) -> Any:
@@ -491,14 +499,13 @@ class _NativeSession(Session):
         live = self._live
         if live is None:
             live = self._live = self._adapter.reach(self._run)
-        if self._broken or self._left == 0:
+        if self._ended or self._left == 0:
             raise StopIteration
         place = live.place
-        self._before.append((place, live.ended, tuple(live.iterator.checkpoints())))
         try:
             batch = live.take()
         except StopIteration:
-            self._broken = True
+            self._ended = True
             live.place, live.ended = (place[0] + 1, 0), True
             if self._left is None:
                 raise
@@ -507,7 +514,7 @@ class _NativeSession(Session):
                 "state and try again"
             ) from None
         except Exception as error:
-            self._broken, self._live = True, None
+            self._live = None
             self._adapter._end(live)
             raise SourceError(
                 f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
@@ -521,25 +528,24 @@ class _NativeSession(Session):
                 live.place, live.ended = (place[0] + 1, 0), True
         return batch
 
-    def detail(self, back: int, finished: bool) -> str:
-        """DALI's checkpoints, with the place and a checksum."""
-        live, before, run = self._live, self._before, self._run
-        if live is None and not before and not back:
+    def mark(self) -> _Mark | None:
+        """DALI's checkpoints; at the end of an epoch of unknown length, those from before it was found."""
+        live = self._live
+        if live is not None and not self._ended:
+            self._marked = _Mark(live.place, live.ended, tuple(live.iterator.checkpoints()))
+        return self._marked
+
+    def detail(self, mark: _Mark | None) -> str:
+        """The checkpoints, with the place and a checksum."""
+        run = self._run
+        if mark is None:
             return run.detail
-        back += self._broken
-        if back > len(before):
-            raise StateError(
-                f"{len(before)} checkpoints of DALI are remembered since the epoch's start or the last load: pass a "
-                f"smaller in_flight"
-            )
-        if back and before[-back][0] == (run.epoch, run.position):
-            return run.detail  # a place has one spelling
-        if back:
-            place, ended, checkpoints = before[-back]
-        elif live is not None:
-            place, ended, checkpoints = live.place, live.ended, tuple(live.iterator.checkpoints())
         shards = self._adapter._stated_shards(run.world)
-        return Snapshot(place, place, ended, shards, checkpoints).sealed(run.seed, run.world)
+        return Checkpoint(mark.place, mark.place, mark.ended, shards, mark.checkpoints).sealed(run.seed, run.world)
+
+    def following(self) -> str:
+        """The checkpoints at the epoch's end, which the next one begins with."""
+        return self.detail(self.mark())
 
     def close(self) -> None:
         """Leave the iterator to the next session."""

@@ -99,7 +99,7 @@ class FFCVAdapter(Adapter):
         # With these arguments alone FFCV itself needs the same seed on every rank; else it may have drawn one.
         self.seed_is_shared = source.distributed and isinstance(source.traversal_order, parts().Random)
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
-        self.elastic = "mix" not in self._kinds
+        self._mixes = "mix" in self._kinds
         self._draws = any(map(draws, self._operations()))
         self._first_plan: Plan | None = None
         self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
@@ -121,7 +121,7 @@ class FFCVAdapter(Adapter):
     def describe(self) -> dict[str, str]:
         """The order and the file; with mixup also the batches, since what is mixed depends on them."""
         described = {"order": self._order.describe(), "file": self._content}
-        return described if self.elastic else {**described, "mixed in batches of": str(self.batch_size)}
+        return described if not self._mixes else {**described, "mixed in batches of": str(self.batch_size)}
 
     def capabilities(self) -> Capabilities:
         """All yes; where samples are mixed, not elastic."""
@@ -130,7 +130,7 @@ class FFCVAdapter(Adapter):
             exact_order=promises.OUR_ORDER,
             exact_augmentations=self._exact_augmentations(),
             constant_time_resume=promises.CONSTANT_TIME,
-            elastic_world=promises.POSITIONS if self.elastic else mixed,
+            elastic_world=mixed if self._mixes else promises.POSITIONS,
             elastic_workers=Capability(True, "the threads share the samples of a batch, each with its own stream"),
             rank_independent=promises.ONE_STATE,
         )

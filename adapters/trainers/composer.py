@@ -11,6 +11,7 @@ from composer.utils import reproducibility
 
 from midepoch.errors import MidepochWarning
 from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
 from midepoch.state.parts import gather
 from midepoch.stateful_iterable import loader_of
 
@@ -111,10 +112,10 @@ def _batches_left(loader: Loader, length: int | None, begun: int) -> int | None:
         try:
             loader.peek()
         except StopIteration:
-            loader._leave_epoch()
+            Part("", loader).leave_epoch()
             return 0
     if length is None:
         return None
     if begun >= length:  # train_subset_num_batches gives up the rest of the loader's epoch
-        loader._leave_epoch()
+        Part("", loader).leave_epoch()
     return max(length - begun, 0)

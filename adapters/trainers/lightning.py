@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from midepoch.combine.combine import combine
 from midepoch.errors import MidepochWarning, StateError
 from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
 from midepoch.stateful_iterable import loader_of
@@ -440,14 +441,14 @@ class _Handed:
 
     def is_split_like(self, state: State) -> bool:
         """Whether the batches are those of the world and of the batch size of a state."""
-        world_size = self._loader._current_world().world_size
-        return (world_size, self._loader._adapter.batch_size) == (state["world_size"], state["batch_size"])
+        part = Part("", self._loader)
+        return (part.world.world_size, part.batch_size) == (state["world_size"], state["batch_size"])
 
     def state(self, in_flight: int, ended: bool) -> State:
         """A state that suits every rank; that of the next epoch's beginning where this one has ended."""
         state = self._loader.state_dict(in_flight)
         if ended and state["position"]:
-            state = self._loader._state_at(state, state["epoch"] + 1)
+            state = Part("", self._loader).state_at(state, state["epoch"] + 1)
         return gather_state(self._loader, state)
 
     def state_dict(self) -> State:
@@ -465,7 +466,7 @@ class _Handed:
 
     def leave(self) -> None:
         """Give up the rest of the epoch."""
-        self._loader._leave_epoch()
+        Part("", self._loader).leave_epoch()
 
 
 def _begin(loader: Loader | None, epoch: int) -> None:
@@ -518,3 +519,17 @@ def _warn_of_bare(kind: str, bare: list[Any]) -> None:
         MidepochWarning,
         stacklevel=2,
     )
+
+
+def warn_of_counts(loader: Loader, state: State) -> None:
+    """Say that Lightning's count of batches does not fit, where Lightning itself loads a state of another topology."""
+    part = Part("", loader)
+    here = (part.world.world_size, part.batch_size)
+    if state["position"] and here != (state["world_size"], state["batch_size"]):
+        warnings.warn(
+            f"the checkpoint is of {state['world_size']} processes with batches of {state['batch_size']}, these are "
+            f"{here[0]} with {here[1]}. Lightning counts batches, and ends this epoch too early or too late: add "
+            "midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
+            MidepochWarning,
+            stacklevel=4,
+        )

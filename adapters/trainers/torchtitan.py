@@ -10,6 +10,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from midepoch.errors import StateError
 from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
 from midepoch.state.format import State
 from midepoch.state.parts import is_rank_independent
 from midepoch.stateful_iterable import loader_of
@@ -67,7 +68,8 @@ def _made(make: Callable[..., Any], world: World, keywords: dict[str, Any]) -> L
             f"feed's function must return a loader that was wrapped, and returned a {type(made).__name__}: "
             "return midepoch.wrap(loader, world=world)"
         )
-    if (loader._current_world().rank, loader._current_world().world_size) != (world.rank, world.world_size):
+    divides = Part("", loader).world
+    if (divides.rank, divides.world_size) != (world.rank, world.world_size):
         raise ValueError(
             "the loader that feed's function returned does not divide its data as torchtitan does: "
             "return midepoch.wrap(loader, world=world)"

@@ -19,10 +19,11 @@ from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
 from midepoch.adapters.webdataset.tar import parse_members
-from midepoch.errors import SourceError, StateCorruptError, StateError
+from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
@@ -32,7 +33,6 @@ from midepoch.world import Share, World
 
 __all__ = ["IndexedAdapter", "order_of"]
 
-_REMEMBERED = 64  # batches that may be in flight
 _FEWEST_SHARDS = 16  # mixed at a time: more than most loaders have workers, each of which mixes one
 _WIDER = 4  # times webdataset's buffer, so that samples move at least as far
 _ENDLESS_PASSES = 1 << 16  # of an epoch that nothing ends
@@ -234,8 +234,7 @@ class IndexedAdapter(Adapter):
         self.seed = pipeline.seed
         self._refill = bool(options.settings.get("refill", False))
         self._limit = pipeline.limit
-        self.continuous = self._limit is not None or self._refill
-        self.elastic = self.rank_independent = not self._refill
+        self.leads = self._limit is not None or self._refill
         self.seals_detail = self._counted or self._refill
         self._whole = not self._refill and not pipeline.late_sample_stages
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, self._whole)
@@ -293,13 +292,15 @@ class IndexedAdapter(Adapter):
             return ""
         return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
 
-    def following(self, detail: str, epoch: int, world: World) -> str:
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The rest of an epoch that with_epoch ends goes by; with `refill` nothing does."""
+        if there != (here.epoch + 1, 0):
+            return ""
         if self._refill:
-            return detail
+            return here.detail
         if not self._counted:
             return ""
-        base, size = _parse_counted(detail or self.beginning(epoch, world))
+        base, size = _parse_counted(here.detail or self.beginning(here.epoch, world))
         return _counted_detail(base + size, self._full_size(world) or 0)
 
     # --- what it is ---
@@ -440,6 +441,8 @@ def _parse_refill(detail: str) -> tuple[int, int]:
 
 
 class _IndexedSession(Session):
+    marks = True
+
     def __init__(
         self,
         answers: Iterator[Answer],
@@ -453,7 +456,6 @@ class _IndexedSession(Session):
         self._answers, self._close, self._finish = answers, close, finish
         self._share, self._details, self._run, self._base = share, details, run, base
         self._taken = self._passed_over = 0
-        self._missing = deque([0], maxlen=_REMEMBERED)
 
     def take(self) -> Any:
         """The next batch that has something in it."""
@@ -468,10 +470,9 @@ class _IndexedSession(Session):
             if values:
                 break
             self._passed_over += 1
-            self.missing = self._behind()
+            self.drift = self._ahead()
         self._taken += 1
-        self.missing = self._behind()
-        self._missing.append(self.missing)
+        self.drift = self._ahead()
         return values[0]
 
     def _key(self) -> int:
@@ -481,40 +482,41 @@ class _IndexedSession(Session):
         position = share.start + step * share.global_batch + share.world.rank * share.batch_size
         return derive_key(Purpose.BATCH, self._run.seed, self._base + position)
 
-    def _behind(self) -> int:
-        """The units by which the position differs from the batches handed out; less than zero."""
+    def _ahead(self) -> int:
+        """The units of the steps that were passed over."""
         if not self._passed_over:
             return 0
         share = self._share
         reached = min((self._taken + self._passed_over) * share.global_batch, share.size - share.start)
-        return self._taken * share.global_batch - reached
+        return reached - self._taken * share.global_batch
 
     @property
     def varies(self) -> bool:
         """True where steps were passed over."""
         return self._passed_over > 0
 
-    def missing_before(self, back: int) -> int:
-        """As it was so many batches ago."""
-        if not back:
-            return self.missing
-        if not self._passed_over:
-            return 0
-        if back >= len(self._missing):
-            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
-        return self._missing[-1 - back]
+    def mark(self) -> bool:
+        """Nothing but that the drift may have changed."""
+        return True
 
-    def detail(self, back: int, finished: bool) -> str:
-        """Where the epoch began, or the next one does, where with_epoch counts."""
-        return self._details[finished]
+    def detail(self, mark: object) -> str:
+        """Where the epoch began, where with_epoch counts."""
+        return self._details[0]
+
+    def following(self) -> str:
+        """Where the next one begins."""
+        return self._details[1]
 
     def close(self) -> None:
         self._finish.end_pass()
+        self._answers = iter(())
         self._close()
 
 
 class _RefilledSession(Session):
     """Full batches: this rank reads on behind samples that were dropped, into the next pass if need be."""
+
+    marks = True
 
     def __init__(
         self,
@@ -533,7 +535,6 @@ class _RefilledSession(Session):
         self._held: deque[tuple[int, Any]] = deque()
         self._open = False  # the span at `_turn` has been read
         self._patience = index.size // batch_size + 2  # spans without a sample, before that is an error
-        self._cursors = deque([cursor], maxlen=_REMEMBERED)
 
     def take(self) -> Any:
         """The next batch."""
@@ -564,16 +565,22 @@ class _RefilledSession(Session):
             raise SourceError("a stage dropped a whole batch: with refill=True drop samples before they are batched")
         if self._left is not None:
             self._left -= 1
-        self._cursors.append((self._turn, self._skip))
         return outputs[0]
 
-    def detail(self, back: int, finished: bool) -> str:
+    def mark(self) -> tuple[int, int]:
         """Where this rank's stream stands."""
-        if back >= len(self._cursors):
-            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
-        turn, skip = self._cursors[-1 - back]
+        return self._turn, self._skip
+
+    def detail(self, mark: tuple[int, int]) -> str:
+        """As text."""
+        turn, skip = mark
         return f"turn={turn};skip={skip}"
+
+    def following(self) -> str:
+        """The next epoch goes on from there."""
+        return self.detail(self.mark())
 
     def close(self) -> None:
         self._finish.end_pass()
+        self._answers = iter(())
         self._close()

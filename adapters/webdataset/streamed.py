@@ -15,7 +15,6 @@ import logging
 import lzma
 import re
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,10 +25,11 @@ from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import glance
 from midepoch.adapters.webdataset.tar import TarError, padded, walk
-from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.order import Sequential, Shuffled
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
@@ -40,7 +40,6 @@ from midepoch.world import World
 __all__ = ["StreamedAdapter"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
-_REMEMBERED = 64  # batches that may be in flight
 _FIRST_STRETCH = 128  # samples; the first are short, so that a pass begins soon
 _SHUFFLE = int.from_bytes(b"stretch", "big")
 _PIECE = 1 << 20  # bytes read at once where they are passed over
@@ -533,7 +532,7 @@ class _Rest:
 # --- the adapter ------------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _Cursors(NamedTuple):
     """A rank's part of a state.
 
     Attributes:
@@ -554,7 +553,7 @@ class _Place(NamedTuple):
 _PLACE = re.compile(r"next=(\d{1,9});size=(\d{1,18});((?:\d{1,3}:\d{1,18}(?:\.\d{1,18}){5}(?:,|$))*)")
 
 
-def _parse_place(detail: str) -> _Place:
+def _parse_cursors(detail: str) -> _Cursors:
     match = _PLACE.fullmatch(detail)
     if match is None:
         raise StateCorruptError("the state's detail is not one of a streamed pipeline: use an undamaged state")
@@ -562,7 +561,7 @@ def _parse_place(detail: str) -> _Place:
     for part in match[3].split(",") if match[3] else ():
         stream, _, cursor = part.partition(":")
         cursors[int(stream)] = _Cursor(*map(int, cursor.split(".")))
-    return _Place(int(match[1]), int(match[2]), cursors)
+    return _Cursors(int(match[1]), int(match[2]), cursors)
 
 
 class StreamedAdapter(Adapter):
@@ -570,7 +569,6 @@ class StreamedAdapter(Adapter):
 
     name: ClassVar[str] = "webdataset-streams"
     seals_detail = True
-    rank_independent = False
 
     def __init__(
         self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, streams: int, reason: str
@@ -580,8 +578,7 @@ class StreamedAdapter(Adapter):
         self._layout = _Layout(streams, len(pipeline.urls), pipeline.shuffles, max(1, pipeline.buffer))
         self.seed = pipeline.seed
         self._refill = bool(options.settings.get("refill", False))
-        self.elastic = not self._refill
-        self.continuous = pipeline.limit is not None
+        self.leads = pipeline.limit is not None
         whole = not pipeline.late_sample_stages
         if pipeline.limit is not None and pipeline.limit.passes is not None:
             raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
@@ -650,17 +647,17 @@ class StreamedAdapter(Adapter):
                 f"this state holds the part of rank {', '.join(map(str, parts))} of {saved_world_size} only, this is a "
                 f"world of {world.world_size}: save what midepoch.gather(loader) returns (call it on every rank)"
             )
-        places = [_parse_place(part) for part in parts.values() if part]
+        places = [_parse_cursors(part) for part in parts.values() if part]
         if not places:
             return ""
         cursors = {stream: cursor for place in places for stream, cursor in place.cursors.items()}
-        return str(_Place(max(place.following for place in places), places[0].size, cursors))
+        return str(_Cursors(max(place.following for place in places), places[0].size, cursors))
 
-    def following(self, detail: str, epoch: int, world: World) -> str:
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """Where with_epoch ends an epoch, the next one goes on."""
-        if self._pipeline.limit is None or not detail:
+        if self._pipeline.limit is None or not here.detail or there != (here.epoch + 1, 0):
             return ""
-        return str(_parse_place(detail)._replace(size=0))
+        return str(_parse_cursors(here.detail)._replace(size=0))
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """The cursors lie within the streams, and the streams can be shared in this world."""
@@ -670,7 +667,7 @@ class StreamedAdapter(Adapter):
                     f"the state stands at position {position} without this rank's own part: use a whole one"
                 )
             return
-        place, layout = _parse_place(detail), self._layout
+        place, layout = _parse_cursors(detail), self._layout
         for stream, cursor in place.cursors.items():
             sensible = stream < layout.streams and cursor.place <= layout.shards and max(cursor) < 1 << 60
             if self._pipeline.limit is None:
@@ -690,7 +687,7 @@ class StreamedAdapter(Adapter):
         """This rank's batches from its cursors on."""
         streams, world = self._layout.streams, run.world
         self._check_world(run)
-        place = _parse_place(run.detail) if run.detail else _Place(0, 0, {})
+        place = _parse_cursors(run.detail) if run.detail else _Cursors(0, 0, {})
         limit = self._pipeline.limit
         left = None
         size = place.size
@@ -701,7 +698,7 @@ class StreamedAdapter(Adapter):
         own = range((place.following + world.rank) % world.world_size, streams, world.world_size)
         cursors = {stream: place.cursors.get(stream, _Cursor(run.epoch)) for stream in own}
         others = any(cursor.passes == run.epoch for cursor in place.cursors.values())
-        place = _Place(place.following, size, cursors)
+        place = _Cursors(place.following, size, cursors)
         session = _StreamedSession(self._finish, place, streams, world, left)
         session.others_go_on = limit is None and others
         self._finish.begin_pass()
@@ -745,7 +742,7 @@ def _nothing() -> None:
     pass
 
 
-def _requests(run: Run, place: _Place, streams: int, last_pass: int | None, left: int | None) -> Iterator[_Request]:
+def _requests(run: Run, place: _Cursors, streams: int, last_pass: int | None, left: int | None) -> Iterator[_Request]:
     session, world = next(_nonces), run.world
     counts: dict[int, int] = {}
     for step in itertools.count() if left is None else range(left):
@@ -755,21 +752,16 @@ def _requests(run: Run, place: _Place, streams: int, last_pass: int | None, left
         yield _Request(session, run.seed, stream, place.cursors[stream], count, last_pass)
 
 
-class _Move(NamedTuple):
-    """What reading a batch changed: the stream, where it stood before, and what came next before."""
-
-    stream: int
-    cursor: _Cursor
-    following: int
-
-
 class _StreamedSession(Session):
-    def __init__(self, finish: Finish, place: _Place, streams: int, world: World, left: int | None) -> None:
+    """Marked by where each stream of this rank stands, and which of them is next."""
+
+    marks = True
+
+    def __init__(self, finish: Finish, place: _Cursors, streams: int, world: World, left: int | None) -> None:
         self._finish, self._size, self._streams, self._world, self._left = finish, place.size, streams, world, left
         self._cursors = dict(place.cursors)
         self._following = place.following
         self._ended_in_a_row = 0
-        self._changes: deque[tuple[list[_Move], int]] = deque(maxlen=_REMEMBERED)  # by each batch; `missing` before it
 
     def begin(self, answers: Iterator[_Batch], close: Callable[[], None]) -> None:
         """Whose answers to hand out."""
@@ -777,32 +769,19 @@ class _StreamedSession(Session):
 
     def take(self) -> Any:
         """The next batch that has something in it."""
-        moves: list[_Move] = []
-        missing, left, ended = self.missing, self._left, self._ended_in_a_row
-        try:
-            while not (values := self._taken(moves)):
-                if self._left is not None:
-                    # One of the epoch's batches came to nothing: the position passes over it, where epochs are counted.
-                    self.missing -= 1
-        except StopIteration:
-            raise
-        except BaseException:
-            # What was not handed out was not read.
-            self._undo(moves, self._cursors)
-            self._following = moves[0].following if moves else self._following
-            self.missing, self._left, self._ended_in_a_row = missing, left, ended
-            raise
-        self._changes.append((moves, missing))
+        while not (values := self._taken()):
+            if self._left is not None:
+                # One of the epoch's batches came to nothing: the position passes over it, where epochs are counted.
+                self.drift += 1
         return values[0]
 
-    def _taken(self, moves: list[_Move]) -> list[Any]:
+    def _taken(self) -> list[Any]:
         """What came of the next batch; nothing where a stage behind the DataLoader dropped it."""
         while True:
             if self._left == 0 or self._ended_in_a_row >= self._streams // self._world.world_size:
                 raise StopIteration
             batch = next(self._answers)
             stream = (self._following + self._world.rank) % self._streams
-            moves.append(_Move(stream, self._cursors[stream], self._following))
             self._following = (self._following + self._world.world_size) % self._streams
             self._cursors[stream] = batch.cursor
             if not batch.ended:
@@ -818,28 +797,19 @@ class _StreamedSession(Session):
             self._finish.check(values, self._world)
         return values
 
-    @staticmethod
-    def _undo(moves: list[_Move], cursors: dict[int, _Cursor]) -> None:
-        for move in reversed(moves):
-            cursors[move.stream] = move.cursor
-
-    def _since(self, back: int) -> list[tuple[list[_Move], int]]:
-        if back > len(self._changes):
-            raise StateError(f"in_flight={back} is more batches than are remembered: pass the number really in flight")
-        return list(self._changes)[len(self._changes) - back :]
-
-    def missing_before(self, back: int) -> int:
-        """As it was so many batches ago."""
-        return self._since(back)[0][1] if back else self.missing
-
-    def detail(self, back: int, finished: bool) -> str:
+    def mark(self) -> _Cursors:
         """The cursors of this rank's streams."""
-        cursors, following = dict(self._cursors), self._following
-        for moves, _ in reversed(self._since(back)):
-            self._undo(moves, cursors)
-            following = moves[0].following
-        return str(_Place(following, self._size, cursors))
+        return _Cursors(self._following, self._size, dict(self._cursors))
+
+    def detail(self, mark: _Cursors) -> str:
+        """As text."""
+        return str(mark)
+
+    def following(self) -> str:
+        """Where the next epoch goes on."""
+        return str(self.mark())
 
     def close(self) -> None:
         self._finish.end_pass()
+        self._answers = iter(())
         self._close()

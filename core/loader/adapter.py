@@ -19,6 +19,7 @@ from midepoch.state.parts import part_of
 from midepoch.world import Share, Tail, World, check_tail
 
 from .capabilities import Capabilities
+from .place import Place
 
 __all__ = ["Adapter", "Options", "Run", "Session"]
 
@@ -71,7 +72,7 @@ class Run:
         world: this process among those that share the data.
         share: this rank's batches in the rest of the epoch; None where the epoch's length is unknown.
         tail: how a rest is shared, for sources whose length is unknown.
-        detail: what the session's `detail` said when the state was saved; empty at a fresh start.
+        detail: as a state has it that stands there.
         session: another number for each, also in different processes; what a reader tells passes apart by.
     """
 
@@ -91,38 +92,48 @@ class Session:
     Attributes:
         take: gives the next batch; raises StopIteration at the end, again and again. In the path of each batch, so it
             may be a method, or an attribute that holds an iterator's own ``__next__``.
-        missing: units by which the last global batch fell short of a full one, where only reading could tell. Negative
-            where steps were passed over that had nothing to give: the units of those steps.
+        marks: it is asked for its `mark` before each batch, since neither arithmetic nor a constant gives its detail.
+        drift: units by which the place lies further on than the batches handed out make it, where only reading can
+            tell: more than 0 where steps were passed over that had nothing to give, less where the last global batch
+            was short. Only of sessions that have `marks`.
         others_go_on: where this rank has nothing left of an epoch of unknown length, some other rank has.
         varies: it may end before the number of batches that its share has.
     """
 
     take: Callable[[], Any]
-    missing: int = 0
+    marks: bool = False
+    drift: int = 0
     others_go_on: bool = False
-
-    def missing_before(self, back: int) -> int:
-        """`missing`, as it was `back` batches ago."""
-        return 0 if back else self.missing
 
     @property
     def varies(self) -> bool:
         """False, unless only reading can tell how many batches there are, whatever the source's length."""
         return False
 
-    def detail(self, back: int, finished: bool) -> str:
-        """What a state must carry besides epoch and position, as it was `back` batches ago.
-
-        `finished`: the state stands at the beginning of the next epoch, not inside this one. Takes microseconds, or
-        what the backend's own checkpoint takes.
+    def mark(self) -> Any:
+        """Where it stands now, in whatever form `detail` understands later. Takes microseconds where `marks` is set.
 
         Raises:
-            StateError: it is not known so far back.
+            StateError: the source cannot say.
+        """
+        return None
+
+    def detail(self, mark: Any) -> str:
+        """What a state must carry besides epoch and position, as it was at a mark; None where none was taken.
+
+        Also asked after `close`.
+
+        Raises:
+            StateError: it is not known.
         """
         return ""
 
+    def following(self) -> str:
+        """The detail with which the next epoch begins, once the last batch of this one has been handed out."""
+        return ""
+
     def close(self) -> None:
-        """Let go of threads, processes and files. May be called twice."""
+        """Let go of threads, processes and files, and of all that `detail` does not need. May be called twice."""
 
 
 class Adapter(ABC):
@@ -130,30 +141,24 @@ class Adapter(ABC):
 
     Attributes:
         name: in states and messages; never changes once states carry it.
-        rank_independent: the state is the same on every rank. Otherwise each rank's `detail` is its own part.
-        elastic: a state may be loaded on another world size.
         batch_size: units in one batch of one rank; 1 where the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
-        jumps: `jump` says how a session opens at a place that iterating has not led to.
         seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
             one the user must then state one.
-        remembers: a session knows its detail of some batches ago, if only of one.
+        remembers: a session knows its detail of some batches ago.
         seals_detail: the detail says a place of its own, which must be the state's. It is sealed with that, so that a
             state that was edited by hand is refused rather than continued where the detail leads.
-        continuous: an epoch begins where the one before was left, so a detail leads from one to the next.
+        leads: `lead` needs to know the detail from which it is to lead on, not the place alone.
         settings: names of the keywords of `wrap` that only this adapter knows; it checks their values itself.
     """
 
     name: ClassVar[str]
     settings: ClassVar[frozenset[str]] = frozenset()
-    rank_independent: bool = True
     seed_is_shared: bool = True
-    elastic: bool = True
-    jumps: ClassVar[bool] = False
     seals_detail: bool = False
     remembers: bool = True
-    continuous: bool = False
+    leads: bool = False
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
@@ -163,6 +168,7 @@ class Adapter(ABC):
         self.tail: Tail | None = None
         self.seed: int | None = None
         self.world: World | None = None
+        self._promises: Capabilities | None = None
 
     @classmethod
     @abstractmethod
@@ -215,7 +221,33 @@ class Adapter(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this source can promise, with reasons."""
+        """What this source can promise, with reasons, as far as it is known now. Reads nothing of the source's data."""
+
+    @property
+    def promises(self) -> Capabilities:
+        """`capabilities`, made once, and again when something new is known."""
+        if self._promises is None:
+            self._promises = self.capabilities()
+        return self._promises
+
+    def learned(self) -> None:
+        """To be called when something has come to light that `capabilities` depends on."""
+        self._promises = None
+
+    @property
+    def elastic(self) -> bool:
+        """A state may be loaded on another world size."""
+        return self.promises.elastic_world.holds
+
+    @property
+    def rank_independent(self) -> bool:
+        """The state is the same on every rank. Otherwise each rank's `detail` is its own part."""
+        return self.promises.rank_independent.holds
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether `lead` knows the way to any place; otherwise only a state leads into an epoch."""
+        return self.rank_independent
 
     @abstractmethod
     def open(self, run: Run) -> Session:
@@ -225,8 +257,17 @@ class Adapter(ABC):
         """What a state carries that was saved before anything of its epoch was opened."""
         return ""
 
-    def following(self, detail: str, epoch: int, world: World) -> str:
-        """The detail with which the epoch after `epoch` begins where the rest of that one is given up."""
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """The detail of a place that iterating has not led to: after a seek, a break, or in a later epoch.
+
+        Args:
+            here: where the loader stands; its detail is empty unless `leads` is set.
+            there: (epoch, position), on either side of `here`.
+            seed, world: as a session that is opened there would have them.
+
+        Raises:
+            StateError: nothing leads there but a state.
+        """
         return ""
 
     def part(self, detail: str, saved_world_size: int, world: World) -> str:
@@ -241,23 +282,6 @@ class Adapter(ABC):
         """Raise a StateError if a session could not be opened with this detail. Default: there must be none."""
         if detail:
             raise StateCorruptError(f"a state of {self.name} has no detail, this one has: use an undamaged state")
-
-    def bare_detail(self) -> str:
-        """The detail of a place inside an epoch that iterating has not led to, or that is not remembered."""
-        return ""
-
-    def jump(self, here: tuple[int, int], detail: str, there: tuple[int, int], seed: int, world: World) -> str:
-        """The detail of a state that stands `there`, put there by hand: a seek, a break, a later epoch.
-
-        Asked only where `jumps` is set; others need no detail for that, or cannot seek.
-
-        Args:
-            here: (epoch, position) of `detail`.
-            detail: as the session gave it; empty for a source that has not been read yet.
-            there: (epoch, position) to go to, on either side of `here`.
-            seed, world: as a session that is opened there would have them.
-        """
-        return ""
 
     def close(self) -> None:  # noqa: B027  # most adapters hold nothing
         """Let go of what outlives sessions, such as persistent worker processes."""

@@ -1,4 +1,4 @@
-"""The wrapped loader: one cursor, and the rules of iteration, once for all adapters.
+"""The wrapped loader: where it stands, and the rules of iteration, once for all adapters.
 
 Rules (docs/design.md tells why):
 
@@ -11,35 +11,46 @@ Rules (docs/design.md tells why):
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import json
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateError, StateMismatchError
 from midepoch.randomness.streams import process_seed
 from midepoch.state import format as states
 from midepoch.state import parts
 from midepoch.state.format import State
-from midepoch.world import Share, Tail, World
+from midepoch.world import Share, World
 
-from .adapter import Adapter, Options, Run, Session
+from .adapter import Adapter, Options, Run
 from .capabilities import Capabilities
+from .cursor import Cursor, Phase, new_history, place_before
+from .place import Place
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "when_loaded_by"]
 
-# Modules whose call of load_state_dict means that a count of batches was restored beside it. Here, since no adapter is
-# loaded where the callback that mends the count is missing.
-_COUNT_BATCHES = (
-    "lightning.pytorch.utilities.combined_loader",
-    "pytorch_lightning.utilities.combined_loader",
-)
-_REMEMBERED_PASSES = 4  # for in_flight batches that were taken before an epoch rolled over
-_REMEMBERED_DETAILS = 4  # of each, where a place has one that arithmetic does not give
+_loading: dict[str, Callable[[Any, State], None]] = {}
+
+
+def when_loaded_by(module: str, tell: Callable[[Loader, State], None]) -> None:
+    """Call `tell`, with the loader and the checked state, when code of `module` loads a state.
+
+    For trainers that restore a count of batches of their own beside it, which may not fit.
+    """
+    _loading[module] = tell
+
+
+
+class _Came(enum.Enum):
+    """How the loader came to its place, which decides where a new pass begins."""
+
+    FRESH = "it is the very beginning"
+    PUT = "by a load or a seek: the next pass goes on from here"
+    READ = "by handing out batches: the next pass begins another epoch"
 
 
 class Loader:
@@ -66,29 +77,13 @@ class Loader:
             separators=(",", ":"),
             sort_keys=True,
         )
-        self._epoch = 0
-        self._first = 0  # position at which the session was opened
-        self._fresh = True  # nothing was handed out, loaded or sought yet
-        self._begun = False  # a batch has been handed out since the last start, load or seek
-        self._resumed = False  # the pass that runs went on from a load
-        self._loaded: State | None = None  # what was loaded, until a batch is handed out
-        self._detail = ""  # of the position, while no session is open
-        self._lost = ""  # why it is not known
+        self._place = Place(0, 0)  # while no session is open
+        self._lost = ""  # why the place's detail is not known
+        self._came = _Came.FRESH
+        self._loaded: State | None = None  # until a batch is handed out
         self._world: World | None = None  # of the last pass
-        self._reset_runtime()
-
-    def _reset_runtime(self) -> None:
-        self._session: Session | None = None
-        self._next: Callable[[], Any] = self._no_session
-        self._step = 0  # batches handed out by the session
-        self._last: int | None = None  # step whose batch ends the epoch
-        self._own_steps = 0  # batches of this rank in the session, where their number is known
-        self._global_batch = 1
-        self._peeked: list[Any] = []
-        self._unmoved = (0, "")  # what the session said before it was peeked: units missing, detail
-        self._active: _Mark | None = None  # the pass that owns the cursor
-        self._running: _Mark | None = None  # the same, while the session is open and nothing else is to be done
-        self._trail: deque[_Passed] = deque(maxlen=_REMEMBERED_PASSES)
+        self._cursor = Cursor()
+        self._history = new_history()
 
     # --- what it is ---
 
@@ -99,26 +94,29 @@ class Loader:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this loader promises, each answer with its reason."""
-        return self._adapter.capabilities()
+        """What this loader promises, each answer with its reason, as far as it is known now. Reads no data."""
+        return self._adapter.promises
+
+    @property
+    def is_rank_independent(self) -> bool:
+        """Whether the state is the same on every rank; `capabilities` has the reason."""
+        return self._adapter.rank_independent
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._epoch
+        cursor = self._cursor
+        if cursor.session is None:
+            return self._place.epoch
+        return cursor.epoch + (cursor.phase is Phase.GIVEN)
 
     @property
     def position(self) -> int:
         """Units of this epoch that all ranks together have been handed."""
-        return self._first + self._step * self._global_batch - self._missing_before(0)
-
-    def _missing_before(self, back: int) -> int:
-        """The session's `missing`, as it was so many batches ago."""
-        if self._session is None or self._last == 0:
-            return 0  # an epoch that has ended says nothing of the next
-        if self._peeked:
-            return self._session.missing_before(back + 1) if back else self._unmoved[0]
-        return self._session.missing_before(back)
+        cursor = self._cursor
+        if cursor.session is None:
+            return self._place.position
+        return 0 if cursor.phase is Phase.GIVEN else cursor.position
 
     # Lightning looks for it where there is a sampler.
     batch_sampler: None = None
@@ -160,13 +158,14 @@ class Loader:
             return self._seed
         return self._process_seed if world.world_size == 1 else 0
 
-    @property
-    def _tail(self) -> Tail:
-        return self._adapter.tail_in_use
-
     def _share(self, world: World, epoch: int, position: int) -> Share | None:
-        detail = self._detail if self._session is None else self._unmoved[1] if self._peeked else ""
+        cursor = self._cursor
+        opened = cursor.session is not None
+        detail = self._place.detail if not opened else "" if cursor.phase is Phase.GIVEN else cursor.opened.detail
         return self._adapter.share(self._current_seed(world), epoch, position, world, detail)
+
+    def _no_length(self, instead: str) -> TypeError:
+        return TypeError(f"this {self._adapter.name} source has no length: {instead}")
 
     def __len__(self) -> int:
         """Batches of one full epoch on this rank.
@@ -174,18 +173,26 @@ class Loader:
         Raises:
             TypeError: the source's length is not known.
         """
-        share = self._share(self._current_world(), self._epoch, 0)
+        share = self._share(self._current_world(), self.epoch, 0)
         if share is None:
-            raise TypeError(f"this {self._adapter.name} source has no length: iterate it to its end")
+            raise self._no_length("iterate it to its end")
         return share.steps
+
+    def _steps_left(self) -> int | None:
+        """Batches that this epoch still has for this rank; None where nobody knows."""
+        cursor = self._cursor
+        if cursor.session is not None and cursor.phase is Phase.RUNNING and not cursor.session.drift:
+            return None if cursor.own_steps is None else cursor.own_steps - cursor.steps
+        share = self._share(self._current_world(), self.epoch, self.position)
+        return None if share is None else share.steps
 
     @property
     def batches_left(self) -> int:
         """Batches that this epoch still has for this rank, on this world size. TypeError where it cannot be known."""
-        share = self._share(self._current_world(), self._epoch, self.position)
-        if share is None:
-            raise TypeError(f"this {self._adapter.name} source has no length: use loader.position")
-        return share.steps
+        left = self._steps_left()
+        if left is None:
+            raise self._no_length("use loader.position")
+        return left
 
     @property
     def batches_done(self) -> int:
@@ -195,12 +202,12 @@ class Loader:
         next pass is one of the next epoch then. Where the source's length is not known, as many as there are at least.
         After a `break` it is that of the epoch that was left, and the next pass begins at 0.
         """
-        world = self._current_world()
-        share = self._share(world, self._epoch, self.position)
-        if share is None:
-            over = self._active is not None and self._active.exhausted
-            return 0 if over else -(-self.position // self._adapter.units_per_step(world))
-        return len(self) - share.steps if share.steps else 0
+        left = self._steps_left()
+        if left is not None:
+            return len(self) - left if left else 0
+        if self._cursor.phase is Phase.EXHAUSTED:
+            return 0
+        return -(-self.position // self._adapter.units_per_step(self._current_world()))
 
     # --- state ---
 
@@ -218,20 +225,29 @@ class Loader:
             raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
         if self._loaded is not None and not in_flight:
             return dict(self._loaded)
-        epoch, position, detail = self._place(in_flight)
-        world = self._world if self._session is not None and self._world is not None else self._current_world()
-        return self._built(epoch, position, detail, self._current_seed(world), world)
+        place = place_before(self._history, in_flight) if in_flight else self._here()
+        world = self._cursor.world if self._cursor.session is not None else None
+        world = world or self._current_world()
+        return self._built(place, self._current_seed(world), world)
 
-    def _built(self, epoch: int, position: int, detail: str, seed: int, world: World) -> State:
-        adapter = self._adapter
-        if not detail and not position:
-            detail = adapter.beginning(epoch, world)
+    def _here(self) -> Place:
+        """Where the loader stands. StateError where the source cannot say."""
+        if self._cursor.session is not None:
+            return self._cursor.place()
+        if self._lost:
+            raise StateError(self._lost)
+        return self._place
+
+    def _built(self, place: Place, seed: int, world: World) -> State:
+        adapter, detail = self._adapter, place.detail
+        if not detail and not place.position:
+            detail = adapter.beginning(place.epoch, world)
         fields = {
             "adapter": adapter.name,
-            "epoch": epoch,
-            "position": position,
+            "epoch": place.epoch,
+            "position": place.position,
             "seed": seed,
-            "size": adapter.size(seed, epoch, world, detail),
+            "size": adapter.size(seed, place.epoch, world, detail),
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
@@ -240,39 +256,6 @@ class Loader:
         if adapter.seals_detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
         return states.build(**fields, detail=parts.single_part(world.rank, detail) if detail and own else detail)
-
-    def _place(self, in_flight: int) -> tuple[int, int, str]:
-        """Epoch, position and detail of so many batches ago."""
-        session, ended = self._session, self._last == 0
-        if in_flight <= self._step:
-            position = self._first + (self._step - in_flight) * self._global_batch - self._missing_before(in_flight)
-            return self._epoch, position, self._session_detail(in_flight)
-        back = in_flight - self._step
-        for passed in reversed(self._trail):
-            if back <= passed.steps:
-                position = passed.first + (passed.steps - back) * passed.global_batch
-                if session is not None and ended and back == in_flight:
-                    return passed.epoch, position - session.missing_before(back), session.detail(in_flight, False)
-                if passed.details is None:
-                    return passed.epoch, position, self._adapter.bare_detail() if position else ""
-                if back > len(passed.details):
-                    break
-                return passed.epoch, *passed.details[back - 1]
-            back -= passed.steps
-        raise StateError(
-            f"in_flight={in_flight}, but fewer batches are remembered since the start or the last load: pass the "
-            "number of batches that were taken and not yet trained on"
-        )
-
-    def _session_detail(self, back: int) -> str:
-        session = self._session
-        if session is None:
-            if self._lost:
-                raise StateError(self._lost)
-            return self._detail
-        if self._peeked:
-            return session.detail(back + 1, False) if back else self._unmoved[1]
-        return session.detail(back, self._last == 0)
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state` at the next ``next()``, whatever was going on.
@@ -284,26 +267,12 @@ class Loader:
                 and what to do. The loader is as it was.
         """
         checked, detail = self._check_state(state)
-        self._warn_a_trainer_that_counts(checked)
-        self._move(checked["epoch"], checked["position"])
+        if (tell := _loading.get(sys._getframe(1).f_globals.get("__name__", ""))) is not None:
+            tell(self, checked)
+        self._move(Place(checked["epoch"], checked["position"], detail))
         self._seed, self._seed_is_private = checked["seed"], False
-        self._detail = detail
         self._loaded = checked
         self._world = None
-        self._resumed = True
-
-    def _warn_a_trainer_that_counts(self, state: State) -> None:
-        world_size, caller = self._current_world().world_size, sys._getframe(2).f_globals.get("__name__", "")
-        if caller not in _COUNT_BATCHES or not state["position"]:
-            return
-        if (world_size, self._adapter.batch_size) != (state["world_size"], state["batch_size"]):
-            warnings.warn(
-                f"the checkpoint is of {state['world_size']} processes with batches of {state['batch_size']}, these "
-                f"are {world_size} with {self._adapter.batch_size}. Lightning counts batches, and ends this epoch too "
-                "early or too late: add midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
-                MidepochWarning,
-                stacklevel=3,
-            )
 
     def _check_state(self, state: State) -> tuple[State, str]:
         """A copy of a state that this loader could go on from, and this rank's detail in it."""
@@ -323,7 +292,7 @@ class Loader:
                 "the world size",
                 checked["world_size"],
                 world.world_size,
-                f"run on {checked['world_size']} processes ({adapter.capabilities().elastic_world.reason})",
+                f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})",
             )
         detail = self._detail_in(checked, world)
         adapter.prepare(checked["seed"], checked["epoch"])
@@ -333,9 +302,8 @@ class Loader:
         adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         return checked, detail
 
-    # --- for combinations: where this loader would stand, and leaving an epoch behind ---
-
     def _detail_in(self, state: State, world: World) -> str:
+        """This rank's detail in a state."""
         adapter, detail = self._adapter, state["detail"]
         if adapter.seals_detail:
             detail = parts.unseal_detail(state, adapter.rank_independent)
@@ -343,72 +311,35 @@ class Loader:
             return adapter.part(detail, state["world_size"], world)
         return str(detail)
 
-    def _batches_left_at(self, state: State) -> int | None:
-        """`batches_left` of a loader that stands at `state`; None where it cannot be known."""
+    # --- going elsewhere ---
+
+    def _lead(self, epoch: int, position: int) -> Place:
+        """A place that iterating has not led to."""
+        adapter, there = self._adapter, (epoch, position)
+        here = Place(self.epoch, self.position)
+        if adapter.leads or here[:2] == there:
+            here = self._here()
+        if here[:2] == there:
+            return here
         world = self._current_world()
-        detail = self._detail_in(state, world)
-        share = self._adapter.share(state["seed"], state["epoch"], state["position"], world, detail)
-        return None if share is None else share.steps
-
-    def _state_at(self, state: State, epoch: int) -> State:
-        """The state at the beginning of an epoch, of a loader that stands at `state`."""
-        here, there = (state["epoch"], state["position"]), (epoch, 0)
-        if here == there:
-            return state
-        adapter, world, seed = self._adapter, self._current_world(), state["seed"]
-        if adapter.jumps:
-            detail = adapter.jump(here, self._detail_in(state, world), there, seed, world)
-        elif epoch == state["epoch"] + 1:
-            detail = adapter.following(self._detail_in(state, world), state["epoch"], world)
-        elif adapter.rank_independent:
-            detail = ""
-        else:
-            raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        return self._built(epoch, 0, detail, seed, world)
-
-    def _leave_epoch(self) -> None:
-        """Go to the next epoch's beginning, where a trainer gives up the rest of one that has begun."""
-        if self.position:
-            self.load_state_dict(self._state_at(self.state_dict(), self.epoch + 1))
+        return Place(epoch, position, adapter.lead(here, there, self._current_seed(world), world))
 
     def _end_epoch(self) -> None:
         """Give up the rest of this epoch."""
-        adapter, world = self._adapter, self._current_world()
-        detail = self._detail_of_next_epoch(world) if adapter.jumps else ""
-        self._close_session(keep_detail=adapter.continuous)
-        self._detail = detail if adapter.jumps else self._detail_of_next_epoch(world)
-        self._epoch, self._first, self._lost = self._epoch + 1, 0, ""
-        self._loaded, self._resumed = None, False
+        following = self._lead(self.epoch + 1, 0)
+        self._close_session(keep=False)
+        self._place, self._lost, self._loaded = following, "", None
 
-    def _detail_at(self, epoch: int, position: int) -> str:
-        """The detail for a place that iterating has not led to."""
-        if not self._adapter.jumps and not position:
-            return ""
-        here_epoch, here_position, detail = self._place(0)
-        if (here_epoch, here_position) == (epoch, position):
-            return detail
-        if not self._adapter.jumps:
-            return self._adapter.bare_detail()
-        world = self._current_world()
-        seed = self._current_seed(world)
-        return self._adapter.jump((here_epoch, here_position), detail, (epoch, position), seed, world)
-
-    def _detail_of_next_epoch(self, world: World) -> str:
-        """The detail with which the next epoch begins where the rest of this one is given up, or there is none."""
-        if self._adapter.jumps:
-            return self._detail_at(self._epoch + 1, 0)
-        return self._adapter.following(self._detail, self._epoch, world)
-
-    def _move(self, epoch: int, position: int, detail: str = "") -> None:
-        """Put the cursor somewhere by hand; the next pass, or the one that runs, goes on from there."""
-        self._close_session(keep_detail=False)
-        self._epoch, self._first, self._step = epoch, position, 0
-        self._begun = self._resumed = self._fresh = False
-        self._loaded = None
-        self._detail, self._lost = detail, ""
-        self._trail.clear()
-        if self._active is not None:
-            self._active.ended = False
+    def _move(self, place: Place) -> None:
+        """Stand somewhere by hand; the next pass, or the one that runs, goes on from there."""
+        cursor = self._cursor
+        self._close_session(keep=False)
+        self._place, self._lost = place, ""
+        self._came, self._loaded = _Came.PUT, None
+        self._history.clear()
+        cursor.resumed = False
+        if cursor.phase is Phase.GIVEN:
+            cursor.phase = Phase.RUNNING
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go elsewhere by hand: skip bad data, or go back. Takes effect at the next ``next()``.
@@ -424,7 +355,7 @@ class Loader:
         """
         if position is None:
             position = self.position if epoch is None else 0
-        epoch = self._epoch if epoch is None else epoch
+        epoch = self.epoch if epoch is None else epoch
         for name, value in (("epoch", epoch), ("position", position)):
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
@@ -432,9 +363,9 @@ class Loader:
         size = self._adapter.size(self._current_seed(world), epoch, world)
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
-        if not (self._adapter.rank_independent or self._adapter.jumps):
+        if not self._adapter.can_seek:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        self._move(epoch, position, self._detail_at(epoch, position))
+        self._move(self._lead(epoch, position))
 
     def set_epoch(self, epoch: int) -> None:
         """What trainers call before each epoch. The current epoch changes nothing; a later one ends what was begun.
@@ -443,12 +374,13 @@ class Loader:
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
-        if epoch > self._epoch or (epoch < self._epoch and self._fresh):
-            fresh, running = self._fresh, self._active if self._begun else None
-            self._move(epoch, 0, self._detail_at(epoch, 0))
-            self._fresh = fresh
-            if running is not None:
-                running.ended = True  # its epoch is over
+        came, cursor = self._came, self._cursor
+        if epoch > self.epoch or (epoch < self.epoch and came is _Came.FRESH):
+            self._move(self._lead(epoch, 0))
+            if came is _Came.FRESH:
+                self._came = came
+            if came is _Came.READ and cursor.owned and cursor.phase is Phase.RUNNING:
+                cursor.phase = Phase.GIVEN  # its epoch is over
 
     # --- iteration ---
 
@@ -464,34 +396,36 @@ class Loader:
         Raises:
             StopIteration: this epoch's data has ended (only where its length is unknown).
         """
-        if not self._peeked:
-            if self._last == 0:
-                self._close_session()  # the epoch that ended; the next batch is the next epoch's first
-            if self._session is None:
-                self._open()  # which may find that this epoch is over
-                detail = self._detail
-                if not detail and not self.position:
-                    detail = self._adapter.beginning(self._epoch, self._current_world())
-            else:
-                detail = self._session_detail(0)
-            missing = 0 if self._session is None else self._session.missing
-            try:
-                self._peeked.append(self._next())
-            except StopIteration:
-                raise
-            except BaseException:
-                self._close_session(keep_detail=self._step > 0)
-                raise
-            self._unmoved = missing, detail
-            self._running = None
-        return self._peeked[0]
+        cursor = self._cursor
+        if cursor.peeked:
+            return cursor.peeked[0][0]
+        if cursor.phase is not Phase.RUNNING:
+            self._close_session()  # of an epoch that has ended; the next batch is the next epoch's first
+            cursor = self._cursor = Cursor()
+        if cursor.session is None:
+            self._open(cursor)  # which may find that this epoch is over
+        session = cursor.session
+        assert session is not None  # _open has opened it
+        mark = session.mark() if cursor.steps else None
+        try:
+            batch = cursor.take()
+        except StopIteration:
+            raise
+        except BaseException:
+            self._close_session(mark)
+            raise
+        cursor.peeked.append((batch, mark))
+        cursor.steady = False
+        return batch
 
     def close(self) -> None:
         """Stop worker processes and threads. The state stays; iterating again starts them anew."""
-        if self._active is not None:
-            self._active.closed = True
-            self._active = None
+        cursor = self._cursor
         self._close_session()
+        if cursor.phase is Phase.RUNNING:
+            cursor.phase = Phase.CLOSED
+        self._cursor = Cursor()
+        self._cursor.resumed = cursor.resumed and cursor.phase is not Phase.EXHAUSTED
         self._adapter.close()
 
     def __enter__(self) -> Self:
@@ -501,19 +435,14 @@ class Loader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For trainers that start processes: everything but what is open."""
-        attributes = self.__dict__.copy()
-        attributes["_detail"] = self._place(0)[2]
-        attributes["_first"] = self.position
-        attributes["_world"] = None
-        opened = ("_session", "_next", "_step", "_last", "_own_steps", "_peeked", "_unmoved")
-        for name in (*opened, "_active", "_running", "_trail"):
-            del attributes[name]
+        # For trainers that start processes: everything but what is open.
+        attributes = {**self.__dict__, "_place": self._here(), "_world": None}
+        del attributes["_cursor"], attributes["_history"]
         return attributes
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self._reset_runtime()
         self.__dict__.update(attributes)
+        self._cursor, self._history = Cursor(), new_history()
 
     def __copy__(self) -> Self:
         # With an adapter of its own: worker processes are not to be shared.
@@ -523,11 +452,8 @@ class Loader:
         twin.__dict__.update(attributes)
         return twin
 
-    def _no_session(self) -> NoReturn:
-        raise RuntimeError("midepoch: no session is open")  # pragma: no cover  # _start opens one
-
-    def _open(self) -> None:
-        """Open a session at the cursor, in the world as it is now."""
+    def _open(self, cursor: Cursor) -> None:
+        """Open a session at the loader's place, in the world as it is now."""
         world = self._current_world()
         if self._world is not None and (self._world.rank, self._world.world_size) != (world.rank, world.world_size):
             raise MidepochError(
@@ -535,219 +461,170 @@ class Loader:
                 f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
                 "use, or load a state to go on in another world"
             )
-        if self._lost:
-            raise StateError(self._lost)
-        seed, position, adapter = self._current_seed(world), self.position, self._adapter
-        adapter.prepare(seed, self._epoch)
-        share = self._share(world, self._epoch, position)
-        if share is not None and share.global_steps == 0 and position > 0:
+        adapter, seed, place = self._adapter, self._current_seed(world), self._here()
+        adapter.prepare(seed, place.epoch)
+        share = adapter.share(seed, place.epoch, place.position, world, place.detail)
+        if share is not None and share.global_steps == 0 and place.position > 0:
             # Less is left than one global batch: the epoch was over.
-            self._detail = self._detail_of_next_epoch(world)
-            self._epoch, position = self._epoch + 1, 0
-            adapter.prepare(seed, self._epoch)
-            share = self._share(world, self._epoch, 0)
-        run = Run(self._epoch, position, seed, world, share, self._tail, self._detail)
-        self._session = adapter.open(run)
-        self._next = self._session.take
+            place = self._place = self._lead(place.epoch + 1, 0)
+            adapter.prepare(seed, place.epoch)
+            share = adapter.share(seed, place.epoch, 0, world, place.detail)
+        detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
+        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail)
+        cursor.open(adapter.open(run), run, adapter.units_per_step(world))
+        cursor.resumed = cursor.resumed or self._loaded is not None
         self._seed, self._world = seed, world
-        self._first, self._step = position, 0
-        self._global_batch = adapter.units_per_step(world)
-        # An epoch of no batches is not over before StopIteration says so: -1 is never reached.
-        self._last = None if share is None else share.global_steps or -1
-        self._own_steps = 0 if share is None else share.steps
 
-    def _close_session(self, keep_detail: bool = True) -> None:
-        session = self._session
-        self._running = None
-        if session is None:
+    def _close_session(self, mark: Any = None, keep: bool = True) -> None:
+        """Close what is open. `mark`: from before a batch that failed. `keep`: stand where the session has led."""
+        cursor = self._cursor
+        if cursor.session is None:
             return
         try:
-            if keep_detail:
-                self._detail = self._session_detail(0)
+            if keep:
+                self._place = Place(self.epoch, self.position)  # where the source cannot say more
+                self._place = cursor.place() if mark is None else cursor.place_of(mark)
         except StateError as error:
             self._lost = str(error)
         finally:
-            if self._step:
-                self._remember(session)
-            self._first, self._step = self.position, 0
-            self._peeked.clear()
-            self._session, self._next, self._last = None, self._no_session, None
-            session.close()
+            cursor.close()
 
-    def _start(self, current: _Mark) -> Any:
+    def _next(self, current: _Pass) -> Any:
         """The next batch where something has to be done first."""
-        if current.exhausted or (current.ended and (current.superseded or current.closed)):
+        cursor = current.cursor
+        if cursor is None:
+            cursor = current.cursor = self._begin()
+        elif cursor.phase is Phase.EXHAUSTED:
             raise StopIteration
-        if current.closed:
+        elif cursor.phase is Phase.CLOSED:
             raise MidepochError("the loader was closed while this pass ran: iterate it anew")
-        if current.superseded:
+        elif cursor.phase is Phase.GIVEN:
+            if cursor is self._cursor:
+                self._close_session()
+            cursor.phase = Phase.EXHAUSTED
+            raise StopIteration
+        elif cursor is not self._cursor:
             raise MidepochError(
                 "another pass over this loader was started, which ended this one: keep one iterator at a time, or wrap "
                 "the source twice"
             )
-        if current.ended:
-            current.exhausted = True
-            if self._last == 0:
-                self._close_session()
-            raise StopIteration
-        if self._active is not current:
-            self._begin(current)
         while True:
-            if self._session is None:
-                self._open()
+            if cursor.session is None:
+                self._open(cursor)
+            mark = None
             try:
-                batch = self._peeked.pop() if self._peeked else self._next()
+                if cursor.peeked:
+                    batch, mark = cursor.peeked.pop()
+                else:
+                    mark = cursor.mark()
+                    batch = cursor.take()
             except BaseException as error:
-                if not self._goes_on(current, error):
+                if not self._goes_on(cursor, error, mark):
                     raise
                 continue
             break
-        self._begun, self._fresh = True, False
-        self._loaded = None
-        self._running = current
-        self._step += 1
-        if self._step == self._last:
-            self._roll()
+        self._loaded, self._came = None, _Came.READ
+        cursor.steady = True
+        cursor.handed_out(self._history, mark)
+        if cursor.steps == cursor.last_step:
+            self._roll(cursor)
         return batch
 
-    def _begin(self, current: _Mark) -> None:
-        """A pass that has not been running asks for its first batch."""
-        previous, self._active = self._active, current
-        if previous is not None:
-            previous.superseded = True
-        if self._begun and self.position > 0:
-            if self._resumed and not (previous is not None and previous.exhausted):
+    def _begin(self) -> Cursor:
+        """A pass asks for its first batch."""
+        before = self._cursor
+        if self._came is _Came.READ and self.position > 0:
+            if before.resumed and before.phase is not Phase.EXHAUSTED:
                 warnings.warn(
-                    f"a new pass gives up the rest of epoch {self._epoch}, which a loaded state had continued, at "
+                    f"a new pass gives up the rest of epoch {self.epoch}, which a loaded state had continued, at "
                     f"position {self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
                     MidepochWarning,
                     stacklevel=4,
                 )
             self._end_epoch()
-        elif self._last == 0:
+        elif before.phase is Phase.GIVEN:
             self._close_session()
-        if self._begun:
-            self._resumed = False
+        if before.owned:
+            self._cursor = before.taken_over()
+            self._cursor.resumed = before.resumed and self._came is not _Came.READ
+        self._cursor.owned = True
+        return self._cursor
 
-    def _goes_on(self, current: _Mark, error: BaseException) -> bool:
+    def _goes_on(self, cursor: Cursor, error: BaseException, mark: Any) -> bool:
         """The session ended or failed. True if the same pass goes on with the next epoch, False if the error stands."""
-        session = self._session
+        session, resumed = cursor.session, cursor.steps == 0 and cursor.opened.position > 0
         if session is None:
             return False
         if not isinstance(error, StopIteration):
-            # The cursor stays behind the last good batch; the next `next()` tries this one again.
-            self._close_session(keep_detail=self._step > 0)
+            # The loader stays behind the last good batch; the next `next()` tries this one again.
+            self._close_session(mark)
             return False
-        if self._last is not None:
-            if self._step < self._own_steps and not session.varies:
-                given, expected = self._step, self._own_steps
-                self._close_session(keep_detail=self._step > 0)
+        cursor.catch_up()
+        if cursor.last_step is not None:
+            given, expected = cursor.steps, cursor.own_steps
+            if expected is not None and given < expected and not session.varies:
+                self._close_session()
                 raise SourceError(
                     f"the source ended after {given} of the {expected} batches that were left: mend its __len__, or "
                     "the StopIteration that its code raises or lets through"
                 ) from None
             # An epoch of no batches, a rank without a part in the last global batch, or last steps that gave none.
-            current.exhausted = not (self._step == 0 and self._first > 0 and session.missing < 0)
-            self._roll()
-            current.ended = current.exhausted
+            goes_on = resumed and session.drift > 0
+            self._roll(cursor)
             self._close_session()
-            return not current.exhausted
-        resumed_at_the_end = self._step == 0 and self._first > 0
-        nothing, batches_before = self.position == 0, self._trail[-1].steps if self._trail else 0
+            cursor.phase = Phase.RUNNING if goes_on else Phase.EXHAUSTED
+            return goes_on
+        nothing = cursor.position == 0
         self._close_session()
-        if resumed_at_the_end:
-            self._detail = self._detail_of_next_epoch(self._current_world())
-            self._epoch, self._first = self._epoch + 1, 0
-            current.exhausted = session.others_go_on
-            return not current.exhausted
-        current.exhausted = True
-        if nothing and batches_before:
+        if resumed:
+            self._place = self._lead(self._place.epoch + 1, 0)
+            if not session.others_go_on:
+                return True
+        cursor.phase = Phase.EXHAUSTED
+        before = sum(epoch == self._place.epoch - 1 for _, epoch, _, _ in self._history)
+        if nothing and before:
             raise SourceError(
-                f"the source gave nothing in epoch {self._epoch}, after {batches_before} batches in the one before: it "
+                f"the source gave nothing in epoch {self._place.epoch}, after {before} batches in the one before: it "
                 "cannot be iterated twice; wrap a function that makes it anew, as in midepoch.wrap(lambda: "
                 "make_source())"
             ) from None
         return False
 
-    def _remember(self, session: Session | None) -> None:
-        adapter, details = self._adapter, None
-        if session is not None and (session.varies or adapter.jumps or not adapter.rank_independent):
-            details = []
-            with contextlib.suppress(StateError):  # it is not known so far back
-                for back in range(1, min(self._step, _REMEMBERED_DETAILS) + 1):
-                    position = self._first + (self._step - back) * self._global_batch - self._missing_before(back)
-                    details.append((position, session.detail(back + len(self._peeked), False)))
-        self._trail.append(_Passed(self._epoch, self._first, self._step, self._global_batch, details))
-
-    def _roll(self) -> None:
+    def _roll(self, cursor: Cursor) -> None:
         """The epoch's last batch has been handed out: the state is the next epoch's beginning."""
-        self._remember(self._session)
-        self._loaded = None
-        self._begun, self._fresh = True, False
-        self._epoch += 1
-        self._first = self._step = self._last = 0
-        self._detail = ""
-        self._running = None
-        if self._active is not None:
-            self._active.ended = True
-
-
-class _Passed(NamedTuple):
-    """A session that is over.
-
-    Attributes:
-        epoch, first: where it began.
-        steps: batches that it handed out.
-        global_batch: units of each.
-        details: position and detail of one batch ago, two, and so on, where these cannot be computed.
-    """
-
-    epoch: int
-    first: int
-    steps: int
-    global_batch: int
-    details: list[tuple[int, str]] | None
-
-
-class _Mark:
-    """What a loader knows of a pass over it.
-
-    Not the pass itself, so that what a ``break`` leaves is no cycle: in garbage that is collected, worker processes may
-    be waited for before they are told to end.
-    """
-
-    __slots__ = ("closed", "ended", "exhausted", "superseded")
-
-    def __init__(self) -> None:
-        self.ended = False  # the last batch has been handed out
-        self.exhausted = False  # StopIteration has been raised
-        self.superseded = False
-        self.closed = False
+        self._loaded, self._came = None, _Came.READ
+        cursor.phase, cursor.steady = Phase.GIVEN, False
 
 
 class _Pass:
-    """One pass over a loader. Several may exist; the one whose `next` was called last owns the cursor."""
+    """One pass over a loader. Several may exist; the one whose `next` was called last has the loader's cursor.
 
-    __slots__ = ("_loader", "mark")
+    The loader does not know the pass, so that what a ``break`` leaves is no cycle: in garbage that is collected, worker
+    processes may be waited for before they are told to end.
+    """
+
+    __slots__ = ("_loader", "cursor")
 
     def __init__(self, loader: Loader) -> None:
-        self._loader, self.mark = loader, _Mark()
+        self._loader = loader
+        self.cursor: Cursor | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        loader = self._loader
-        if loader._running is not self.mark:
-            return loader._start(self.mark)
+        loader, cursor = self._loader, self.cursor
+        if cursor is None or not cursor.steady or cursor is not loader._cursor:
+            return loader._next(self)
+        mark = cursor.mark()
         try:
-            batch = loader._next()
+            batch = cursor.take()
         except BaseException as error:
-            loader._goes_on(self.mark, error)
+            loader._goes_on(cursor, error, mark)
             raise
-        loader._step += 1
-        if loader._step == loader._last:
-            loader._roll()
+        cursor.handed_out(loader._history, mark)
+        if cursor.steps == cursor.last_step:
+            loader._roll(cursor)
         return batch
 
 

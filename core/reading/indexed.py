@@ -49,14 +49,16 @@ class IteratorSession(Session):
         self._detail = detail
         self._close = close
 
-    def detail(self, back: int, finished: bool) -> str:
-        """What the list of this epoch was, where the order is listed."""
-        return "" if finished else self._detail
+    def detail(self, mark: Any) -> str:
+        """The same everywhere in the epoch: what its list was, where the order is listed."""
+        return self._detail
 
     def close(self) -> None:
         """Whatever the iterator has to let go of."""
-        if self._close is not None:
-            self._close()
+        self.take = iter(()).__next__
+        close, self._close = self._close, None
+        if close is not None:
+            close()
 
 
 class MapRequest(NamedTuple):

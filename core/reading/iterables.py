@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, Sta
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.samplers import Understood, length_of, understand
 from midepoch.world import World
 
@@ -24,7 +24,6 @@ __all__ = ["IterableAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)")
 _REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});digest=([0-9a-f]{8})?")
-_REMEMBERED_DIGESTS = 64  # batches that may be in flight
 
 _nonces = itertools.count(1)
 
@@ -76,7 +75,6 @@ class IterableAdapter(Adapter):
             self._why = f"shard={options.shard} was stated"
         for each in understood.values():
             self._adopt(each)
-        self.elastic = self._driven is not None or options.shard is True
         self._warned = False
         self._readers: dict[str, Any] = {}
         if workers > 1 and self._driven is None:
@@ -108,9 +106,9 @@ class IterableAdapter(Adapter):
         if self._driven is not None and not self._probed:
             self._draws, self._why = probe(self._driven, seed)
             self._probed, self._proved = True, self._draws is not None
+            self.learned()
             if self._draws is None:
                 self._driven = None
-                self.elastic = False
                 if self._workers > 1:
                     self._require_shard(f"{self._workers} worker processes")
         return self._draws
@@ -139,12 +137,12 @@ class IterableAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """As the table in the README has it."""
         exact = promises.augmentations(self.options, self._stream, self._collate)
-        self._drive(self.options.seed if self.options.seed is not None else self.seed or 0)
         if self._driven is not None:
+            tried = "" if self._probed else "; tried when reading begins"
             return Capabilities(
                 exact_order=promises.OUR_ORDER,
                 exact_augmentations=exact,
-                constant_time_resume=promises.CONSTANT_TIME,
+                constant_time_resume=Capability(True, f"{promises.CONSTANT_TIME.reason}{tried}"),
                 elastic_world=promises.POSITIONS,
                 elastic_workers=promises.POSITIONS,
                 rank_independent=promises.ONE_STATE,
@@ -160,8 +158,10 @@ class IterableAdapter(Adapter):
             rank_independent=promises.ONE_STATE,
         )
 
-    def bare_detail(self) -> str:
-        """The draws a sample, or the number of workers, without which a state would fit what it must not."""
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """Within an epoch the draws a sample, or the number of workers: a state without would fit what it must not."""
+        if not there[1]:
+            return ""
         if self._driven is not None:
             return "" if self._draws is None else _told(self._draws)
         return f"workers={self._workers};digest="
@@ -343,29 +343,41 @@ class _DrivenSession(Session):
         """True once a sample has drawn another number."""
         return self._reader.varies
 
-    def detail(self, back: int, finished: bool) -> str:
+    def detail(self, mark: Any) -> str:
         """The draws a sample; or that this epoch broke the count, so that it can only be replayed."""
-        return "varies;workers=0;digest=" if self._reader.varies and not finished else self._detail
+        return "varies;workers=0;digest=" if self._reader.varies else self._detail
+
+    def following(self) -> str:
+        """The draws a sample."""
+        return self._detail
 
     def close(self) -> None:
+        self.take = iter(()).__next__
         self._close()
 
 
 class _ReplaySession(Session):
+    """Marked by the digest of the last unit."""
+
+    marks = True
+
     def __init__(
         self, answers: Iterator[Any], close: Callable[[], None], expected: str, varies: bool, workers: int
     ) -> None:
         self._answers, self._close = answers, close
         self._prefix = f"{'varies;' * varies}workers={workers};digest="
-        self._digests = deque([expected], maxlen=_REMEMBERED_DIGESTS)
+        self._digest = expected
 
-    def detail(self, back: int, finished: bool) -> str:
-        """The number of workers, and the digest of the last unit where it is remembered."""
-        if finished:
-            return ""
-        return self._prefix + (self._digests[-1 - back] if back < len(self._digests) else "")
+    def mark(self) -> str:
+        """The digest of the last unit."""
+        return self._digest
+
+    def detail(self, mark: str) -> str:
+        """The number of workers, and the digest."""
+        return self._prefix + mark
 
     def close(self) -> None:
+        self._answers = iter(())
         self._close()
 
 
@@ -389,10 +401,10 @@ class _SharedStreamSession(_ReplaySession):
             )
         if isinstance(answer, End):
             self._ended = True
-            self.missing -= answer.units  # handed to other ranks, so they lie behind
+            self.drift += answer.units  # handed to other ranks, so they lie behind
             raise StopIteration
-        self._digests.append(answer.digest)
-        self.missing = answer.missing
+        self._digest = answer.digest
+        self.drift = -answer.missing
         return answer.batch
 
 
@@ -423,7 +435,7 @@ class _OwnStreamsSession(_ReplaySession):
                 continue
             self._ended_in_a_row = 0
             if not self._consumed:
-                self._digests.append(answer.digest if self._told else "")
+                self._digest = answer.digest if self._told else ""
                 return answer.batch
             self._consumed -= 1
             if not self._consumed and self._expected and answer.digest != self._expected:

@@ -1,0 +1,247 @@
+"""The adapter of a combination: how long its epochs are, and where its parts stand between sessions."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+from midepoch.errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
+from midepoch.loader.place import Place
+from midepoch.state.format import State
+from midepoch.world import Share, World
+
+from .draws import Draws, Until
+from .standings import Standings
+from .steps import Mixture, OneAtATime, Together
+
+__all__ = ["CombinedAdapter", "Mode", "taken_apart"]
+
+Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential", "weighted"]
+"""Which parts are read at a step."""
+
+_LARGEST_NAMES = 2000  # characters of a fingerprint's, which has 4096
+
+
+def taken_apart(loaders: Any) -> tuple[list[str], list[Loader], list[Any]]:
+    """The parts' names for messages, the parts, and their keys."""
+    if isinstance(loaders, Mapping):
+        keys = list(loaders)
+        return [repr(key) for key in keys], list(loaders.values()), keys
+    if isinstance(loaders, list | tuple):
+        return [str(place) for place in range(len(loaders))], list(loaders), list(range(len(loaders)))
+    raise TypeError(f"combine needs a dict, a list or a tuple of loaders, got {type(loaders).__name__}")
+
+
+class CombinedAdapter(Adapter):
+    """Several loaders. The unit is a step, of all ranks together."""
+
+    name: ClassVar[str] = "combined"
+    seals_detail = True
+    leads = True
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        names, loaders, self.keys = taken_apart(source)
+        self.parts = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
+        self.remembers = all(part.remembers for part in self.parts)
+        self.mode: Mode = options.settings["mode"]
+        self.until: Until = options.settings["until"]
+        self.steps: int | None = options.settings["steps"]
+        self.weights: list[float] = options.settings["weights"] or [1.0] * len(self.parts)
+        self.cycles = self.mode == "max_size_cycle" or (
+            self.mode == "weighted" and (self.steps is not None or self.until == "cycle")
+        )
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """`combine` makes this adapter itself."""
+        return False
+
+    def twin(self) -> CombinedAdapter:
+        """With parts of its own."""
+        loaders = [copy.copy(part.loader) for part in self.parts]
+        return type(self)(self.packing()(loaders), self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # the parts' passes stay behind
+
+    def packing(self) -> Callable[[list[Any]], Any]:
+        """What brings the parts' values into the form in which the parts were given."""
+        source, keys = self.source, self.keys
+        if isinstance(source, Mapping):
+            return lambda values: dict(zip(keys, values, strict=True))
+        if isinstance(source, tuple):
+            return getattr(type(source), "_make", tuple)
+        return lambda values: values
+
+    # --- what it is ---
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> None:
+        """How many steps an epoch has depends on the world."""
+
+    def units_per_step(self, world: World) -> int:
+        """A step is one step of all ranks."""
+        return 1
+
+    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
+        """The steps that are left, where each part knows its own."""
+        self._check_world(world)
+        standings = Standings.read(detail or self.beginning(epoch, world), len(self.parts))
+        if position == 0:
+            ended = [False] * len(self.parts)
+            bases = standings.bases
+            if standings.at[0] != epoch:  # parts within an epoch will leave it behind
+                bases = [part.epoch + (part.position > 0) for part in self.parts]
+            lefts = [part.length(base) for part, base in zip(self.parts, bases, strict=True)]
+        else:
+            ended = [standings.has_ended(number) for number in range(len(self.parts))]
+            lefts = [
+                part.length(state["epoch"] + 1) if standings.leaving >> number & 1 else part.left_at(state)
+                for number, (part, state) in enumerate(zip(self.parts, standings.states, strict=True))
+            ]
+        left = self._steps_left(lefts, ended, seed, epoch, position)
+        return None if left is None else Share(position + left, position, 1, World(), "pad", False)
+
+    def _check_world(self, world: World) -> None:
+        for part in self.parts:
+            theirs = part.world
+            if (theirs.rank, theirs.world_size) != (world.rank, world.world_size):
+                raise MidepochError(
+                    f"part {part.name} is rank {theirs.rank} of {theirs.world_size}, the combination is rank "
+                    f"{world.rank} of {world.world_size}: give both the same world, or none"
+                )
+            if world.world_size > 1 and part.tail == "uneven":
+                raise UnsupportedSourceError(
+                    f"part {part.name} has tail='uneven', so that ranks may have unequal numbers of batches, and would "
+                    "read different parts at one step: wrap it with tail='pad' or 'drop'"
+                )
+
+    def _steps_left(
+        self, lefts: list[int | None], ended: list[bool], seed: int, epoch: int, position: int
+    ) -> int | None:
+        """Steps until the epoch ends, from the parts' batches (None: unknown) and whether they have ended once."""
+        if self.mode == "weighted" and self.steps is not None:
+            return max(0, self.steps - position)
+        # With a part of unknown length the end is always found by reading, even where it is known to have ended.
+        rest = [0 if over and left is not None else left for left, over in zip(lefts, ended, strict=True)]
+        if self.mode == "weighted":
+            # A part that is never drawn is waited for by nobody.
+            rest = [left for left, weight in zip(rest, self.weights, strict=True) if weight]
+        known = [left for left in rest if left is not None]
+        if len(known) < len(rest):
+            return None
+        if self.mode == "min_size":
+            return min(known)
+        if self.mode in ("max_size", "max_size_cycle"):
+            return max(known)
+        if self.mode == "sequential" or self.until == "all":
+            return sum(known)
+        return Draws(seed, epoch, self.weights).steps_until(position, known, self.until)
+
+    def describe(self) -> dict[str, str]:
+        """How the parts are combined, and what they are called; what each of them is, its own state says."""
+        mode = self.mode
+        if mode == "weighted":
+            mode += f" until {self.until}" if self.steps is None else " for a number of steps"  # type: ignore[assignment]
+        names = ",".join(part.name for part in self.parts) if isinstance(self.source, Mapping) else str(len(self.parts))
+        if len(names) > _LARGEST_NAMES:
+            names = f"{len(self.parts)} parts:{zlib.crc32(names.encode()):08x}"
+        return {"mode": mode, "parts": names}
+
+    def capabilities(self) -> Capabilities:
+        """What all parts promise."""
+
+        def every(question: str) -> Capability:
+            answers = [(part.name, getattr(part.promises, question)) for part in self.parts]
+            for name, answer in answers:
+                if not answer:
+                    return Capability(False, f"part {name}: {answer.reason}")
+            name, answer = answers[0]
+            return Capability(True, f"as every part, for instance {name}: {answer.reason}")
+
+        return Capabilities(*map(every, Capabilities.__dataclass_fields__))
+
+    @property
+    def promises(self) -> Capabilities:
+        """As the parts have it now."""
+        return self.capabilities()
+
+    @property
+    def rank_independent(self) -> bool:
+        """All parts are."""
+        return all(part.loader.is_rank_independent for part in self.parts)
+
+    @property
+    def can_seek(self) -> bool:
+        """To beginnings of epochs; `lead` refuses the rest."""
+        return True
+
+    # --- states ---
+
+    def upcoming(self, epoch: int) -> str:
+        """The detail at the beginning of an epoch: parts that are in the middle of one of theirs begin their next."""
+        states = [self._moved_on(part, part.state()) for part in self.parts]
+        return Standings.beginning(epoch, states).as_text()
+
+    def _moved_on(self, part: Part, state: State, epoch: int | None = None) -> State:
+        """A part's state at the beginning of an epoch, by default the next one if this one has begun."""
+        if epoch is None:
+            epoch = state["epoch"] + (state["position"] > 0)
+        if not part.remembers and epoch == state["epoch"] + 1:
+            return state  # only its source can lead there, from here
+        return part.state_at(state, epoch)
+
+    def beginning(self, epoch: int, world: World) -> str:
+        """Where the parts stand."""
+        return self.upcoming(epoch)
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """It is whole, belongs to this place, and each part accepts its own state."""
+        if not detail:
+            raise StateCorruptError("the state of a combination lacks those of its parts: use an undamaged state")
+        standings = Standings.read(detail, len(self.parts))
+        for part, state in zip(self.parts, standings.states, strict=True):
+            part.check(state)
+
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """Only to beginnings of epochs; within one, the parts stand where reading has led them."""
+        epoch, position = there
+        if position:
+            raise StateError(
+                "within an epoch a combination stands where its parts stand: seek the parts before they are combined, "
+                "or load a state"
+            )
+        standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.parts))
+        states = []
+        for part, base, state in zip(self.parts, standings.bases, standings.states, strict=True):
+            if epoch == here.epoch + 1:
+                states.append(self._moved_on(part, state))
+            else:
+                states.append(self._moved_on(part, state, base if epoch == here.epoch else epoch))
+        return Standings.beginning(epoch, states).as_text()
+
+    # --- sessions ---
+
+    def open(self, run: Run) -> Session:
+        """Steps from the position on."""
+        standings = Standings.read(run.detail, len(self.parts))
+        mixture = Mixture(self.parts, standings, self.cycles, self.upcoming)
+        if self.mode in ("sequential", "weighted"):
+            draws = Draws(run.seed, run.epoch, self.weights) if self.mode == "weighted" else None
+            labels = self.keys if self.options.settings["labelled"] else None
+            return OneAtATime(mixture, run, draws, self.weights, self.until, self.steps, labels)
+        return Together(mixture, run, self.mode == "min_size", self.packing())
+
+    def close(self) -> None:
+        """The parts' own."""
+        for part in self.parts:
+            part.close()

@@ -1,0 +1,62 @@
+"""Where the parts of a combination stand, as its state says it."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from midepoch.errors import StateCorruptError
+from midepoch.state.format import State, from_values, values_of
+
+__all__ = ["Standings"]
+
+
+class Standings(NamedTuple):
+    """Where all parts stand: what the detail of a combination's state holds.
+
+    Attributes:
+        at: the combination's own (epoch, position).
+        bases: the parts' epochs when the combination's epoch began.
+        ended: bits of the parts that are known to have ended since.
+        leaving: bits of the parts that begin their next epoch when they are next read, and not sooner, because only
+            their source can lead there.
+        states: the parts' own.
+    """
+
+    at: tuple[int, int]
+    bases: list[int]
+    ended: int
+    leaving: int
+    states: list[State]
+
+    @classmethod
+    def beginning(cls, epoch: int, states: list[State]) -> Standings:
+        """Of an epoch. Parts that stand within one of theirs leave it behind."""
+        within = [state["position"] > 0 for state in states]
+        bases = [state["epoch"] + inside for state, inside in zip(states, within, strict=True)]
+        return cls((epoch, 0), bases, 0, sum(inside << number for number, inside in enumerate(within)), states)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a part has ended in the combination's epoch."""
+        return bool(self.ended >> number & 1) or self.states[number]["epoch"] > self.bases[number]
+
+    def as_text(self) -> str:
+        """What `read` takes."""
+        values = [values_of(state) for state in self.states]
+        return json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
+
+    @classmethod
+    def read(cls, detail: str, parts: int) -> Standings:
+        """What `as_text` gave.
+
+        Raises:
+            StateCorruptError: it is something else, or is of another number of parts.
+        """
+        try:
+            epoch, position, bases, ended, leaving, values = json.loads(detail)
+            states, numbers = [from_values(each) for each in values], [*bases, ended, leaving]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StateCorruptError(f"the parts' states cannot be read ({error}): use an undamaged state") from error
+        if not len(bases) == len(states) == parts or not all(type(each) is int and each >= 0 for each in numbers):
+            raise StateCorruptError(f"the state holds {len(states)} parts of {parts}: use an undamaged state")
+        return cls((epoch, position), bases, ended, leaving, states)

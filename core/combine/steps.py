@@ -1,0 +1,294 @@
+"""The sessions of a combination: which parts are read at each step, and what becomes of one that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from midepoch.errors import SourceError
+from midepoch.loader.adapter import Run, Session
+from midepoch.loader.part import Part
+from midepoch.state.format import State
+
+from .draws import DRAWN_TOGETHER, Draws, Until
+from .standings import Standings
+
+__all__ = ["Mixture", "OneAtATime", "Together"]
+
+
+class _Mark(NamedTuple):
+    """Where a combination stood: its step, batches that each part had given ever, and bits of `Standings`."""
+
+    step: int
+    taken: tuple[int, ...]
+    ended: int
+    leaving: int
+
+
+class Mixture:
+    """The parts in one epoch of the combination: how far they are, and which have ended.
+
+    Args:
+        parts: in order.
+        standings: where they stand at first.
+        cycles: a part that ends begins its next epoch.
+        upcoming: the detail at the beginning of an epoch of the combination.
+
+    Attributes:
+        ended: bits of the parts that have ended in this epoch.
+        leaving: the states of parts that begin their next epoch when they are next read.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], standings: Standings, cycles: bool, upcoming: Callable[[int], str]
+    ) -> None:
+        self.parts, self.cycles, self.upcoming = parts, cycles, upcoming
+        self._bases, self.ended = standings.bases, standings.ended
+        self.leaving: dict[int, State] = {}
+        self._began: dict[int, int] = {}  # epochs that parts have begun again in
+        for number, (part, state) in enumerate(zip(parts, standings.states, strict=True)):
+            part.go_to(state)
+            if standings.leaving >> number & 1:
+                self.leaving[number] = state
+
+    def left(self, number: int) -> int | None:
+        """Batches that a part has left in its epoch; None where nobody knows."""
+        part = self.parts[number]
+        return part.length(part.epoch + (part.position > 0)) if number in self.leaving else part.left()
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a part has ended in this epoch, or will without giving anything."""
+        part, ended = self.parts[number], bool(self.ended >> number & 1)
+        if part.pending:  # the loader stands one batch further on
+            return ended or part.state()["epoch"] > self._bases[number]
+        return ended or part.epoch > self._bases[number] or self.left(number) == 0
+
+    def begin_again(self, number: int) -> None:
+        """Have a part that has ended begin its next epoch, when it is next read.
+
+        Not sooner: until then it may be that the epoch ends, or that batches in flight are asked for.
+        """
+        part = self.parts[number]
+        following = part.epoch + (part.position > 0)
+        if (self._began.get(number) == part.epoch and part.position == 0) or part.length(following) == 0:
+            raise SourceError(
+                f"part {part.name} has no batches, so it cannot begin again: leave it out, or give it data"
+            )
+        if part.position:
+            self.leaving[number] = part.state()
+        else:
+            part.begin_epoch()
+        self._began[number] = following
+
+    def advance_of(self, number: int, over: bool) -> Callable[[], Any]:
+        """What gives a part's next batch, and StopIteration at its end. `over`: it has ended once."""
+        part, leaving = self.parts[number], self.leaving
+        prepare: Callable[[], Any] = part.begin_epoch
+        if number not in leaving:
+            if over or part.pending or part.is_open or part.position == 0 or part.left() is not None:
+                return part.following()
+            # A loaded state may stand at the end of an epoch of unknown length; the loader would go on with the next.
+            prepare = part.peek
+        begun: Callable[[], Any] | None = None
+
+        def advance() -> Any:
+            nonlocal begun
+            if begun is not None:
+                return begun()
+            prepare()
+            first = part.following()
+            batch = first()
+            leaving.pop(number, None)
+            begun = first
+            return batch
+
+        return advance
+
+    def mark(self, step: int) -> _Mark:
+        """Where the parts stand now."""
+        leaving = sum(1 << number for number in self.leaving) if self.leaving else 0
+        return _Mark(step, tuple([part.taken for part in self.parts]), self.ended, leaving)
+
+    def standings(self, epoch: int, mark: _Mark) -> Standings:
+        """Where they stood at a mark. StateError where a part does not know it so far back."""
+        states = []
+        for number, (part, taken) in enumerate(zip(self.parts, mark.taken, strict=True)):
+            since = part.taken - taken
+            kept = None if since else self.leaving.get(number)
+            states.append(part.state(since) if kept is None else kept)
+        return Standings((epoch, mark.step), self._bases, mark.ended, mark.leaving, states)
+
+
+class _CombinedSession(Session):
+    """Steps of a mixture, counted by the batches that it has handed out."""
+
+    marks = True
+
+    def __init__(self, mixture: Mixture, run: Run) -> None:
+        self._mixture, self._epoch, self._step = mixture, run.epoch, run.position
+        self._ended = [mixture.has_ended(number) for number in range(len(mixture.parts))]
+
+    def _note_end(self, number: int) -> None:
+        self._ended[number] = True
+        self._mixture.ended |= 1 << number
+
+    def mark(self) -> _Mark:
+        """Where the parts stand."""
+        return self._mixture.mark(self._step)
+
+    def detail(self, mark: _Mark) -> str:
+        """The parts' states, as they were at the mark."""
+        return self._mixture.standings(self._epoch, mark).as_text()
+
+    def following(self) -> str:
+        """The parts at the beginning of the next epoch."""
+        return self._mixture.upcoming(self._epoch + 1)
+
+
+class Together(_CombinedSession):
+    """A batch of every part at each step.
+
+    Args:
+        mixture: the parts.
+        run: where to begin.
+        shortest: the epoch ends with the first part that does.
+        pack: brings the parts' batches into the form in which the parts were given.
+    """
+
+    def __init__(self, mixture: Mixture, run: Run, shortest: bool, pack: Callable[[list[Any]], Any]) -> None:
+        super().__init__(mixture, run)
+        self._shortest, self._pack = shortest, pack
+        self._blank: list[Any] = [None] * len(mixture.parts)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Which parts are read at a step, in which order, and which of them has to be looked at before."""
+        mixture, parts = self._mixture, self._mixture.parts
+        reading = [n for n in range(len(parts)) if mixture.cycles or not self._ended[n]]
+        # Those last whose states of a batch ago nobody knows: when they are read nothing else can fail.
+        reading.sort(key=lambda number: parts[number].remembers, reverse=True)
+        forgetful = [parts[number] for number in reading if not parts[number].remembers]
+        self._first_peeked = forgetful if len(forgetful) > 1 else []
+        self._advances = [(n, parts[n], mixture.advance_of(n, self._ended[n])) for n in reading]
+        if any(self._ended) if self._shortest else all(self._ended):
+            self._advances = [(-1, parts[0], _raise_stop)]
+
+    def take(self) -> Any:
+        """A batch of each part."""
+        for part in self._first_peeked:
+            if not part.pending:
+                part.peek()
+        while True:
+            values, number = self._blank[:], -1
+            try:
+                for number, _, advance in self._advances:
+                    values[number] = advance()
+                break
+            except BaseException as error:  # noqa: BLE001  # raised again, unless a part has ended
+                # What the parts before gave is handed out when the step succeeds.
+                for before, part, _ in self._advances:
+                    if before == number:
+                        break
+                    part.pending.append(values[before])
+                if not isinstance(error, StopIteration) or number < 0:
+                    raise error
+                self._go_on_without(number)
+        for _, part, _ in self._advances:
+            part.taken += 1
+        self._step += 1
+        return self._pack(values)
+
+    def _go_on_without(self, number: int) -> None:
+        self._note_end(number)
+        if self._mixture.cycles and not all(self._ended):
+            self._mixture.begin_again(number)
+        self._arrange()
+
+
+class OneAtATime(_CombinedSession):
+    """The batch of one part at each step.
+
+    Args:
+        mixture: the parts.
+        run: where to begin.
+        draws: which part at which step; None for one part after the other.
+        weights: of the parts; those of weight 0 are waited for by nobody.
+        until: what ends the epoch, where `steps` does not.
+        steps: of an epoch, or None.
+        labels: names to hand out with the batches, or None.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        run: Run,
+        draws: Draws | None,
+        weights: Sequence[float],
+        until: Until,
+        steps: int | None,
+        labels: Sequence[Any] | None,
+    ) -> None:
+        super().__init__(mixture, run)
+        self._draws, self._weights, self._until, self._steps, self._labels = draws, weights, until, steps, labels
+        numbers = range(len(mixture.parts))
+        self._left = [mixture.left(n) if mixture.cycles or not self._ended[n] else None for n in numbers]
+        self._advances = [mixture.advance_of(n, self._ended[n]) for n in numbers]
+        self._choices: list[int] = []
+        self._chosen = 0  # of the choices, how many have been used
+        for number, left in enumerate(self._left):
+            if left == 0:
+                self._end(number)
+
+    def take(self) -> Any:
+        """A batch of the part whose turn it is."""
+        while True:
+            if self._chosen == len(self._choices):
+                self._choose()
+            number = self._choices[self._chosen]
+            try:
+                batch = self._advances[number]()
+            except StopIteration:
+                self._end(number)
+                continue
+            break
+        self._mixture.parts[number].taken += 1
+        self._chosen += 1
+        self._step += 1
+        left = self._left[number]
+        if left is not None:
+            self._left[number] = left - 1
+            if left == 1:
+                self._end(number)
+        return batch if self._labels is None else (self._labels[number], batch)
+
+    def _choose(self) -> None:
+        """Choices from this step on; StopIteration if the epoch is over."""
+        ended = self._ended
+        alive = [number for number, over in enumerate(ended) if self._mixture.cycles or not over]
+        self._chosen = 0
+        if self._draws is None:
+            self._choices = alive[:1] * DRAWN_TOGETHER
+        else:
+            alive = [number for number in alive if self._weights[number]]
+            waited_for = [number for number in range(len(ended)) if self._weights[number]]
+            enough = any if self._until == "first" else all
+            over = enough(ended[number] for number in waited_for)
+            if self._steps is not None:
+                over = self._step >= self._steps
+            self._choices = [] if over else self._draws.block(self._step, alive)
+        if not self._choices:
+            raise StopIteration
+
+    def _end(self, number: int) -> None:
+        """A part has no more batches in its epoch."""
+        mixture = self._mixture
+        self._choices, self._chosen = [], 0
+        self._note_end(number)
+        if mixture.cycles:
+            mixture.begin_again(number)
+            self._advances[number] = mixture.advance_of(number, True)
+            self._left[number] = mixture.left(number)
+
+
+def _raise_stop() -> NoReturn:
+    raise StopIteration
