@@ -1,7 +1,7 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
-The user's DataLoader is only read. A reader makes its batches (midepoch.reading.indexed, driven or replay), in this process
-or in as many worker processes as the DataLoader names (midepoch.reading.workers).
+The user's DataLoader is only read. A reader makes its batches (midepoch.reading.indexed, driven or replay), in this
+process or in as many worker processes as the DataLoader names (midepoch.reading.workers).
 """
 
 from __future__ import annotations
@@ -95,12 +95,9 @@ class MapDataLoaderAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """All yes; with shard=False, not elastic."""
-        collate = self.source.collate_fn
         exact = promises.augmentations(
             self.options,
-            self.source.dataset,
-            collate,
-            same_split="numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
+            "numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(

@@ -198,12 +198,9 @@ class TorchdataAdapter(StatefulAdapter):
 
         def read() -> Any:
             nonlocal place
-            streams.begin()
-            try:
-                streams.start(extend_key(key, place))
+            with streams as start:
+                start(extend_key(key, place))
                 batch = advance()
-            finally:
-                streams.end()
             place += step
             return batch
 

@@ -37,7 +37,7 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.streams import Purpose, Streams, warn_of_kept
+from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.indexed import draws_nothing
 from midepoch.reading.workers import WorkerAnswers, tell_of_a_death, workers_outlive_signals
 from midepoch.world import World
@@ -198,9 +198,9 @@ class StreamingAdapter(Adapter):
         exact = Capability(True, "samples are read as they were written")
         if not draws_nothing(collate):
             split = "what collate_fn draws, on the same batch size and world size"
-            exact = promises.augmentations(self.options, type(dataset), _parts(dataset), collate, same_split=split)
+            exact = promises.augmentations(self.options, split)
         elif _has_own_code(dataset):
-            exact = promises.augmentations(self.options, type(dataset), _parts(dataset))
+            exact = promises.augmentations(self.options)
         return Capabilities(
             exact_order=Capability(True, "Streaming's order is a function of seed, epoch and canonical nodes"),
             exact_augmentations=exact,
@@ -429,8 +429,7 @@ class _Draws(_Reads):
 
     A sample's key has its position in the sequence that is dealt out; where there is none, the step of all ranks that
     it belongs to, and its number, so that one which is drawn twice in a step has the same numbers twice. Both are the
-    same on other ranks, workers and nodes. As with a DataLoader the first batch of a process tells whether samples
-    draw; while none has, nothing is put under a stream, and a batch of which one does after all is read again.
+    same on other ranks, workers and nodes.
     """
 
     def __init__(self, dataset: StreamingDataset) -> None:
@@ -444,8 +443,7 @@ class _Draws(_Reads):
         self._turn = self._turns = 0  # when this rank is dealt a sample, of how many that are
         self._batches = 0  # of this pass, in this process
         self._read: list[tuple[int, int]] = []  # keys and numbers of the samples of the batch that is being read
-        self._draws = self._rests = False  # a sample has drawn in this process; this batch is under no stream
-        self._over = False  # the last sample of this pass has been read in this process
+        self._put_under: Callable[[int], None]  # a key, in the batch that is being read
 
     @contextlib.contextmanager
     def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
@@ -472,8 +470,6 @@ class _Draws(_Reads):
         self._batches = 0
         self._read.clear()
         self.streams.begin_pass(*self._roots())
-        self._over = False
-        self._draws = self._draws or not self.streams.can_rest
         return work
 
     def _roots(self) -> tuple[object, ...]:
@@ -501,26 +497,14 @@ class _Draws(_Reads):
 
     def _each(self, it: Any) -> Iterator[int]:
         """In place of ``_each_sample_id``."""
-        streams, read = self.streams, self._read
+        read = self._read
         for number in super()._each(it):
             if not read:
-                self._rests = streams.batches > 0 and not self._draws
-                streams.begin(self._rests)
+                self._put_under = self.streams.begin()
             key = extend_key(self._sample_key, *self.words(it.yield_index, int(number)))
             read.append((key, number))
-            if not self._rests:
-                self._put_under(key)
+            self._put_under(key)
             yield number
-            if read and not self._rests:  # the last one of a batch is seen to where that is collated
-                self._draws = self._draws or streams.drew()
-        self._over = True
-        if not read:
-            streams.end_pass(*self._roots())
-
-    def _put_under(self, key: int) -> None:
-        self.streams.start(key)
-        if not self._draws:
-            self.streams.watch()
 
     def _collated(self, samples: list[Any]) -> Any:
         """In place of ``collate_fn``."""
@@ -528,32 +512,21 @@ class _Draws(_Reads):
         key = extend_key(self._batch_key, self._start + self._batches * self._apart + self._offset, Purpose.BATCH)
         self._batches += 1
         try:
-            if self._rests and streams.touched():
-                streams.wake()
-                samples = self._read_again()
-                if not self._draws:
-                    warn_of_kept(self.dataset, f"{self._read[0][1]} or one of its batch")
-                self._draws = True
-            elif not self._rests:
-                self._draws = self._draws or streams.drew()
             batch = self._collated_under(key, samples)
         finally:
             streams.end()
-        if streams.found_late(self._roots, 0 if self._over else None):
-            self._draws = True
-            streams.begin()
+        if streams.made_late(*self._roots()):
+            self._put_under = streams.begin()
             try:
                 batch = self._collated_under(key, self._read_again())
             finally:
                 streams.end()
-            streams.read_again(self._roots)
         self._read.clear()
         return batch
 
     def _collated_under(self, key: int, samples: list[Any]) -> Any:
         if not self._plain_collate:
-            self.streams.wake()
-            self.streams.start(key)
+            self._put_under(key)
         return self._collate(samples)
 
     def _read_again(self) -> list[Any]:
@@ -561,7 +534,6 @@ class _Draws(_Reads):
         for key, number in self._read:
             self._put_under(key)
             samples.append(self.dataset[number])
-            self._draws = self._draws or self.streams.drew()
         return samples
 
 

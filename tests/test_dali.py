@@ -369,7 +369,7 @@ def test_what_is_sealed_and_no_checkpoint_is_refused(content: Any) -> None:
     text = encode(content)
     sealed = checkpoint._seal(text, (1, 4), 7, World(0, 1)) + text
     with pytest.raises(StateCorruptError, match="own part of the state is none"):
-        checkpoint.Snapshot.opened(sealed, (1, 4), 7, World(0, 1))
+        checkpoint.Checkpoint.opened(sealed, (1, 4), 7, World(0, 1))
 
 
 def test_an_epoch_that_dali_would_be_led_to_for_ever_is_refused(root: str) -> None:

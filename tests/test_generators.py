@@ -1,738 +1,450 @@
-"""Which generator is which: their names, by which streams are told apart, and warnings where a name cannot be told."""
+"""Where generators of the dataset's own are looked for, when, and at what cost."""
 
 from __future__ import annotations
 
-import collections
-import enum
+import dataclasses
 import functools
-import itertools
 import random
 import sys
-import threading
+import time
 import types
-import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import sources
 
 import midepoch
-import midepoch.randomness.streams
+from midepoch import MidepochWarning
 from midepoch.loader.loader import Loader
-from midepoch.randomness.streams import Streams, find_generators
+from midepoch.randomness import owned
+from midepoch.randomness.owned import LONGEST_CONTAINER, MOST_OBJECTS, find_generators
+from midepoch.randomness.streams import Streams
 
 
-def wrapped(dataset: Any, num_workers: int = 0, batch_size: int = 4, **options: Any) -> Loader:
-    source = DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=list, **options)
-    return midepoch.wrap(source, seed=1)
+class Holder:
+    """Holds what it is given."""
 
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
-def as_errors(worker: int) -> None:
-    warnings.simplefilter("error", midepoch.MidepochWarning)
+    def told(self) -> Any:
+        return self.held
 
 
-def holding(*held: Any, **named: Any) -> Any:
-    return types.SimpleNamespace(held=held, **named)
+class Slotted:
+    __slots__ = ("__private", "rng")
 
+    def __init__(self, rng: Any) -> None:
+        self.rng = self.__private = rng
 
-def names(*roots: Any) -> list[str]:
-    return [each.name for each in find_generators(*roots).owned]
 
+class OfTheClass:
+    rng = random.Random(4)
 
-class Drawing(sources.Indices):
-    """Draws from whatever `choose` gives for an index."""
 
-    def __init__(self, size: int, choose: Callable[[Any, int], Any], **held: Any) -> None:
-        super().__init__(size)
-        self.choose = choose
-        for name, value in held.items():
-            setattr(self, name, value)
+def closed_over(rng: Any) -> Callable[[], float]:
+    return lambda: float(rng.random())
 
-    def __getitem__(self, index: int) -> Any:
-        return index, self.choose(self, index).random()
 
+def made() -> np.random.Generator:
+    return np.random.default_rng(3)
 
-# --- names ---
 
-
-class Split(enum.Enum):
-    TRAIN = 1
-
-
-KEYS: dict[str, Any] = {
-    "text": "a", "number": 3, "tuple": (1, ("x", None)), "enum": Split.TRAIN, "number of numpy's": np.int64(3),
-    "path": Path("a/b"), "class": Split, "dtype": torch.float32, "tuple of all": (Split.TRAIN, np.int8(1), Path("c")),
-}  # fmt: skip
-
-
-def _named_by_key(name: str) -> str:
-    return names({KEYS[name]: random.Random()})[0]
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_a_key_that_is_the_same_in_each_process_is_part_of_a_name(name: str) -> None:
-    here = _named_by_key(name)
-    assert "*" not in here and here != "dict[None]"
-    assert here == sources.in_processes(_named_by_key, (name,))[0]
-    other = {"x": random.Random(), KEYS[name]: random.Random()}
-    assert names(other)[1] == here
-
-
-def test_equal_keys_have_one_name() -> None:
-    assert names({3: random.Random()}) == names({np.int64(3): random.Random()}) == ["dict[3]"]
-
-
-class Shared:
-    generator = np.random.default_rng(0)
-
-    def draw(self) -> float:
-        return float(self.generator.random())
-
-
-class Deeper(Shared):
-    pass
-
-
-def test_what_a_class_holds_is_named_by_the_class_whoever_led_there() -> None:
-    whole = {tuple(names(root)) for root in (Shared(), [Deeper()], {"a": Shared}, holding(Deeper(), 1), Shared().draw)}
-    assert len(whole) == 1
-    assert whole.pop()[0].endswith("test_generators.Shared.generator")
-
-
-TOP = random.Random(3)
-
-
-def draws_from_the_top() -> float:
-    return TOP.random()
-
-
-def test_what_a_module_holds_is_named_by_the_module() -> None:
-    assert names(draws_from_the_top) == names(holding([draws_from_the_top])) == [f" -> {__name__}.TOP"]
-
-
-def _in_main() -> list[str]:
-    program = {"__name__": "__main__", "random": random}
-    exec("generator = random.Random()\ndef draw(): return generator.random()\nclass A: own = random.Random()", program)
-    return names(program["draw"], program["A"])
-
-
-def test_the_program_s_own_module_has_no_name() -> None:
-    """It is called otherwise in a worker process that was spawned, or where a launcher imports it."""
-    assert _in_main() == [" -> generator", " -> A.own"]
-
-
-def test_classes_that_are_called_alike_do_not_share_a_stream() -> None:
-    def make() -> Any:
-        class Own:
-            generator = np.random.default_rng(1)
-
-        return Own
-
-    first, second = make(), make()
-    streams = Streams([first, second])
-    with streams.under(5):
-        assert first.generator.random() != second.generator.random()
-    assert len(set(names([first, second]))) == 2
-
-
-# --- where generators may be ---
-
-
-@functools.cache
-def cached(kind: int) -> random.Random:
-    return random.Random()
-
-
-@functools.lru_cache(maxsize=5)
-def bounded(kind: int, other: str = "") -> random.Random:
-    return random.Random()
-
-
-class Methods:
-    @functools.lru_cache(None)  # noqa: B019
-    def made(self, kind: int) -> Any:
-        return random.Random()
-
-
-def test_results_of_a_cached_method_are_told_by_their_other_arguments() -> None:
-    first, second = Methods(), Methods()
-    made = [first.made(1), first.made(2), second.made(2)]
-    found = {id(each.generator): each.name for each in find_generators(first).owned}
-    assert [found[id(each)].rpartition("made")[2] for each in made] == ["((*, 1))", "((*, 2))", "((*, 2))"]
-
-
-class Counter(dict[str, int]):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = random.Random()
-
-
-def delegating(generator: random.Random) -> Iterator[float]:
-    yield from endless(generator)
-
-
-def endless(generator: random.Random) -> Iterator[float]:
-    mine = random.Random(generator.random())
-    del generator
-    while True:
-        yield mine.random()
-
-
-def begun() -> Iterator[float]:
-    iterator = delegating(random.Random(1))
-    next(iterator)
-    return iterator
-
-
-def shared(bits: Any) -> Any:
-    return holding(np.random.Generator(bits), bits)
-
-
-def attributed() -> None:
-    pass
-
-
-attributed.generator = random.Random()  # type: ignore[attr-defined]
-
-
-def defaulted(module: Any = sys.modules[__name__]) -> Any:
-    return module.TOP
-
-
-LOCAL, SPACE, BOUND = threading.local(), types.SimpleNamespace(generator=random.Random()), random.Random(4).random
-LOCAL.generator = random.Random()
-LAYERS, CYCLE, FROZEN = torch.nn.Sequential(), itertools.cycle([random.Random()]), frozenset([random.Random()])
-LAYERS.generator = random.Random()  # type: ignore[assignment]
-
-
-def inner(generator: random.Random) -> Iterator[float]:
-    while True:
-        yield generator.random()
-
-
-def outer() -> Iterator[float]:
-    for each in inner(random.Random()):  # noqa: UP028  # not `yield from`
-        yield each
-
-
-def begun_outer() -> Iterator[float]:
-    iterator = outer()
-    next(iterator)
-    return iterator
-
-
-PLACES: dict[str, Callable[[], Any]] = {
-    "an unbounded cache": lambda: (cached(1), cached)[1],
-    "a bounded cache": lambda: (bounded(1), bounded(2, other="x"), bounded)[2],
-    "a bare bit generator": lambda: holding(np.random.PCG64(1)),
-    "a bit generator that is shared": lambda: shared(np.random.PCG64(1)),
-    "a subclass of dict": Counter,
-    "the factory of a defaultdict": lambda: collections.defaultdict(functools.partial(int, random.Random())),
-    "behind yield from": begun,
-    "an iterator that a loop goes through": begun_outer,
-    "an attribute of a function": lambda: attributed,
-    "a module in a default": lambda: defaulted,
-    "a module that an object holds": lambda: holding(sys.modules[__name__], lambda: TOP),
-    "keys of a dict": lambda: {functools.partial(int, random.Random()): 1},
-    "values of a dict": lambda: {1: random.Random()}.values(),
-    "a view of a dict": lambda: types.MappingProxyType({1: random.Random()}),
-    "an array of objects": lambda: np.array([random.Random(), "x"], dtype=object),
-    "at the top: a namespace": lambda: lambda: SPACE.generator,
-    "at the top: a thread's own": lambda: lambda: LOCAL.generator,
-    "at the top: layers": lambda: lambda: LAYERS.generator,
-    "at the top: an iterator": lambda: lambda: CYCLE,
-    "at the top: a frozen set": lambda: lambda: FROZEN,
-    "at the top: a bound method": lambda: lambda: BOUND(),
-}  # fmt: skip
-EXPECTED = {"a bounded cache": 2, "behind yield from": 2}
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "an attribute": Holder,
+    "a slot": Slotted,
+    "a list": lambda rng: Holder([1, [rng]]),
+    "a dict": lambda rng: Holder({"a": {("b", 2): rng}}),
+    "a set": lambda rng: Holder({rng}),
+    "a tuple in a deque": lambda rng: Holder(deque([(rng,)])),
+    "a subclass of dict": lambda rng: Holder(type("Mine", (dict,), {})(a=rng)),
+    "a namespace": lambda rng: types.SimpleNamespace(rng=rng),
+    "a closure": closed_over,
+    "a partial": lambda rng: functools.partial(closed_over, rng),
+    "a partial's keyword": lambda rng: functools.partial(closed_over, rng=rng),
+    "a bound method": lambda rng: Holder(Holder(rng).told),
+    "a bound method of its own": lambda rng: Holder(rng.random),
+    "a module of torch's": lambda rng: Holder(torch.nn.Sequential(torch.nn.Identity())),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_generators_are_found(place: str) -> None:
-    found = find_generators(PLACES[place]())
-    assert len(found.owned) == EXPECTED.get(place, 1), [each.path for each in found.owned]
-    assert len({each.name for each in found.owned}) == len(found.owned)
-    assert not any(each.name.endswith("(*)") for each in found.owned)
+@pytest.mark.parametrize("make", [made, lambda: random.Random(3), lambda: np.random.RandomState(3)])
+def test_the_promised_places_are_searched(place: str, make: Callable[[], Any]) -> None:
+    rng = make()
+    holder = PLACES[place](rng)
+    if place == "a module of torch's":
+        holder.held[0].rng = rng
+    found, hopeless = find_generators(holder)
+    assert [getattr(rng, "bit_generator", rng)] == [each.generator for each in found]
+    assert hopeless == []
 
 
-def test_a_bit_generator_is_put_under_streams_for_all_that_share_it() -> None:
-    bits = np.random.PCG64(7)
-    held = holding(np.random.Generator(bits), np.random.Generator(bits))
-    streams = Streams(held)
-    before = bits.state
-    drawn = []
-    for _ in range(2):
-        with streams.under(3):
-            drawn.append([each.random() for each in held.held])
-    assert drawn[0] == drawn[1]
-    assert bits.state == before
+def test_classes_and_modules_lend_their_names_whoever_leads_there() -> None:
+    """The top of this module would be searched too; the name says where, not the way."""
+    names = [{each.path for each in find_generators(root)[0]} for root in (OfTheClass(), Holder([OfTheClass()]))]
+    assert names[0] == names[1]
+    assert any(name.endswith("OfTheClass.rng") and " -> " in name for name in names[0])
 
 
-def no_answer(self: object, *arguments: Any) -> Any:
-    raise RuntimeError("not yet")
+def test_a_module_that_defines_what_was_found_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "augments.py").write_text(
+        "import numpy as np\nrng = np.random.default_rng(1)\n"
+        "class Augment:\n    def __call__(self):\n        return rng.random()\n"
+        "def draw():\n    return rng.random()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import augments  # type: ignore[import-not-found]
+
+    try:
+        for held in (augments.Augment(), augments.draw, [augments.Augment()]):
+            assert " -> augments.rng" in [each.path for each in find_generators(Holder(held))[0]]
+    finally:
+        del sys.modules["augments"]
 
 
-class Lazy:
-    """As a proxy that opens what it stands for when it is first asked."""
+def test_what_several_share_has_one_stream() -> None:
+    bits = np.random.PCG64(5)
+    shared = [np.random.Generator(bits), np.random.Generator(bits), bits]
+    assert [each.generator for each in find_generators(Holder(shared))[0]] == [bits]
 
-    __slots__ = ("held",)
+
+def test_classes_that_are_called_alike_do_not_share_a_stream() -> None:
+    first, second = Holder(made()), Holder(made())
+    streams = Streams(first, second)
+    with streams.under(7):
+        assert first.held.random() != second.held.random()
+
+
+def test_the_global_generators_are_not_owned() -> None:
+    held = [random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator]
+    assert find_generators(Holder(held)) == ([], [])
+
+
+def test_cycles_end() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    holder = Holder(cycle)
+    cycle.append(holder)
+    assert find_generators(holder) == ([], [])
+
+
+class Asked:
+    """Whatever it is asked, it draws."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("not yet")
+        random.random()
+        raise AttributeError(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("not to be iterated")
+
+    def __len__(self) -> int:
+        raise RuntimeError("not to be asked")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-ODD: dict[str, Any] = {
-    "no attributes": type("Odd", (), {"__getattribute__": no_answer}),
-    "no other attributes": Lazy,
-    "no class": type("Odd", (), {"__class__": property(no_answer)}),
-    "no order": type("Odd", (list,), {"__iter__": no_answer, "__len__": no_answer}),
-    "no members": type("Odd", (dict,), {"items": no_answer, "__iter__": no_answer, "values": no_answer}),
-    "no keys as attributes": type("Odd", (dict,), {"__getattr__": dict.__getitem__}),
-    "no equality": type("Odd", (), {"__eq__": no_answer, "__hash__": no_answer, "__bool__": no_answer}),
-}
+def test_objects_are_searched_without_being_asked() -> None:
+    before = random.getstate()
+    assert find_generators(Holder([Asked()])) == ([], [])
+    assert random.getstate() == before
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_objects_are_searched_without_being_asked(kind: str) -> None:
-    """What they answer may open files, or draw."""
-    odd = ODD[kind]()
-    if "order" in kind:
-        list.append(odd, random.Random())
-    elif issubclass(ODD[kind], dict):
-        dict.__setitem__(odd, "a", random.Random())
-    else:
-        object.__setattr__(odd, "held", random.Random())
-    found = find_generators(odd)
-    assert (len(found.owned), found.hopeless, found.reads_states) == (1, [], False)
-    loader = wrapped(Drawing(8, lambda data, index: random, odd=odd))
-    assert loader.capabilities.exact_augmentations
-    assert len(sources.taken(loader)) == 2
+def test_a_generator_that_cannot_be_keyed_is_named_when_reading_begins() -> None:
+    class Hopeless(sources.Indices):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.inner = {"entropy": random.SystemRandom()}
+
+    loader = midepoch.wrap(DataLoader(Hopeless()), seed=5)
+    with pytest.warns(MidepochWarning, match=r"Hopeless.inner\['entropy'\] \(SystemRandom\).*sample_generator"):
+        next(iter(loader))
 
 
-def test_a_container_that_draws_when_it_is_read_leaves_the_caller_s_generators_alone() -> None:
-    class Deck(list[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(random.sample(range(5), 5))
-
-    state = random.getstate()
-    assert len(sources.taken(wrapped(Drawing(8, lambda data, index: TOP, deck=Deck([1, 2, object()]))))) == 2
-    assert random.getstate() == state
+# --- at what cost ---
 
 
-def test_what_cannot_be_searched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(value: Any) -> Any:
-        if isinstance(value, set):
-            raise RuntimeError("changed size")
-        return children(value)
-
-    children = midepoch.randomness.streams._children
-    monkeypatch.setattr(midepoch.randomness, "_children", fails)
-    found = find_generators([set(), random.Random()])
-    assert found.hopeless == ["list[0] (which cannot be searched: RuntimeError)"]
-    assert found.reads_states
-    assert len(found.owned) == 1
-
-
-class Row(NamedTuple):
-    path: str
+@dataclasses.dataclass
+class Record:
+    name: str
+    label: int
     box: tuple[int, int]
 
 
-BIG: dict[str, Any] = {
-    "annotations": [{"file": f"{n}.jpg", "box": (1, 2, 3, 4), "labels": ["a", "b"]} for n in range(60_000)],
-    "by number": {n: [n, (n, "x")] for n in range(60_000)},
-    "a set": set(range(200_000)),
-    "named tuples": [Row(str(n), (n, n)) for n in range(60_000)],
-    "objects": [[holding()] for _ in range(60_000)],
-}
-
-
-@pytest.mark.parametrize("name", BIG)
-def test_what_stands_beside_large_containers_is_found(name: str) -> None:
-    held = types.SimpleNamespace(first=BIG[name], then=holding(holding(random.Random())))
-    found = find_generators(held)
-    assert len(found.owned) == 1
-    assert bool(found.hopeless) == (name == "objects")
-
-
-def spawning(data: Any, index: int) -> Any:
-    return data.generator.spawn(1)[0]
-
-
-def test_generators_that_are_spawned_are_not_promised() -> None:
-    loader = wrapped(Drawing(8, spawning, generator=np.random.default_rng(1)))
-    assert not loader.capabilities.exact_augmentations
-    assert "spawn" in loader.capabilities.exact_augmentations.reason
-    loader = wrapped(Drawing(8, lambda data, index: data.generator, generator=np.random.default_rng(1)))
-    assert loader.capabilities.exact_augmentations
-
-
-# --- exact ---
-
-
-def by_cache(data: Any, index: int) -> Any:
-    return cached(index % 3)
-
-
-def by_default(data: Any, index: int) -> Any:
-    return data.made[index % 3]
-
-
-def renewed(data: Any, index: int) -> Any:
-    if data.made is None:
-        data.made = np.random.default_rng()
-    return data.made
-
-
-EXACT: dict[str, Callable[[], Any]] = {
-    "by an unbounded cache": lambda: Drawing(40, by_cache),
-    "by a defaultdict": lambda: Drawing(40, by_default, made=collections.defaultdict(random.Random)),
-    "made at the first sample": lambda: Drawing(40, renewed, made=None),
-}
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_generators_made_on_demand_are_exact(name: str, num_workers: int) -> None:
-    def make() -> Loader:
-        cached.cache_clear()
-        return wrapped(EXACT[name](), num_workers)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        with make() as loader:
-            first, second = sources.taken(loader), sources.taken(loader)
-        for cut in (1, 2, 6):
-            assert sources.resumed(make, sources.heads(make, cut)[1]) == first[cut:]
-        with make() as loader:
-            loader.seek(epoch=1, position=8)
-            assert sources.taken(loader) == second[2:]
-
-
-def test_generators_that_change_places_between_passes_are_told_by_their_places() -> None:
-    """As a process that begins with the later pass finds them."""
-
-    def alternate(data: Any, index: int) -> Any:
-        return data.pair[index % 2]
-
-    def make() -> Any:
-        return Drawing(16, alternate, pair=[random.Random(), random.Random()])
-
-    data = make()
-    loader = wrapped(data)
-    sources.taken(loader)
-    data.pair.reverse()
-    later = sources.taken(loader)
-    fresh = wrapped(make())
-    fresh.seek(epoch=1)
-    assert sources.taken(fresh) == later
-
-
-class Augmentation:
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(1)
-
-    def random(self) -> float:
-        return float(self.generator.random())
-
-
-def by_epoch(data: Any, epoch: int) -> None:
-    data.current = data.augmentations["strong" if epoch else "weak"]
-
-
-def wrapped_in(data: Any, epoch: int) -> None:
-    data.current = [data.current, None][0] if not epoch else types.SimpleNamespace(random=data.current.random)
-
-
-def shorter(data: Any, epoch: int) -> None:
-    if epoch:
-        data.augmentations.pop("weak")
-        data.current = next(iter(data.augmentations.values()))
-
-
-@pytest.mark.parametrize("set_epoch", [by_epoch, wrapped_in, shorter])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_the_caller_moves_between_passes_is_found_where_it_is(
-    set_epoch: Callable[[Any, int], None], num_workers: int
-) -> None:
-    def make() -> Any:
-        augmentations = {"weak": Augmentation(), "strong": Augmentation()}
-        return Drawing(
-            16, lambda data, index: data.current, augmentations=augmentations, current=augmentations["weak"]
-        )
-
-    data = make()
-    with wrapped(data, num_workers) as loader:
-        for epoch in range(2):
-            set_epoch(data, epoch)
-            state = loader.state_dict()
-            batches = sources.taken(loader)
-    for workers in (0, 2):
-        data = make()
-        for epoch in range(2):
-            set_epoch(data, epoch)
-        with wrapped(data, workers) as loader:
-            loader.load_state_dict(state)
-            assert sources.taken(loader) == batches
-
-
-class Endlessly(IterableDataset[Any]):
-    """Makes a generator of its own when the first sample of a pass is read."""
+class Records(Dataset[Any]):
+    """As people read annotations: a list of objects."""
 
     def __init__(self, size: int) -> None:
-        self.sampler = RandomSampler(range(size), generator=torch.Generator().manual_seed(3))
+        self.records = [Record(str(n), n, (n, n)) for n in range(size)]
+        self.by_name = {each.name: each for each in self.records}
 
-    def __iter__(self) -> Iterator[Any]:
-        generator = np.random.default_rng()
-        for index in self.sampler:
-            yield index, generator.random()
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> int:
+        return self.records[index].label
+
+
+def test_long_containers_hold_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    children = owned._children
+
+    def noted(path: str, value: Any, seen: dict[int, Any]) -> Any:
+        looked.append(value)
+        return children(path, value, seen)
+
+    monkeypatch.setattr(owned, "_children", noted)
+    find_generators(Records(40_000))
+    assert len(looked) < 20
+    assert find_generators(Holder([made()] * LONGEST_CONTAINER))[0]
+    assert not find_generators(Holder([made()] * (LONGEST_CONTAINER + 1)))[0]
+
+
+def test_a_search_has_a_bound() -> None:
+    deep = [[Holder(None) for _ in range(200)] for _ in range(200)]
+    began = time.process_time()
+    find_generators(Holder(deep))
+    assert time.process_time() - began < 0.5  # of 40,000 objects, a quarter is looked at
+    near = Holder(deep)
+    near.rng = made()  # type: ignore[attr-defined]
+    assert len(find_generators(near)[0]) == 1, "the nearest are looked at first"
+    assert MOST_OBJECTS < 40_000
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_iterable_s_generator_made_while_it_is_read_is_exact(num_workers: int) -> None:
-    def make() -> Loader:
-        return wrapped(Endlessly(24), num_workers)
+def test_a_pass_looks_twice(num_workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When it begins, and behind its first batch; in each process that reads."""
+    log = tmp_path / "log"
+    log.touch()
+    from midepoch.randomness import streams
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        with make() as loader:
-            assert loader.capabilities.constant_time_resume
-            first, second = sources.taken(loader), sources.taken(loader)
-        assert sorted(index for index, _ in sources.flat(first)) == list(range(24))
-        for cut in (1, 3, 5):
-            assert sources.resumed(make, sources.heads(make, cut)[1]) == first[cut:]
-        with make() as loader:
-            loader.seek(epoch=1, position=8)
-            assert sources.taken(loader) == second[2:]
+    def noted(*roots: object) -> Any:
+        with log.open("a") as file:
+            file.write("x")
+        return find_generators(*roots)
+
+    monkeypatch.setattr(streams, "find_generators", noted)
+    loader = midepoch.wrap(DataLoader(Records(64), 4, num_workers=num_workers), seed=1)
+    for passes in (1, 2, 3):
+        assert len(list(loader)) == 16
+        assert log.stat().st_size == 2 * passes * max(1, num_workers)
+
+
+# --- when ---
+
+
+def wrapped(dataset: Any, num_workers: int = 0) -> Loader:
+    return midepoch.wrap(DataLoader(dataset, 4, num_workers=num_workers, collate_fn=list), seed=1)
+
+
+class Late(sources.Indices):
+    """Makes its generator when the first sample is read."""
+
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.rng is None:
+            self.rng = np.random.default_rng()
+        return index, self.rng.random()
+
+
+class LatePart(sources.Indices):
+    """The same in a part of its own, for each kind of sample, all of which the first batch has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.parts: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        rng = self.parts.setdefault(index % 2, np.random.default_rng())
+        return index, rng.random()
 
 
 class Reseeding(sources.Indices):
-    """As albumentations' ``set_random_seed``: generators made anew, by the sample's number."""
+    """Makes a generator for each sample, by its number."""
 
     def __getitem__(self, index: int) -> Any:
-        self.generators = [np.random.default_rng([index, each]) for each in range(3)]
-        return [index, *(each.random() for each in self.generators)]
+        self.rng = np.random.default_rng(index)
+        return index, self.rng.random()
 
 
+@pytest.mark.parametrize("kind", [Late, LatePart, Reseeding])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_generators_that_are_made_for_each_sample_by_its_number_are_exact(num_workers: int) -> None:
-    with warnings.catch_warnings(), wrapped(Reseeding(80), num_workers, worker_init_fn=as_errors) as loader:
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        epochs = [sources.taken(loader) for _ in range(2)]
-        assert epochs[0] == epochs[1]
-        list(itertools.islice(loader, 7))
-        assert sources.taken(loader)
+def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices], num_workers: int) -> None:
+    def make() -> Loader:
+        return wrapped(kind(32), num_workers)
+
+    with make() as loader:
+        whole = sources.taken(loader) + sources.taken(loader)
+    for cut in (1, 3, 8, 11):
+        state = sources.heads(make, cut)[1] if cut < 8 else _state_after(make, cut)
+        rest = sources.resumed(make, state)
+        assert rest == whole[cut : cut + len(rest)]
+        assert rest
 
 
-def test_generators_that_are_made_for_each_sample_by_chance_are_warned_of_once() -> None:
-    def renews(data: Any, index: int) -> Any:
-        data.made = np.random.default_rng()
-        return data.made
+def _state_after(make: Callable[[], Loader], batches: int) -> Any:
+    with make() as loader:
+        taken = 0
+        while True:
+            for _ in loader:
+                taken += 1
+                if taken == batches:
+                    return loader.state_dict()
 
-    with warnings.catch_warnings(record=True) as told, wrapped(Drawing(80, renews)) as loader:
-        warnings.simplefilter("always", midepoch.MidepochWarning)
-        for _ in range(3):
-            sources.taken(loader)
-    assert [str(each.message).partition(",")[0] for each in told] == [
-        "Drawing.made is a random generator that is made again and again"
-    ]
+
+def test_a_transform_that_is_changed_between_epochs_is_found() -> None:
+    class Transformed(sources.Indices):
+        transform: Any = Holder(np.random.default_rng(1))
+
+        def __getitem__(self, index: int) -> Any:
+            return index, self.transform.held.random()
+
+    def make(epoch: int) -> tuple[Loader, Any]:
+        dataset = Transformed(16)
+        if epoch:
+            dataset.transform = Holder(random.Random(2))
+        return wrapped(dataset), dataset
+
+    loader, dataset = make(0)
+    sources.taken(loader)
+    dataset.transform = Holder(random.Random())
+    iterator = iter(loader)
+    head = [sources.plain(next(iterator)) for _ in range(2)]
+    state = loader.state_dict()
+    tail = [sources.plain(batch) for batch in iterator]
+    resumed, _ = make(1)
+    resumed.load_state_dict(state)
+    assert sources.taken(resumed) == tail
+    assert head != tail
 
 
 class Replayed(IterableDataset[Any]):
-    """Has no sampler; `reseed` gives it another generator, and it makes one while it is read."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(0)
-
-    def reseed(self, epoch: int) -> None:
-        self.generator = np.random.default_rng(epoch)
+    """Makes a generator at each pass, of which nobody can know before it is read."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.own = np.random.default_rng(7)
-        for index in range(24):
-            yield index, self.generator.random() if index % 4 == 1 else 0.0, self.own.random()
+        self.rng = random.Random(5)
+        for number in range(12):
+            yield number, self.rng.random()
 
 
-def replayed(data: Any, num_workers: int) -> Loader:
-    source: Any = DataLoader(data, batch_size=4, num_workers=num_workers, collate_fn=list)
-    return midepoch.wrap(source, seed=1, shard=True)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:.*from its start:midepoch.MidepochWarning")
-def test_a_source_that_is_replayed_has_its_generators_exchanged_between_passes(num_workers: int) -> None:
-    data = Replayed()
-    with replayed(data, num_workers) as loader:
-        states: list[list[Any]] = []
-        epochs: list[list[Any]] = []
-        for epoch in range(3):
-            data.reseed(epoch)
-            states.append([loader.state_dict()])
-            epochs.append([])
-            for batch in loader:
-                epochs[-1].append(sources.plain(batch))
-                states[-1].append(loader.state_dict())
-    assert epochs[0] != epochs[1]
-    for epoch, cut in itertools.product(range(3), range(6)):
-        data = Replayed()
-        data.reseed(epoch)
-        with replayed(data, num_workers) as loader:
-            loader.load_state_dict(states[epoch][cut])
-            assert sources.taken(loader) == epochs[epoch][cut:]
-
-
-class Behind(IterableDataset[Any]):
-    """A generator of an inner iterator, which seldom draws."""
-
-    def __init__(self) -> None:
-        self.sampler = RandomSampler(range(24), generator=torch.Generator().manual_seed(3))
-
-    def inner(self) -> Iterator[Any]:
-        generator = np.random.default_rng(4)
-        for index in self.sampler:
-            yield index, generator.random() if index % 7 == 3 else 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        for each in self.inner():  # noqa: UP028  # not `yield from`
-            yield each
-
-
-def test_a_generator_of_an_inner_iterator_is_exact() -> None:
+def test_a_source_that_is_replayed_draws_alike_in_each_process() -> None:
     def make() -> Loader:
-        return wrapped(Behind())
+        return midepoch.wrap(Replayed(), seed=2)
 
-    whole = sources.taken(make())
-    for cut in range(1, 6):
-        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
-
-
-# --- warned of ---
-
-
-def lately(data: Any, index: int) -> Any:
-    """A generator for the samples from the 24th on, made at the first of them."""
-    if index < 24:
-        return TOP
-    data.made = data.made or np.random.default_rng()
-    return data.made
+    loader = make()
+    first, second = sources.taken(loader), sources.taken(loader)
+    for cut in (1, 6):
+        assert sources.quiet_resume(make, sources.heads(make, cut)[1]) == first[cut:]
+    assert sources.quiet_resume(make, _state_after(make, 15)) == second[3:]
 
 
-def filled(data: Any, index: int) -> Any:
-    place = data.places.setdefault(index % 3, len(data.places))
-    data.slots[place] = data.slots[place] or random.Random()
-    return data.slots[place]
+# --- looking on where nobody draws ---
 
 
-def rotating(data: Any, index: int) -> Any:
-    data.pool.rotate(1)
-    return data.pool[0]
+class Caching(sources.Indices):
+    """Draws for some samples, and keeps what it drew."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.cache: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = random.random() if index % 8 == 6 else 0.0
+        return self.cache[index]
 
 
-def pushed(data: Any, index: int) -> Any:
-    if index % 3 not in data.known:
-        data.known.add(index % 3)
-        data.pool.appendleft(random.Random())
-    return data.pool[-1]
-
-
-def slots() -> Any:
-    return Drawing(40, filled, places={}, slots=[None] * 5)
-
-
-def one_slot() -> Any:
-    return Drawing(40, filled, places={0: 3, 1: 3, 2: 3}, slots=[None] * 5)
-
-
-def pool() -> Any:
-    return Drawing(40, rotating, pool=collections.deque(random.Random(each) for each in range(3)))
-
-
-def pushing() -> Any:
-    return Drawing(40, pushed, known=set(), pool=collections.deque([random.Random()]))
-
-
-def late() -> Any:
-    return Drawing(40, lately, made=None)
-
-
-WARNED = {
-    "slots": (slots, "slots is filled with random generators while"),
-    "one slot": (one_slot, "slots is filled with random generators while"),
-    "a pool": (pool, r"random generators change places \(.*pool\[\d\] is another one\) while"),
-    "a deque's other end": (pushing, "random generators change places|pool is filled with"),
-    "late": (late, r"made is a random generator that was made after the first batch"),
-}
-
-
-@pytest.mark.parametrize("name", WARNED)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_generator_whose_name_may_tell_what_was_read_before_is_warned_of(name: str, num_workers: int) -> None:
-    make, text = WARNED[name]
-    if not num_workers:
-        with wrapped(make()) as loader, pytest.warns(midepoch.MidepochWarning, match=text):
-            assert len(sources.taken(loader)) == 10
-        return
-    with (
-        wrapped(make(), num_workers, worker_init_fn=as_errors) as loader,
-        pytest.raises(midepoch.MidepochWarning, match=text),
-    ):
+def test_what_is_kept_from_a_first_look_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(OfTheClass, "rng")  # with a generator at hand nobody only looks on
+    loader = wrapped(Caching(40))
+    with pytest.warns(MidepochWarning, match="Caching drew random numbers for sample 4 or one of its batch when"):
         sources.taken(loader)
 
 
-@pytest.mark.parametrize("left_after", [7, 8])
-def test_a_late_generator_of_a_pass_that_was_left_early_is_warned_of(left_after: int) -> None:
-    with wrapped(late()) as loader:
-        list(itertools.islice(loader, left_after))
-        with pytest.warns(midepoch.MidepochWarning, match="made after the first batch"):
-            next(iter(loader))
+class Seldom(sources.Indices):
+    """Draws for one sample in nine."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return index, (random.random() if index % 9 == 8 else 0.0)
 
 
-def test_generators_of_the_caller_s_are_exchanged_between_passes_without_a_word() -> None:
-    data = Drawing(16, lambda data, index: data.generator, generator=random.Random())
-    with wrapped(data) as loader, warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        for count in (4, 2, 4):  # one of them left early
-            list(itertools.islice(loader, count))
-            setattr(data, "generator", random.Random())  # noqa: B010  # for mypy's sake
-            if count == 4:
-                setattr(data, "another", random.Random())  # noqa: B010
+def test_only_the_batch_that_draws_first_is_read_again() -> None:
+    loader = wrapped(Seldom(36))
+    whole = sources.taken(loader)
+    assert loader.source.dataset.reads == 40
+    assert len({drawn for batch in whole for _, drawn in batch}) == 5
+    for cut in (1, 2, 3, 6):
+        make = functools.partial(wrapped, Seldom(36))
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 
-def test_a_new_generator_in_the_place_of_a_known_one_has_a_stream_of_its_own() -> None:
-    class Pushing(sources.Indices):
-        def __init__(self) -> None:
-            super().__init__(8)
-            self.pool = [random.Random()]
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "getrandbits": lambda: random.getrandbits(1),
+    "624 words": lambda: [random.getrandbits(32) for _ in range(624)],
+    "gauss": lambda: random.gauss(0, 1),
+    "random.seed": lambda: random.seed(5),
+    "rand": np.random.rand,
+    "624 numpy words": lambda: np.random.bytes(4 * 624),
+    "standard_normal": np.random.standard_normal,
+    "numpy.seed": lambda: np.random.seed(5),
+    "torch.rand": lambda: torch.rand(1),
+    "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
+    "torch.randn": lambda: torch.randn(1),
+    "torch.randperm": lambda: torch.randperm(5),
+    "manual_seed": lambda: torch.manual_seed(5),
+    "sample_generator": midepoch.sample_generator,
+}
 
-        def __getitem__(self, index: int) -> Any:
-            if len(self.pool) == 1:
-                self.pool.insert(0, random.Random())
-            return [each.random() for each in self.pool]
 
-    with wrapped(Pushing()) as loader, pytest.warns(midepoch.MidepochWarning, match="change places"):
-        for one, other in sources.flat(sources.taken(loader)):
-            assert one != other
+def every_state() -> list[Any]:
+    pair: Any = np.random.get_state(legacy=False)
+    return [random.getstate(), repr(pair), torch.get_rng_state().tolist()]
 
 
-def test_a_search_is_made_behind_the_first_batch_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ever more seldom in between, since it takes as long as the dataset has objects."""
-    streams, found = Streams(), list[int]()
-
-    def search(more: tuple[object, ...], late: bool = False) -> list[Any]:
-        found.append(streams.batches)
-        return []
-
-    monkeypatch.setattr(streams, "_search", search)
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_seen(name: str) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
     for _ in range(2):
-        streams.begin_pass()
-        for left in reversed(range(100)):
-            streams.found_late(left=left)
-    assert found == [0, 1, 4, 16, 64, 100, 100, 101, 104, 116, 164, 200]
+        before = every_state()
+        looking = Streams()
+        looking.begin_pass()
+        with looking as start:
+            start(3)
+        assert not looking.made_late()
+        assert looking.unused
+        looking.look()
+        assert not looking.leave()
+        looking.look()
+        DRAWS[name]()
+        assert looking.leave()
+        assert not looking.unused
+        assert every_state() == before
+        drawing = Streams()
+        drawing.begin_pass()
+        with drawing as start:
+            start(3)
+            DRAWS[name]()
+            start(4)
+        assert not drawing.made_late()
+        assert not drawing.unused
+        assert every_state() == before
+        # Now with half a pair of normal numbers in each.
+        random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)

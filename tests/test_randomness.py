@@ -19,7 +19,6 @@ import albumentations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -32,7 +31,7 @@ from midepoch import MidepochError
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key, derive_keys, extend_key, mix
 from midepoch.randomness.globals import LentGlobals, SlowlyLentGlobals
-from midepoch.randomness.streams import Streams, find_generators
+from midepoch.randomness.streams import Streams
 from midepoch.reading.indexed import draws_nothing
 
 MASK = (1 << 64) - 1
@@ -495,7 +494,6 @@ DRAWING: dict[str, Callable[[], Callable[[], float]]] = {
     "module global": lambda: from_module,
     "module global in a method": FromModule,
     "closure": closure,
-    "default argument": lambda: from_default,
     "partial": lambda: functools.partial(with_argument, random.Random(8)),
     "partial keyword": lambda: functools.partial(with_keyword, rng=np.random.default_rng(8)),
     "partial of a partial": lambda: functools.partial(functools.partial(with_argument), np.random.RandomState(8)),
@@ -509,9 +507,6 @@ DRAWING: dict[str, Callable[[], Callable[[], float]]] = {
     "private slot": PrivateSlot,
     "class attribute": OfTheClass,
     "closure of a method": closure_of_a_method,
-    "keyword-only default": lambda: keyword_only,
-    "helper functions and objects of a module": lambda: through_a_helper,
-    "module of the user's": lambda: through_a_module,
     "lazy": Lazy,
 }
 
@@ -543,32 +538,6 @@ def test_owned_generators_are_found(name: str) -> None:
         state = sources.heads(functools.partial(make, 3), cut)[1]
         assert sources.resumed(functools.partial(make, 7), state) == whole[cut:]
     assert make().capabilities.exact_augmentations
-
-
-def test_a_generator_of_the_operating_system_is_named() -> None:
-    class Hopeless(sources.Indices):
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.inner = {"entropy": random.SystemRandom()}
-
-    exact = midepoch.wrap(DataLoader(Hopeless()), seed=5).capabilities.exact_augmentations
-    assert not exact
-    for named in ("SystemRandom", "inner", "entropy", "sample_generator"):
-        assert named in exact.reason
-
-
-def test_the_search_ends() -> None:
-    """Cycles, long lists of atoms, self-references; and where it gives up, it says so."""
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    holder = Holder(None)
-    holder.held = [holder, cycle, list(range(10**6)), {"names": ["file"] * 10**5}]
-    found, hopeless, *_ = find_generators(holder)
-    assert (found, hopeless) == ([], [])
-    many, said, *_ = find_generators(Holder([Holder(None) for _ in range(150_000)]))
-    assert many == []
-    assert len(said) == 1
-    assert "100000" in said[0]
 
 
 def _first_sample(kind: str) -> Any:
@@ -603,11 +572,6 @@ def test_a_sampler_s_own_generator_is_left_as_it_was() -> None:
     assert make().state_dict()["seed"] == 8
     assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
     assert torch.equal(generator.get_state(), before)
-
-
-def test_the_global_generators_are_not_owned() -> None:
-    holder = Holder([random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator])
-    assert find_generators(holder)[:3] == ([], [], False)
 
 
 def test_two_owned_generators_do_not_share_a_stream() -> None:
@@ -676,14 +640,10 @@ def test_the_caller_gets_every_bit_back(lend: Callable[[], LentGlobals | SlowlyL
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
     before = every_state()
     for draw in DRAWS.values():
-        for begin in (["borrow"], ["look"], ["look", "draw", "borrow_after_all"], []):
+        for begin in (["borrow"], ["look"], []):
             if begin and begin[0] == "look" and not lent.rests:
                 continue
             (lent.look if "look" in begin else lent.borrow)()
-            if "draw" in begin and draw is not midepoch.sample_generator:
-                draw()
-            if "borrow_after_all" in begin:
-                lent.borrow_after_all()
             if draw is not midepoch.sample_generator:
                 draw()
             lent.give_back()
@@ -692,35 +652,6 @@ def test_the_caller_gets_every_bit_back(lend: Callable[[], LentGlobals | SlowlyL
     random.setstate(before[0]), np.random.set_state(json.loads(before[1]))
     torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))
     assert [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()] == expected
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_seen(name: str) -> None:
-    streams = Streams()
-    streams.begin_pass()
-    assert streams.can_rest
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    for _ in range(2):
-        for rest in (True, False):
-            for _ in range(3):
-                before = every_state()
-                streams.begin(rest)
-                try:
-                    if rest:
-                        assert not streams.touched()
-                        DRAWS[name]()
-                        assert streams.touched()
-                        streams.wake()
-                    streams.start(7)
-                    streams.watch()
-                    assert not streams.touched()
-                    DRAWS[name]()
-                    assert streams.drew()
-                finally:
-                    streams.end()
-                assert every_state() == before
-        # Now with half a pair of normal numbers in each.
-        random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
 
 
 class Seldom(sources.Indices):
@@ -757,106 +688,6 @@ def test_a_sample_that_draws_seldom_has_its_stream_wherever_it_is_read(num_worke
     for cut in range(0, 20, 3):
         state = sources.heads(functools.partial(seldom, num_workers), cut)[1]
         assert sources.flat(sources.resumed(functools.partial(seldom, num_workers), state)) == whole[3 * cut :]
-
-
-def test_one_sample_is_read_twice_and_no_other() -> None:
-    loader = seldom()
-    sources.taken(loader)
-    assert loader.source.dataset.reads == 61
-
-
-class PutsBack(sources.Indices):
-    """Draws, and leaves no trace of it; not for every sample."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 3:
-            with torch.random.fork_rng():
-                return index, torch.rand(1).item()
-        return index, random.random()
-
-
-def test_code_that_puts_generators_back_is_not_taken_for_code_that_draws_nothing() -> None:
-    assert find_generators(PutsBack(9)).reads_states
-
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(PutsBack(30), batch_size=2, shuffle=True, collate_fn=list), seed=1)
-
-    whole = sources.taken(make())
-    assert len({number for _, number in sources.flat(whole)}) == 30
-    for cut in range(15):
-        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
-
-
-class Pickled(sources.Indices):
-    """Says how it is pickled, as a dataset does that has a file open."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state.pop("file", None)
-        return state | {"names": [name for name in list(state)]}  # noqa: C416  # code of its own
-
-
-class PickledByHelp(sources.Indices):
-    def __getstate__(self) -> Any:
-        return HELP(self)
-
-
-class PickledByImport(sources.Indices):
-    def __getstate__(self) -> Any:
-        import some_helpers as helpers  # type: ignore[import-not-found]
-
-        return helpers.help(self)
-
-
-class PickledGlobals(sources.Indices):
-    def __getstate__(self) -> Any:
-        return random.getstate()
-
-
-class PicklesGlobals(sources.Indices):
-    def __init__(self, look: Any) -> None:
-        super().__init__(3)
-        self.look = look
-
-
-HELP: Any = np.random.get_state  # under a name that says nothing
-
-
-class OfPictures(sources.Indices):
-    """Names a module whose classes say how they are pickled, and draws from time to time."""
-
-    def __getitem__(self, index: int) -> Any:
-        image = Image.new("L", (1, 1), index)
-        return image.getpixel((0, 0)), random.random() if index > self.size - 3 else 0.0
-
-
-def test_how_objects_are_pickled_says_nothing_of_generators_unless_it_gets_at_them() -> None:
-    assert not find_generators(Pickled(3)).reads_states
-    assert not find_generators(OfPictures(3)).reads_states
-    assert find_generators(PickledByHelp(3)).reads_states
-    assert find_generators(PickledByImport(3)).reads_states
-    assert find_generators(PickledGlobals(3)).reads_states
-    for look in (
-        random.Random.__getstate__, random.Random(1).__getstate__, np.random.mtrand._rand.__getstate__,
-        torch.default_generator.get_state,
-    ):  # fmt: skip
-        assert find_generators(PicklesGlobals(look)).reads_states, look
-
-
-def test_samples_of_pictures_that_draw_nothing_are_read_without_streams() -> None:
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(OfPictures(30), batch_size=2, shuffle=True, collate_fn=list), seed=1)
-
-    streams = Streams(OfPictures(30))
-    streams.begin_pass()
-    assert streams.can_rest
-    random.seed(3)
-    state = random.getstate()
-    whole = sources.taken(make())
-    assert random.getstate() == state
-    assert len({number for _, number in sources.flat(whole) if number}) == 2
-    for cut in range(0, 15, 2):
-        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 
 HELPERS = """
@@ -928,8 +759,6 @@ HIDDEN: dict[str, Callable[[Any], Any]] = {
     "a class of a module": lambda helpers: Calling(40, kept(lambda: helpers.Keep())),
     "a derived class": lambda helpers: Calling(40, kept(helpers.Keep2)),
     "a class in an attribute": lambda helpers: Calling(40, kept(getattr(helpers, "Keep")), keep=helpers.Keep),  # noqa: B009
-    "a class's own generator": lambda helpers: Calling(40, lambda: helpers.Augment()()),
-    "a base class's own generator": lambda helpers: Calling(40, lambda: helpers.Augment2()()),
 }  # fmt: skip
 
 
@@ -960,25 +789,6 @@ def test_a_dataset_that_draws_at_once_is_read_once() -> None:
         return sources.flat(sources.taken(midepoch.wrap(source, seed=1)))
 
     assert read(0) == read(2)
-
-
-class Caching(sources.Indices):
-    """Draws for some samples, and keeps what it drew."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.cache: dict[int, float] = {}
-
-    def __getitem__(self, index: int) -> Any:
-        if index not in self.cache:
-            self.cache[index] = random.random() if index % 8 == 6 else 0.0
-        return self.cache[index]
-
-
-def test_a_dataset_that_keeps_what_it_seldom_draws_is_told_so() -> None:
-    loader = midepoch.wrap(DataLoader(Caching(40), batch_size=4, collate_fn=list), seed=1)
-    with pytest.warns(midepoch.MidepochWarning, match="Caching drew random numbers for sample 6 when"):
-        sources.taken(loader)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
@@ -1062,42 +872,6 @@ class Aliased(sources.Indices):
         if self.generator is None:
             self.generator = self.part.part.generator
         return index, self.generator.random()
-
-
-class InAList(sources.Indices):
-    """As `ByKey`, but that they stand in a list in the order in which they were made."""
-
-    def __init__(self, size: int, kinds: int) -> None:
-        super().__init__(size)
-        self.kinds, self.made, self.places = kinds, list[random.Random](), dict[int, int]()
-
-    def __getitem__(self, index: int) -> Any:
-        kind = index % self.kinds
-        if kind not in self.places:
-            self.places[kind] = len(self.made)
-            self.made.append(random.Random())
-        return index, self.made[self.places[kind]].random()
-
-
-def test_generators_that_are_appended_to_a_list_are_warned_of() -> None:
-    """Nobody can tell whose place is whose after a resume. Of one alone it is known."""
-    loader = midepoch.wrap(DataLoader(InAList(40, 3), batch_size=4), seed=1)
-    with pytest.warns(midepoch.MidepochWarning, match=r"InAList\.made is filled with random .*: keep them in a dict"):
-        next(iter(loader))
-
-    data = InAList(40, 1)
-
-    def make(new: bool = True) -> Loader:
-        return midepoch.wrap(DataLoader(InAList(40, 1) if new else data, batch_size=4), seed=1)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        whole = sources.taken(make())
-        for cut in (1, 5):
-            state = sources.heads(make, cut)[1]
-            assert sources.resumed(make, state) == whole[cut:]
-            for _ in range(2):  # the second time it is there already
-                assert sources.resumed(lambda: make(new=False), state) == whole[cut:]
 
 
 def by_tuples() -> Dataset[Any]:

@@ -138,14 +138,9 @@ def _run_deferred(work: Work, production: _Production, ready: _Ready) -> None:
     if streams is None:
         raise MidepochError("a step was deferred without a stream to run it under: please report this")
     cuda = nullcontext() if production.device is None else _CudaGenerator(production.device, batch.key)
-    streams.begin()
-    try:
-        streams.start(batch.key)
-        with cuda:
-            for step in production.deferred:
-                _run(step, batch, production.memory_of(step, ready.slot, batch), work)
-    finally:
-        streams.end()
+    with streams.under(batch.key), cuda:
+        for step in production.deferred:
+            _run(step, batch, production.memory_of(step, ready.slot, batch), work)
 
 
 class _CudaGenerator(AbstractContextManager[None]):

@@ -51,32 +51,25 @@ class Finish:
         if self._streams is not None:
             self._streams.begin_pass()
 
-    def end_pass(self) -> None:
-        """To be called behind the last one."""
-        if self._streams is not None:
-            self._streams.end_pass()
-
     def __call__(self, answer: Answer, key: int) -> list[Any]:
         """What comes of a reader's answer. `key`: of the batch's stream."""
         streams = self._streams
         if streams is None:
             return run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
         finished = self._under_streams(answer, key, streams)
-        streams.found_late(again=False)  # the stages may have changed what they were given
+        if streams.made_late():  # the stages may have changed what they were given
+            streams.warn_of_late()
         return finished
 
     def _under_streams(self, answer: Answer, key: int, streams: Streams) -> list[Any]:
-        streams.begin()
-        try:
+        with streams as start:
             survivors = answer.values
             if self._sample_stages:
                 survivors = []
                 for sample_key, value in zip(answer.keys, answer.values, strict=True):
-                    streams.start(extend_key(sample_key, Purpose.SAMPLE))
+                    start(extend_key(sample_key, Purpose.SAMPLE))
                     survivors += run_stages(self._sample_stages, [value])
             if not survivors or not self._batch_stages:
                 return survivors
-            streams.start(extend_key(key, Purpose.BATCH))
+            start(extend_key(key, Purpose.BATCH))
             return run_stages(self._batch_stages, survivors)
-        finally:
-            streams.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -128,10 +129,9 @@ class IndexedReader:
             self._session = request.session
             streams.begin_pass()
         answer = self._read(request, request.start, request.stop)
-        if streams is not None and streams.found_late(left=request.left):
+        if streams is not None and streams.made_late():
             # Stages made generators of their own while they ran: now that they are known, once more.
             answer = self._read(request, request.start, request.stop)
-            streams.read_again()
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
             return answer
         # Every sample of this rank was dropped, maybe of this rank alone: then it takes one of the others', since
@@ -176,13 +176,8 @@ class IndexedReader:
         ranges = self._index.ranges(samples)
         # Before any stream is begun: a file system of the network may draw random numbers.
         takers = self._ranges.takers(ranges)
-        if self._streams is None:
-            return self._run(request, start, ranges, takers, keys, None)
-        self._streams.begin()
-        try:
-            return self._run(request, start, ranges, takers, keys, self._streams)
-        finally:
-            self._streams.end()
+        with self._streams or contextlib.nullcontext() as begin:
+            return self._run(request, start, ranges, takers, keys, begin)
 
     def _run(
         self,
@@ -191,22 +186,22 @@ class IndexedReader:
         ranges: list[tuple[int, int, int]],
         takers: list[Take],
         keys: list[int],
-        streams: Streams | None,
+        begin: Callable[[int], None] | None,
     ) -> Answer:
         shards, stages = self._index.shards, self._sample_stages
         survivors: list[Any] = []
         kept: list[int] = []
         for (number, first, length), take, key in zip(ranges, takers, keys, strict=True):
-            if streams is not None:
-                streams.start(key)
+            if begin is not None:
+                begin(key)
             shard = shards[number]
             values = run_stages(stages, self._samples(take, length, shard.url, shard.path, first))
             survivors += values
             kept += [key] * len(values)
         if not survivors or not self._batch_stages:
             return Answer(survivors, kept)
-        if streams is not None and self._draws_in_batch:
-            streams.start(_batch_key(request, start))
+        if begin is not None and self._draws_in_batch:
+            begin(_batch_key(request, start))
         return Answer(run_stages(self._batch_stages, survivors), [])
 
 
@@ -318,14 +313,8 @@ class IndexedAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """All yes, unless batches are refilled."""
-        pipeline = self._pipeline
-        stages = (pipeline.sample_stages, pipeline.late_sample_stages)
-        batch_stages = (pipeline.batch_stages, pipeline.late_batch_stages)
         exact = promises.augmentations(
-            self.options,
-            stages,
-            batch_stages,
-            same_split="numbers drawn for a whole batch are exact on the same split",
+            self.options, "numbers drawn for a whole batch are exact on the same split"
         )
         own = Capability(False, "with refill=True each rank reads on as far as its own dropped samples make it")
         return Capabilities(
@@ -508,7 +497,6 @@ class _IndexedSession(Session):
         return self._details[1]
 
     def close(self) -> None:
-        self._finish.end_pass()
         self._answers = iter(())
         self._close()
 
@@ -581,6 +569,5 @@ class _RefilledSession(Session):
         return self.detail(self.mark())
 
     def close(self) -> None:
-        self._finish.end_pass()
         self._answers = iter(())
         self._close()

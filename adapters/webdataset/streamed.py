@@ -476,32 +476,25 @@ class StreamedReader:
             if survivors and (not self._refill or len(survivors) >= self._batch_size):
                 break
         if not survivors:
-            if self._streams is not None:
-                self._streams.found_late(left=0, again=False)  # one stream's end; others may go on
             return _Batch(Answer([], []), stream.cursor, True)
         answer = self._batched(survivors, keys)
-        # How far a refilled batch reads may have hung on what was drawn.
-        if self._streams is not None and self._streams.found_late(again=not self._refill) and not self._refill:
-            survivors, keys = [], []
-            self._run(read, survivors, keys)
-            answer = self._batched(survivors, keys)
-            self._streams.read_again()
+        if self._streams is not None and self._streams.made_late():
+            if self._refill:  # how far it reads may have hung on what was drawn
+                self._streams.warn_of_late()
+            else:
+                survivors, keys = [], []
+                self._run(read, survivors, keys)
+                answer = self._batched(survivors, keys)
         return _Batch(answer, stream.cursor, False)
 
     def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:
-        streams = self._streams
-        if streams is not None:
-            streams.begin()
-        try:
+        with self._streams or contextlib.nullcontext() as start:
             for key, sample in raws:
-                if streams is not None:
-                    streams.start(key)
+                if start is not None:
+                    start(key)
                 values = run_stages(self._sample_stages, [dict(sample)])  # a stage may change what it is given
                 survivors += values
                 keys += [key] * len(values)
-        finally:
-            if streams is not None:
-                streams.end()
 
     def _batched(self, survivors: list[Any], keys: list[int]) -> Answer:
         if not self._batch_stages or not survivors:
@@ -612,9 +605,7 @@ class StreamedAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """As the table in the README has it."""
-        pipeline, streams = self._pipeline, self._layout.streams
-        stages = (pipeline.sample_stages, pipeline.late_sample_stages)
-        batch_stages = (pipeline.batch_stages, pipeline.late_batch_stages)
+        streams = self._layout.streams
         where = f"where ranks x workers divides the {streams} streams"
         elastic = Capability(True, f"{where}; with several ranks save midepoch.gather(loader)")
         if self._refill:
@@ -622,10 +613,7 @@ class StreamedAdapter(Adapter):
         return Capabilities(
             exact_order=Capability(True, "the order of shards and of each stretch is a function of seed and pass"),
             exact_augmentations=promises.augmentations(
-                self.options,
-                stages,
-                batch_stages,
-                same_split="numbers drawn for a whole batch are exact on the same split",
+                self.options, "numbers drawn for a whole batch are exact on the same split"
             ),
             constant_time_resume=Capability(
                 True, f"each stream reads one shard again, up to its offset, and no stage runs ({self._reason})"
@@ -810,6 +798,5 @@ class _StreamedSession(Session):
         return str(self.mark())
 
     def close(self) -> None:
-        self._finish.end_pass()
         self._answers = iter(())
         self._close()

@@ -225,7 +225,7 @@ class _Counting:
                 sampler.position = position * draws
         before = [sampler.position for sampler in self._samplers]
         counted = self._count(position, before)
-        if counted is None or not self._guard.found_late(lambda: (self._iterator,)):
+        if counted is None or not self._guard.made_late(self._iterator):
             return counted
         for sampler, start in zip(self._samplers, before, strict=True):
             sampler.position = start
@@ -329,28 +329,25 @@ class DrivenReader:
             return self._read(request, None)
         batch = self._read_under(request, streams)
         # A generator that the iterator has made while it read is found now, and the batch read once more, by a jump.
-        if streams.found_late(lambda: (self._iterator,), request.left) and not self.varies:
+        if streams.made_late(self._iterator) and not self.varies:
             batch = self._read_under(request, streams)
-            streams.read_again(lambda: (self._iterator,))
         return batch
 
     def _read_under(self, request: DrivenRequest, streams: Streams) -> Any:
-        streams.begin()
         try:
-            return self._read(request, streams)
+            with streams as start:
+                return self._read(request, start)
         except BaseException:
             self._opened = None  # a generator that has raised is over
             raise
-        finally:
-            streams.end()
 
-    def _read(self, request: DrivenRequest, streams: Streams | None) -> Any:
+    def _read(self, request: DrivenRequest, start: Callable[[int], None] | None) -> Any:
         sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
         samples = []
         for place in range(request.start, request.start + request.units):
             position = place % request.size
-            if streams is not None:
-                streams.start(extend_key(sample_key, position))
+            if start is not None:
+                start(extend_key(sample_key, position))
             try:
                 samples.append(self._sample(position))
             except StopIteration:
@@ -362,8 +359,8 @@ class DrivenReader:
                 ) from None
         if not samples:
             raise StopIteration
-        if streams is not None and not self._plain_collate:
-            streams.start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
+        if start is not None and not self._plain_collate:
+            start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
         return self._collate(samples[0] if self._single else samples)
 
     def _open(self, request: DrivenRequest) -> None:

@@ -18,7 +18,7 @@ from midepoch.errors import SourceError
 from midepoch.loader.adapter import Run, Session
 from midepoch.order import EpochOrder
 from midepoch.order.keys import derive_key, derive_keys, extend_key
-from midepoch.randomness.streams import Purpose, Streams, warn_of_kept
+from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import ListedEpoch, length_of
 from midepoch.world import Share
 
@@ -144,86 +144,59 @@ class MapReader:
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
         self._key_block_start = 0
-        self._draws = False  # a sample has drawn a random number in this process
 
     def __call__(self, request: MapRequest) -> Any:
         """The batch."""
-        if self._streams is None:
+        streams = self._streams
+        if streams is None:
             return self._collate(self._read(request.indices))
         if self._session != request.session:
-            self._session = request.session
-            self._plain_collate = draws_nothing(self._collate)
-            self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
-            self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
-            self._key_block = []
-            self._streams.begin_pass()
-        batch = self._read_under_streams(request, self._streams)
-        if self._streams.found_late(left=request.left):
-            batch = self._read_under_streams(request, self._streams)
-            self._streams.read_again()
+            self._begin(request, streams)
+        looked_on = streams.unused
+        if looked_on:
+            streams.look()
+            try:
+                batch = self._collate(self._read(request.indices))
+            except Exception:
+                if not streams.leave():
+                    raise
+            except BaseException:
+                streams.leave()
+                raise
+            else:
+                if not streams.leave():
+                    return batch
+        batch = self._read_under(request, streams)
+        if looked_on:
+            streams.warn_of_kept(self.dataset, f"sample {request.indices[0]} or one of its batch")
+        if streams.made_late():
+            batch = self._read_under(request, streams)
         return batch
 
-    def _read_under_streams(self, request: MapRequest, streams: Streams) -> Any:
-        # The first batch of a process tells whether samples draw random numbers. As long as none has, nothing is put
-        # under a stream, and a sample that draws after all is read again.
-        rest = streams.batches > 0 and not self._draws and not self._whole and streams.can_rest
-        streams.begin(rest)
-        try:
+    def _begin(self, request: MapRequest, streams: Streams) -> None:
+        """Another pass."""
+        self._session = request.session
+        self._plain_collate = draws_nothing(self._collate)
+        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
+        self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
+        self._key_block = []
+        streams.begin_pass()
+
+    def _read_under(self, request: MapRequest, streams: Streams) -> Any:
+        """The batch, each sample under its stream."""
+        dataset = self.dataset
+        with streams as start:
             if self._whole:
-                samples = self._read_whole(request, streams)
-            elif self._draws or not streams.can_rest:
-                samples = self._read_each(request, streams)
+                start(extend_key(self._batch_key, request.start))
+                samples = dataset.__getitems__(request.indices)
             else:
-                samples = self._read_at_rest(request, streams) if rest else []
-                if len(samples) < len(request.indices):
-                    streams.wake()
-                    self._read_watched(request, streams, samples)
+                samples = []
+                for key, index in zip(self._keys(request), request.indices, strict=True):
+                    start(key)
+                    samples.append(dataset[index])
             if not self._plain_collate:
-                streams.wake()
-                streams.start(extend_key(self._batch_key, request.start, Purpose.BATCH))
+                start(extend_key(self._batch_key, request.start, Purpose.BATCH))
             return self._collate(samples[0] if self._single else samples)
-        finally:
-            streams.end()
-
-    def _read_each(self, request: MapRequest, streams: Streams) -> list[Any]:
-        start, dataset, samples = streams.start, self.dataset, []
-        for key, index in zip(self._keys(request), request.indices, strict=True):
-            start(key)
-            samples.append(dataset[index])
-        return samples
-
-    def _read_at_rest(self, request: MapRequest, streams: Streams) -> list[Any]:
-        """The samples in front of the first that draws a random number; all from there on are taken to do so too."""
-        samples: list[Any] = []
-        dataset, touched = self.dataset, streams.touched
-        for index in request.indices:
-            try:
-                sample = dataset[index]
-            except Exception:
-                if not touched():
-                    raise
-            self._draws = touched()
-            if self._draws:
-                break
-            samples.append(sample)
-        return samples
-
-    def _read_watched(self, request: MapRequest, streams: Streams, samples: list[Any]) -> None:
-        """The samples that are missing, each under its stream."""
-        done, again = len(samples), self._draws
-        for key, index in zip(self._keys(request)[done:], request.indices[done:], strict=True):
-            streams.start(key)
-            streams.watch()
-            samples.append(self.dataset[index])
-            drew = streams.drew()
-            self._draws = self._draws or drew
-            if again and not drew:
-                warn_of_kept(self.dataset, index)
-            again = False
-
-    def _read_whole(self, request: MapRequest, streams: Streams) -> Any:
-        streams.start(extend_key(self._batch_key, request.start))
-        return self.dataset.__getitems__(request.indices)
 
     def _read(self, indices: list[Any]) -> Any:
         dataset = self.dataset

@@ -121,11 +121,8 @@ class ReplayReader:
         if self._nonce != request.nonce:
             self._nonce = request.nonce
             streams.begin_replay()
-        streams.begin()
-        try:
+        with streams:
             return self._batch(request)
-        finally:
-            streams.end()
 
     def _batch(self, request: ReplayRequest) -> Replayed | End:
         try:

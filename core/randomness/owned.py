@@ -1,0 +1,246 @@
+"""The random generators that a dataset or a collate function holds: where they are looked for, and how one is keyed.
+
+They are looked for here, and nowhere else (docs/limits.md shows what is not found):
+
+* in the attributes and slots of objects, from the given ones on;
+* in plain containers (dict, list, tuple, set, frozenset, deque) of at most `LONGEST_CONTAINER` members;
+* in the parts of partials, bound methods and closures;
+* at the top of the classes of objects so found, in the closures of their methods, and at the top of the modules that
+  define these classes and functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from midepoch.order.keys import mix
+
+__all__ = ["LONGEST_CONTAINER", "MOST_OBJECTS", "OwnedGenerator", "find_generators"]
+
+LONGEST_CONTAINER = 256
+"""Members. A longer container holds data, which is not walked."""
+
+MOST_OBJECTS = 10_000
+"""Looked at in one search, the nearest first, so that its cost has a bound: some 20 ms."""
+
+_GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, random.Random)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.ndarray, torch.Tensor,
+          torch.dtype, torch.device, range, memoryview, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
+_MASK_32 = (1 << 32) - 1
+_ANY = "*"  # in a path: any of several that have no name of their own; they share a stream
+
+
+@dataclass(frozen=True)
+class OwnedGenerator:
+    """A generator that was found, and how to save, key and restore it.
+
+    Attributes:
+        path: that led to it.
+        generator: itself; the bit generator of numpy's, which several Generators may share.
+        salt: a number made of the path, which tells its stream from others'.
+    """
+
+    path: str
+    generator: Any
+    salt: int
+    save: Callable[[], Any]
+    restore: Callable[[Any], Any]
+    start: Callable[[int], Any]
+
+
+def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
+    """The generators that `roots` hold, and the paths of those that cannot be keyed. The global ones are left out."""
+    found: list[OwnedGenerator] = []
+    hopeless: list[str] = []
+    paths: set[str] = set()
+    queue: deque[tuple[str, Any]] = deque((type(root).__name__, root) for root in roots)
+    seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
+    while queue and len(seen) < MOST_OBJECTS:
+        path, value = queue.popleft()
+        if isinstance(value, np.random.Generator):
+            value = value.bit_generator
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if not isinstance(value, _GENERATORS):
+            queue.extend(_children(path, value, seen))
+        elif not _is_global(value):
+            controls = _controls(value)
+            if controls is None:
+                hopeless.append(f"{path} ({type(value).__name__})")
+                continue
+            path = _told_apart(path, paths)
+            paths.add(path)
+            found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
+    return found, hopeless
+
+
+def _told_apart(path: str, taken: set[str]) -> str:
+    """The path, or another where classes, say, are called alike."""
+    name, count = path, 2
+    while name in taken and _ANY not in path:
+        name, count = f"{path}~{count}", count + 1
+    return name
+
+
+def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """What can be reached in one step, with its path. What an object answers itself is not asked: it may open files."""
+    kind = type(value)
+    if issubclass(kind, functools.partial):
+        steps = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    elif kind is types.MethodType:
+        steps = [(".__self__", value.__self__), (".__func__", value.__func__)]
+    elif kind is types.BuiltinMethodType:
+        steps = [(".__self__", value.__self__)]
+    elif kind is types.FunctionType:
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        steps = [(f".{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        yield from _top_of_module(value.__module__, seen)
+    elif issubclass(kind, type):
+        steps = []
+        yield from _top_of_class(value, seen)
+    else:
+        steps = list(_members(value, kind)) if issubclass(kind, _CONTAINERS) else []
+        if kind not in _CONTAINERS:
+            steps += _attributes(value, kind)
+            yield from _top_of_class(kind, seen)
+    for step, child in steps:
+        if not isinstance(child, _ATOMS) or type(child) is types.BuiltinMethodType:
+            yield path + step, child
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _members(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    own = next(each for each in _CONTAINERS if issubclass(kind, each))
+    if own.__len__(value) > LONGEST_CONTAINER:
+        return
+    if own is dict:
+        for key, child in list(dict.items(value)):
+            yield f"[{_text(key)}]", child
+    else:
+        for place, child in enumerate(list(own.__iter__(value))):
+            yield (f"{{{_ANY}}}" if own in (set, frozenset) else f"[{place}]"), child
+
+
+def _text(key: object) -> str:
+    """What a key is called, the same in each process."""
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_text, key))})"
+    return repr(key) if key is None or type(key) in (str, bytes, int, float, bool, complex) else _ANY
+
+
+def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        attributes = {}
+    found = [(f".{name}", child) for name, child in list(attributes.items())] if isinstance(attributes, dict) else []
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):  # a slot
+                try:
+                    found.append((f".{name}", member.__get__(value)))
+                except AttributeError:
+                    continue
+    return found
+
+
+def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        if id(base) not in seen and not _is_library(base.__module__):
+            seen[id(base)] = base
+            for name, member in list(vars(base).items()):
+                member = getattr(member, "__func__", getattr(member, "fget", member))  # of static methods, properties
+                if isinstance(member, _GENERATORS) or getattr(member, "__closure__", None):
+                    yield f" -> {_prefix(base.__module__)}{base.__qualname__}.{name}", member
+            yield from _top_of_module(base.__module__, seen)
+
+
+def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    module = sys.modules.get(name or "")
+    if module is None or id(module) in seen or _is_library(name):
+        return
+    seen[id(module)] = module
+    for attribute, member in list(vars(module).items()):
+        if isinstance(member, _GENERATORS):
+            yield f" -> {_prefix(name)}{attribute}", member
+
+
+def _prefix(module: str | None) -> str:
+    """In front of what a module holds; the program itself is called differently by whoever runs it."""
+    return f"{module}." if module not in (None, "__main__", "__mp_main__") else ""
+
+
+def _is_library(module: str | None) -> bool:
+    """Of modules that are large, and draw from no generator of their own."""
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_global(generator: object) -> bool:
+    return (
+        generator is torch.default_generator
+        or generator is np.random.mtrand._rand
+        or generator is np.random.mtrand._rand._bit_generator
+        or generator is getattr(random, "_inst", None)
+    )
+
+
+_Controls = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+
+
+def _controls(found: Any) -> _Controls | None:
+    """save, restore, start; None for what cannot be keyed."""
+    if isinstance(found, np.random.BitGenerator):
+        bits: Any = found
+        return (
+            lambda: bits.state,
+            functools.partial(setattr, bits, "state"),
+            functools.partial(_start_bit_generator, bits),
+        )
+    if isinstance(found, np.random.RandomState):
+        # One on another bit generator than MT19937 cannot be seeded, only replaced in state.
+        seeded = isinstance(found._bit_generator, np.random.MT19937)
+        start = _seeding(found) if seeded else functools.partial(_start_bit_generator, found._bit_generator)
+        return functools.partial(found.get_state, legacy=False), found.set_state, start
+    if isinstance(found, torch.Generator):
+        return found.get_state, found.set_state, found.manual_seed
+    if isinstance(found, random.Random) and not isinstance(found, random.SystemRandom):
+        return found.getstate, found.setstate, found.seed
+    return None
+
+
+def _seeding(generator: np.random.RandomState) -> Callable[[int], None]:
+    return lambda key: generator.seed(key & _MASK_32)
+
+
+def _start_bit_generator(bits: Any, key: int) -> None:
+    if isinstance(bits, np.random.PCG64 | np.random.PCG64DXSM):
+        # Ten times cheaper than a SeedSequence, and pinned: an increment must be odd.
+        bits.state = {
+            "bit_generator": type(bits).__name__,
+            "state": {"state": key << 64 | mix(key), "inc": mix(key + 1) << 64 | mix(key + 2) | 1},
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+    else:
+        bits.state = type(bits)(key).state
