@@ -27,10 +27,11 @@ import torch
 
 from . import items
 from .examine import Examination
+from .law import Law, law
 from .naming import UNNAMED
 from .record import Finding, Pass, Plan, Recording, Seen, Settings, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
-from .report import HOLDS, InapplicableError, Law, LawError, Outcome, Report, Verdict, combined, law
+from .report import HOLDS, InapplicableError, LawError, Outcome, Report, Verdict, combined
 from .worlds import partition, topology
 
 __all__ = ["LAWS", "Law", "check_resumable", "examine_law", "judge"]

@@ -12,8 +12,9 @@ from midepoch.errors import MidepochError
 
 from . import items
 from .examine import Examination
+from .law import law
 from .record import Finding, Settings, capture_failure, from_midepoch, open_loader
-from .report import HOLDS, Outcome, combined, law, names_all
+from .report import HOLDS, Outcome, combined, names_all
 
 __all__ = ["refusal"]
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from .examine import Examination
+from typing import Any, Literal
 
 __all__ = [
     "HOLDS",
     "InapplicableError",
-    "Law",
     "LawError",
     "Outcome",
     "Report",
     "Verdict",
     "combined",
-    "law",
     "names_all",
 ]
 
@@ -120,34 +115,6 @@ class Report:
             if verdict.error is not None:
                 lines.append(str(verdict.error))
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Law:
-    """A property of resumable loaders.
-
-    Attributes:
-        name: as in reports.
-        sentence: what it says.
-        examine: takes an `Examination`; returns an `Outcome` or raises a `LawError`.
-        cause: what usually breaks it.
-        cure: what to do about that.
-    """
-
-    name: str
-    sentence: str
-    examine: Callable[[Examination], Outcome]
-    cause: str
-    cure: str
-
-
-def law(name: str, *, cause: str, cure: str) -> Callable[[Callable[[Examination], Outcome]], Law]:
-    """Make a `Law` of a function; its docstring is the law's sentence."""
-
-    def define(function: Callable[[Examination], Outcome]) -> Law:
-        return Law(name, (function.__doc__ or "").strip(), function, cause, cure)
-
-    return define
 
 
 HOLDS = Outcome("holds")

@@ -8,8 +8,9 @@ from typing import Any
 
 from . import items
 from .examine import Examination
+from .law import law
 from .record import Failure, Pass, Recording, Settings, length_of, open_loader
-from .report import HOLDS, Outcome, combined, law, names_all
+from .report import HOLDS, Outcome, combined, names_all
 
 __all__ = ["partition", "topology"]
 
