@@ -256,15 +256,15 @@ def test_random_augment_fits_the_state(root: str) -> None:
     assert [content(batch) for batch in iterator] == [content(batch) for batch in loader_after(make(), state)]
 
 
-def test_in_flight_goes_back_eight_batches(root: str) -> None:
+def test_in_flight_goes_back_as_far_as_batches_were_taken(root: str) -> None:
     loader = native(root=root, batch_size=1)
     states = [loader.state_dict()]
     for _, _ in zip(range(12), loader, strict=False):
         states.append(loader.state_dict())
-    for held in range(9):
+    for held in range(13):
         assert loader.state_dict(in_flight=held) == states[12 - held]
-    with pytest.raises(StateError, match="smaller in_flight"):
-        loader.state_dict(in_flight=9)
+    with pytest.raises(StateError, match="12 batches are remembered"):
+        loader.state_dict(in_flight=13)
 
 
 def test_epochs_go_on_in_the_same_pipeline(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ import mutations
 
 import midepoch
 from midepoch import StateCorruptError
-from midepoch.state import format as state
+from midepoch.state import parts
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 SEED = 7
@@ -154,7 +154,7 @@ def test_crashes_hangs_and_large_allocations_are_told_with_what_repeats_them() -
 
 def test_a_wrong_continuation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the seal a state that was edited around a part of the source's own goes on elsewhere."""
-    monkeypatch.setattr(state, "_seal_of", lambda *arguments: "00000000")
+    monkeypatch.setattr(parts, "_seal_of", lambda *arguments: "00000000")
     loaders = fuzz_states.Fuzzer("stateful of all epochs")
     with pytest.raises(fuzz_states.Wrong, match="goes on with"):
         for number in range(300):

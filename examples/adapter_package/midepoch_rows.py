@@ -56,6 +56,5 @@ class RowsAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         rows = self.source.rows
-        order = Shuffled(len(rows)).epoch(run.seed, run.epoch)
-        requests = map_requests(run, order, unchanged(rows, len(rows)))
+        requests = map_requests(run, Shuffled(len(rows)).epoch(run.seed, run.epoch), unchanged(rows, len(rows)))
         return IteratorSession(rows[request.indices] for request in requests)
