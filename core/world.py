@@ -6,6 +6,7 @@ the ranks' batches in rank order are the global batch, and the order of samples 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -168,12 +169,12 @@ class Share:
     tail: Tail
     drop_last: bool
 
-    @property
+    @functools.cached_property
     def global_batch(self) -> int:
         """Units that all ranks consume in one step."""
         return self.batch_size * self.world.world_size
 
-    @property
+    @functools.cached_property
     def full_steps(self) -> int:
         """Steps in which every rank's batch is full and nothing is repeated."""
         return (self.size - self.start) // self.global_batch
@@ -194,12 +195,12 @@ class Share:
     def _delivers(self, share: int) -> bool:
         return share == self.batch_size or (share > 0 and not self.drop_last)
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         """This rank's batches."""
         return self.full_steps + self._delivers(self._rest()[1])
 
-    @property
+    @functools.cached_property
     def global_steps(self) -> int:
         """The most batches that any rank has; differs from `steps` only where shares are uneven."""
         if self.tail != "uneven":

@@ -59,7 +59,8 @@ def stream() -> Iterator[Any]:
 
 
 def loader(size: int = 50, **keywords: Any) -> DataLoader[Any]:
-    return DataLoader(Drawing(size), **({"batch_size": 4, "shuffle": True, "collate_fn": list} | keywords))
+    settings: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": list} | keywords
+    return DataLoader(Drawing(size), **settings)
 
 
 def weighted() -> Any:

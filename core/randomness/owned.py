@@ -191,6 +191,7 @@ def _prefix(module: str | None) -> str:
     return f"{module}." if module not in (None, "__main__", "__mp_main__") else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_library(module: str | None) -> bool:
     """Of modules that are large, and draw from no generator of their own."""
     return (module or "").partition(".")[0] in _LIBRARIES

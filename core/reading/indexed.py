@@ -38,7 +38,7 @@ _KEY_BLOCK = 512
 
 # Of whose registered collate functions it is known that they draw nothing. Importing DALI's plugin for torch registers
 # one, so that without it here every loader of a process would cost more, and promise less, for what another imports.
-_DRAWLESS = (default_collate.__module__, "nvidia.dali.plugin.pytorch.experimental.proxy")
+_DRAWLESS = {default_collate.__module__, "nvidia.dali.plugin.pytorch.experimental.proxy"}
 
 
 class IteratorSession(Session):
@@ -223,7 +223,7 @@ def draws_nothing(collate: Callable[[Any], Any]) -> bool:
     """True for torch's own collate functions, which need no stream, unless others were registered with them."""
     if collate is default_convert:
         return True
-    return collate is default_collate and all(each.__module__ in _DRAWLESS for each in default_collate_fn_map.values())
+    return collate is default_collate and {each.__module__ for each in default_collate_fn_map.values()} <= _DRAWLESS
 
 
 def reads_whole_batches(dataset: Any) -> bool:

@@ -1,0 +1,51 @@
+"""The path of a batch is hot: how many calls of Python functions midepoch makes in it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+
+OWN = str(Path(midepoch.__file__).parent)
+
+
+class Numbers(Dataset[int]):
+    """Draws nothing."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def calls_of(action: Any) -> Counter[str]:
+    """Calls into midepoch's own files, by function."""
+    counted: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OWN):
+            counted[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_a_steady_batch_takes_few_calls() -> None:
+    batches = iter(midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1))
+    first = calls_of(lambda: next(batches))
+    for _ in range(10):
+        next(batches)
+    steady = [calls_of(lambda: next(batches)) for _ in range(50)]
+    mean = sum(map(Counter.total, steady)) / len(steady)
+    assert mean <= 20, steady[0]
+    assert first.total() <= 150, first
