@@ -3,8 +3,8 @@
 This is done around every batch. By public calls (`getstate`, `set_state`, ...) it takes 157 microseconds, a sixth of a
 training step of a millisecond, such as Lightning's BoringModel takes; by copies of the memory that holds the same words
 1.3, and a look at whether anybody has drawn 0.8, for which there is no public call (2 cores, 2026-11-23, torch 2.13,
-numpy 2.1). So memory is copied wherever test objects of the same types prove where the words stand; elsewhere the public
-calls do. Everything here is of one process and one thread.
+numpy 2.1). So memory is copied wherever test objects of the same types prove where the words stand; elsewhere the
+public calls do. Everything here is of one process and one thread.
 """
 
 from __future__ import annotations
