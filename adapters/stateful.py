@@ -19,6 +19,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW
+from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
@@ -130,7 +131,9 @@ class StatefulAdapter(Adapter):
         if state is not None:
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
-            return iter(self.source)
+            iterator = iter(self.source)
+        end_when_collected(iterator)
+        return iterator
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """What gives the iterator's next batch."""

@@ -184,7 +184,7 @@ class Together(_CombinedSession):
                 for number, _, advance in self._advances:
                     values[number] = advance()
                 break
-            except BaseException as error:  # noqa: BLE001  # raised again, unless a part has ended
+            except BaseException as error:  # raised again, unless a part has ended
                 # What the parts before gave is handed out when the step succeeds.
                 for before, part, _ in self._advances:
                     if before == number:
