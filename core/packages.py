@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import MidepochWarning, UnsupportedSourceError
 
-__all__ = ["Package", "Replacement"]
+__all__ = ["Need", "Package", "Replacement"]
 
 
 class Package:

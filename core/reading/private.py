@@ -60,8 +60,12 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 
 
 def alive(iterator: Any) -> bool:
-    """Whether a DataLoader's iterator has not been shut down, and all its worker processes run."""
-    return not getattr(iterator, "_shutdown", False) and all(worker.is_alive() for worker in workers_of(iterator))
+    """Whether a DataLoader's iterator has not been shut down, and all its worker processes run, here and not in the
+    process from which this one was forked.
+    """
+    return not getattr(iterator, "_shutdown", False) and all(
+        worker._parent_pid == os.getpid() and worker.is_alive() for worker in workers_of(iterator)
+    )
 
 
 def shut_down(iterator: Any) -> None:
