@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from typing_extensions import TypeIs
 
 from midepoch.errors import StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -21,6 +20,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import IteratorSession, MapReader, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
+from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
 from midepoch.samplers import Listed, ListedEpoch, length_of, understand
 from midepoch.world import Share, World
@@ -73,7 +73,7 @@ class MapDataLoaderAdapter(Adapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A DataLoader that iterates as torch's does."""
-        return _is_plain(source) and not isinstance(source.dataset, IterableDataset)
+        return iterates_as_torch(source) and not isinstance(source.dataset, IterableDataset)
 
     def prepare(self, seed: int, epoch: int) -> None:
         """Follow a dataset that changed between epochs; build the list of a listed order."""
@@ -173,7 +173,7 @@ class IterableDataLoaderAdapter(IterableAdapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A DataLoader that iterates as torch's does."""
-        return _is_plain(source) and isinstance(source.dataset, IterableDataset)
+        return iterates_as_torch(source) and isinstance(source.dataset, IterableDataset)
 
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """By the loader's worker processes."""
@@ -182,14 +182,3 @@ class IterableDataLoaderAdapter(IterableAdapter):
     def close(self) -> None:
         """Persistent worker processes."""
         self._server.close()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _is_plain(source: object) -> TypeIs[DataLoader[Any]]:
-    kind: Any = type(source)
-    return isinstance(source, DataLoader) and (
-        kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
@@ -268,3 +270,96 @@ def test_a_worker_that_dies_while_it_starts_is_told_of_without_a_snapshot_too(ki
     source = getattr(loaders, kind)(sources.Indices(40), batch_size=4, num_workers=2, worker_init_fn=die)
     with midepoch.wrap(source, seed=0) as loader, pytest.raises(midepoch.SourceError, match=r"DataLoader worker .*use"):
         list(loader)
+
+
+# --- a loader that is dropped ---
+
+
+class Cycle:
+    """Garbage that refers to itself, so that only the collector finds it."""
+
+    def __init__(self, *kept: Any) -> None:
+        self.kept, self.itself = kept, self
+
+
+def workers_here() -> set[int]:
+    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+
+
+def still_there(workers: set[int], seconds: float = 1.0) -> set[int]:
+    until = time.monotonic() + seconds
+    left = workers
+    while left and time.monotonic() < until:
+        time.sleep(0.01)
+        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+    return left
+
+
+def read_whole(loader: Any) -> Any:
+    return list(loader)
+
+
+def read_to_its_middle(loader: Any) -> Any:
+    iterator = iter(loader)
+    return iterator, next(iterator)
+
+
+def read_to_a_break(loader: Any) -> Any:
+    for _ in loader:
+        break
+    return next(iter(loader))
+
+
+def peek(loader: Any) -> Any:
+    return loader.peek(), loader.state_dict(), loader.sampler
+
+
+def map_style(persistent: bool) -> Any:
+    data = sources.Indices(40)
+    return DataLoader(data, batch_size=4, num_workers=2, persistent_workers=persistent, shuffle=True)
+
+
+def iterable(persistent: bool) -> Any:
+    return DataLoader(sources.Stream(40), batch_size=4, num_workers=2, persistent_workers=persistent)
+
+
+def stateful(persistent: bool) -> Any:
+    dataloaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    data = sources.Indices(40)
+    return dataloaders.StatefulDataLoader(data, batch_size=4, num_workers=2, persistent_workers=persistent)
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True], ids=["by_itself", "in_a_cycle"])
+@pytest.mark.parametrize(
+    ("make", "persistent", "read"),
+    [
+        (map_style, True, read_whole),
+        (map_style, True, read_to_its_middle),
+        (map_style, True, read_to_a_break),
+        (map_style, True, peek),
+        (map_style, False, read_to_its_middle),
+        (iterable, True, read_whole),
+        (iterable, True, read_to_its_middle),
+        (stateful, True, read_to_its_middle),
+        (stateful, False, read_to_its_middle),
+    ],
+)
+def test_a_loader_that_is_dropped_ends_its_workers_at_once(
+    make: Any, persistent: bool, read: Any, in_a_cycle: bool, request: pytest.FixtureRequest
+) -> None:
+    """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
+    gc.collect()
+    gc.freeze()  # so that the collector looks at this test's objects alone
+    request.addfinalizer(gc.unfreeze)
+    before = workers_here()
+    loader = midepoch.wrap(make(persistent), seed=0, **({"shard": True} if make is iterable else {}))
+    kept: Any = read(loader)
+    started = workers_here() - before
+    assert len(started) == 2
+    kept = Cycle(loader, kept) if in_a_cycle else kept
+    begin = time.monotonic()
+    del loader, kept
+    if in_a_cycle:
+        gc.collect()
+    assert time.monotonic() - begin < 0.5
+    assert not still_there(started)

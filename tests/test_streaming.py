@@ -55,7 +55,7 @@ from midepoch import (
     UnsupportedSourceError,
     wrap,
 )
-from midepoch.adapters.streaming import _Draws
+from midepoch.adapters.streaming.adapter import _Draws
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 

@@ -13,9 +13,6 @@ loader = midepoch.wrap(DALIGenericIterator([train()], ["data", "label"]), seed=0
 
 from __future__ import annotations
 
-import gc
-import os
-
 try:
     import nvidia.dali  # noqa: F401
 except ImportError as error:
@@ -26,30 +23,6 @@ except ImportError as error:
 from midepoch.adapters.dali import random, readers
 from midepoch.adapters.dali.native import factory
 from midepoch.world import World
-
-# A pipeline has threads, which a forked process has not: where one is garbage when a DataLoader's workers are forked,
-# and is collected there, its `__del__` waits for them for ever or ends the worker. So what is there at a fork stays,
-# and nothing is collected while others see to their forks.
-_collects = False
-
-
-def _before_a_fork() -> None:
-    global _collects
-    _collects = gc.isenabled()
-    gc.disable()
-
-
-def _after_a_fork() -> None:
-    if _collects:
-        gc.enable()
-
-
-def _in_a_forked_process() -> None:
-    gc.freeze()
-    _after_a_fork()
-
-
-os.register_at_fork(before=_before_a_fork, after_in_parent=_after_a_fork, after_in_child=_in_a_forked_process)
 
 __all__ = ["device_id", "factory", "random", "readers"]
 

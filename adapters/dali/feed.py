@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from nvidia.dali import Pipeline, fn
 
+from midepoch.adapters.dali import private
 from midepoch.order import EpochOrder, Order
 from midepoch.order.keys import derive_key, derive_keys, extend_key, extend_keys
 from midepoch.randomness.streams import Purpose
@@ -188,9 +189,7 @@ def current_feed(caller: str) -> Feed:
     pipeline = Pipeline.current()
     if pipeline is None:
         raise RuntimeError(f"{caller} was called outside a pipeline: call it in a function marked with @pipeline_def")
-    # DALI's iterators run a batch when they are made, and raise if they find none, but for restored pipelines that may
-    # stand at the end of an epoch. This one too gives nothing until it is wrapped.
-    pipeline._is_restored_from_checkpoint = True
+    private.let_be_empty(pipeline)  # it gives nothing until it is wrapped
     return _FEEDS.setdefault(pipeline, Feed())
 
 
@@ -200,8 +199,8 @@ def add_a_thread() -> None:
     What a feed names is read by the pipeline's own threads, between two operators that decode and resize.
     """
     pipeline = Pipeline.current()
-    if pipeline is not None and pipeline._num_threads:
-        pipeline._num_threads += 1
+    if pipeline is not None:
+        private.add_a_thread(pipeline)
 
 
 def words(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:

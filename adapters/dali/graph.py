@@ -14,9 +14,10 @@ from typing import Any
 from nvidia.dali import Pipeline
 from nvidia.dali import backend as dali_backend
 
+from midepoch.adapters.dali import private
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "identity", "restore", "serialize", "settings_of"]
+__all__ = ["Graph", "Operator", "build", "identity", "settings_of"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -77,7 +78,7 @@ class Operator:
     @property
     def has_callback(self) -> bool:
         """Calls python, which a serialized graph cannot hold."""
-        return _calls_python(self.schema)
+        return private.calls_python(self.schema)
 
     def described(self) -> list[Any]:
         """What results depend on, but for what the operator reads."""
@@ -221,45 +222,9 @@ def settings_of(pipeline: Any) -> dict[str, Any]:
     }
 
 
-def serialize(pipeline: Any) -> bytes:
-    """The graph of a pipeline, with external sources in the place of operators that DALI cannot serialize."""
-    try:
-        serialized: bytes = pipeline.serialize()
-    except RuntimeError:
-        if not pipeline._ops:
-            raise
-    else:
-        return serialized
-    # Never built, only written down.
-    backend = dali_backend.Pipeline(pipeline._get_params())
-    for operator in pipeline._ops:
-        if not _calls_python(operator._op.schema.Name()):
-            backend.AddOperator(operator.spec, operator.name)
-            continue
-        for number in range(operator.spec.NumOutput()):
-            source = dali_backend.OpSpec("ExternalSource")
-            device = operator.spec.OutputDevice(number)
-            source.AddArg("device", device)
-            source.AddOutput(operator.spec.OutputName(number), device)
-            backend.AddOperator(source, f"{operator.name}[{number}]")
-    backend.SetOutputDescs(pipeline._generate_build_args())
-    found: bytes = backend.SerializeToProtobuf()
-    return found
-
-
-def _calls_python(schema: str) -> bool:
-    return schema == "ExternalSource" or "PythonFunction" in schema or "Numba" in schema
-
-
 def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:
     """A pipeline of this graph that keeps checkpoints, restored from one."""
     # Pipeline.deserialize(..., checkpoint=...) ignores the checkpoint without a word.
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)
     return pipeline
-
-
-def restore(pipeline: Any, checkpoint: bytes) -> None:
-    """Let a pipeline that is built and has not run go on from a checkpoint: DALI's own last step in building it."""
-    pipeline._checkpoint = checkpoint
-    pipeline._restore_state_from_checkpoint()

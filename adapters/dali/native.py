@@ -6,18 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import nvidia.dali
-from nvidia.dali.plugin.base_iterator import LastBatchPolicy, _DaliBaseIterator
-from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
+from midepoch.adapters.dali import private
 from midepoch.adapters.dali.checkpoint import Checkpoint, Where, moved_on
-from midepoch.adapters.dali.graph import Graph, build, identity, restore, serialize, settings_of
+from midepoch.adapters.dali.graph import Graph, build, identity, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -50,18 +46,22 @@ class Factory:
         """An iterator whose pipelines keep checkpoints and go on from these, if there are any."""
         restored = checkpoints or (None,) * self.pipelines
         made = self._make(*({"enable_checkpointing": True, "checkpoint": checkpoint} for checkpoint in restored))
-        if not _is_iterator(made) or len(made._pipes) != self.pipelines or not made._enable_checkpointing:
+        if (
+            not private.is_iterator(made)
+            or len(private.pipelines_of(made)) != self.pipelines
+            or not private.keeps_checkpoints(made)
+        ):
             raise UnsupportedSourceError(
                 f"the factory must return a DALIGenericIterator over {self.pipelines} pipelines that were built with "
                 f"what it was given, got {type(made).__name__}; write: def make(checkpointing): return "
                 'DALIGenericIterator([your_pipeline(**checkpointing)], ["data"], reader_name="Reader")'
             )
-        if checkpoints and not all(pipeline.is_restored_from_checkpoint for pipeline in made._pipes):
+        if checkpoints and not all(pipeline.is_restored_from_checkpoint for pipeline in private.pipelines_of(made)):
             raise UnsupportedSourceError(
                 "the factory's pipelines were not built with the checkpoints it was given: pass **checkpointing to "
                 "each, in the order of the arguments"
             )
-        made._auto_reset = "no"  # the end of an epoch is the adapter's
+        private.leave_resets_to_us(made)  # the end of an epoch is the adapter's
         return made
 
 
@@ -81,10 +81,6 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
         pipelines: how many pipelines the iterator has.
     """
     return Factory(make, pipelines)
-
-
-def _is_iterator(source: object) -> bool:
-    return isinstance(source, DALIGenericIterator | DALIRaggedIterator)
 
 
 class NativeAdapter(Adapter):
@@ -107,21 +103,23 @@ class NativeAdapter(Adapter):
             template = self._factory(())
             self._live = _Live(template, (0, 0), False)
         else:
-            _check_unused(source)
+            private.check(source)
+            private.check_unused(source)
             template = copy.copy(source)  # keeps the pipelines when they are taken from the user's
         self._template = template
         self._batch_size = template.batch_size
-        self._graphs = [Graph(serialize(pipeline)) for pipeline in template._pipes]
-        self._settings = [settings_of(pipeline) for pipeline in template._pipes]
+        pipelines = private.pipelines_of(template)
+        self._graphs = [Graph(private.serialize(pipeline)) for pipeline in pipelines]
+        self._settings = [settings_of(pipeline) for pipeline in pipelines]
         self._check_callbacks()
-        self._epochs: dict[tuple[int, int], _Epochs] = {}
-        if template._pipes[0].seed is not None:
-            self.seed = template._pipes[0].seed % (1 << 64)
+        self._epochs: dict[tuple[int, int], private.Epochs] = {}
+        if pipelines[0].seed is not None:
+            self.seed = pipelines[0].seed % (1 << 64)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A DALI iterator for torch, or a factory of one."""
-        return isinstance(source, Factory) or _is_iterator(source)
+        return isinstance(source, Factory) or private.is_iterator(source)
 
     def _check_callbacks(self) -> None:
         callbacks = [each.name for graph in self._graphs for each in graph.operators if each.has_callback]
@@ -130,8 +128,8 @@ class NativeAdapter(Adapter):
                 f"the pipeline calls python ({', '.join(callbacks[:5])}), so it cannot be rebuilt from its graph: "
                 + _WRITE_A_FACTORY
             )
-        for pipeline in self._template._pipes:
-            for group in pipeline._input_callbacks or ():
+        for pipeline in private.pipelines_of(self._template):
+            for group in private.sources_of(pipeline):
                 described = group.source_desc
                 if described.kind.name != "CALLABLE" or not described.has_inputs:
                     raise UnsupportedSourceError(
@@ -148,7 +146,7 @@ class NativeAdapter(Adapter):
             "dali": ".".join(nvidia.dali.__version__.split(".")[:2]),
             "pipelines": str(len(self._graphs)),
             "batch_size": str(self._batch_size),
-            "last_batch": template._last_batch_policy.name.lower(),
+            "last_batch": private.last_batch(template).lower(),
             "graph": "/".join(sorted({graph.digest for graph in self._graphs})),
         }
         meta = self._reader_metas[0]
@@ -215,21 +213,21 @@ class NativeAdapter(Adapter):
             serialized.append(graph.on_shard(shard, shards) if wrong else graph.serialized)
         return serialized
 
-    def _epochs_of(self, world: World) -> _Epochs:
+    def _epochs_of(self, world: World) -> private.Epochs:
         key = (world.rank, world.world_size)
         if key not in self._epochs:
-            self._epochs[key] = _Epochs(self._template, self._metas(world))
+            self._epochs[key] = private.Epochs(self._template, self._metas(world))
         return self._epochs[key]
 
     @functools.cached_property
     def _reader_metas(self) -> list[dict[str, Any]]:
         """What each pipeline says of its readers, by their names."""
-        pairs = zip(self._template._pipes, self._graphs, strict=True)
+        pairs = zip(private.pipelines_of(self._template), self._graphs, strict=True)
         return [pipeline.reader_meta() if graph.readers else {} for pipeline, graph in pairs]
 
     def _metas(self, world: World) -> list[dict[str, Any]]:
         """What `Pipeline.reader_meta` will say of the main reader of each pipeline."""
-        name = self._template._reader_name
+        name = private.reader_name(self._template)
         if not name:
             return [{} for _ in self._graphs]
         metas = [dict(meta[name]) for meta in self._reader_metas]
@@ -283,6 +281,7 @@ class NativeAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Batches from the position on."""
+        private.survive_forks()
         return _NativeSession(self, run)
 
     def reach(self, run: Run) -> _Live:
@@ -308,29 +307,28 @@ class NativeAdapter(Adapter):
     def _taken_over(self, run: Run) -> _Live | None:
         """The user's own pipelines, where rebuilt ones would be the same; None where they would not, or are gone."""
         source, template = self.source, self._template
-        if self._factory is not None or not template._enable_checkpointing or not _is_new(source):
+        if self._factory is not None or not private.keeps_checkpoints(template) or not private.is_new(source):
             return None
         if any(settings["seed"] is None for settings in self._settings) or self.options.seed is not None:
             return None
         if self._serialized(run.world) != [graph.serialized for graph in self._graphs]:
             return None
-        pipelines = template._pipes
-        source._pipes = [_TakenOver() for _ in pipelines]
-        return _Live(_with_pipelines(template, pipelines), (0, 0), False)
+        pipelines = private.take_pipelines(source)
+        return _Live(private.with_pipelines(template, pipelines), (0, 0), False)
 
     def _moved(
         self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
     ) -> _Live:
         """An iterator that goes on from these checkpoints: this one's pipelines if they have not run, or new ones."""
-        if live is not None and checkpoints and _is_new(live.iterator):
-            pipelines = live.iterator._pipes
+        if live is not None and checkpoints and private.is_new(live.iterator):
+            pipelines = private.pipelines_of(live.iterator)
             try:
                 for pipeline, checkpoint in zip(pipelines, checkpoints, strict=True):
-                    restore(pipeline, checkpoint)
+                    private.restore(pipeline, checkpoint)
             except RuntimeError as error:
                 self._end(live)
                 raise _cannot_build(error) from error
-            return _Live(_with_pipelines(self._template, pipelines), place, ended)
+            return _Live(private.with_pipelines(self._template, pipelines), place, ended)
         if live is not None:
             self._end(live)  # lets go of its memory before another is made
         return self._make(checkpoints, place, ended, run)
@@ -354,10 +352,10 @@ class NativeAdapter(Adapter):
                 if "checkpoint" not in str(error).lower() or checkpoints:
                     raise _cannot_build(error) from error
                 raise UnsupportedSourceError(
-                    f"DALI cannot keep checkpoints of this pipeline ({_first_line(error)}): leave that operator out, "
+                    f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): leave that operator out, "
                     "or feed the pipeline by midepoch's own readers (midepoch.adapters.dali.readers)"
                 ) from error
-        return _Live(_with_pipelines(self._template, pipelines), place, ended)
+        return _Live(private.with_pipelines(self._template, pipelines), place, ended)
 
     def _skipped(self, live: _Live, place: Where, run: Run) -> _Live:
         """An iterator that stands at `place`, or, if that lies in a later epoch, at the end of this one."""
@@ -376,7 +374,7 @@ class NativeAdapter(Adapter):
         if skipped:
             live.settle()
             size = self._batch_size
-            counted = skipped * size * (1 if self._template._reader_name else len(self._graphs))
+            counted = skipped * size * (1 if private.reader_name(self._template) else len(self._graphs))
             checkpoints = tuple(
                 moved_on(checkpoint, {reader.name: skipped * size for reader in graph.readers}, skipped, counted)
                 for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
@@ -435,13 +433,9 @@ class _Live:
         return batch
 
     def end(self) -> None:
-        """Stop the pipelines' threads, here and now.
-
-        Of a graph that calls Python, one of these threads may else collect the garbage that its pipeline has become. It
-        cannot wait for its own end, and the process is aborted ("Resource deadlock avoided").
-        """
-        for pipeline in self.iterator._pipes:
-            pipeline._shutdown()
+        """Stop the pipelines' threads, here and now."""
+        for pipeline in private.pipelines_of(self.iterator):
+            private.stop(pipeline)
 
     def settle(self) -> None:
         """Tell DALI of the end of the epoch before."""
@@ -518,7 +512,7 @@ class _NativeSession(Session):
             self._adapter._end(live)
             raise SourceError(
                 f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
-                f"ranks) or, without exec_dynamic, shortly after it: {_first_line(error)}. Mend the data, or skip the "
+                f"ranks) or, without exec_dynamic, shortly after it: {first_line(error)}. Mend the data, or skip the "
                 f"batch: loader.seek(position={place[1] + self._run.world.world_size})"
             ) from error
         live.place = (place[0], place[1] + self._run.world.world_size)
@@ -554,141 +548,11 @@ class _NativeSession(Session):
             self._adapter.keep(live)
 
 
-# --- DALI's own iterators --------------------------------------------------------------------------------------------
-
-
-def _check_unused(iterator: Any) -> None:
-    if iterator._ever_consumed:
-        raise UnsupportedSourceError(
-            "this DALI iterator has given out batches, of which nothing was kept: wrap it before its first batch"
-        )
-    if any(pipeline.is_restored_from_checkpoint for pipeline in iterator._pipes):
-        raise UnsupportedSourceError(
-            "this DALI iterator was restored from a checkpoint, which midepoch cannot place in an epoch: build it "
-            "without checkpoint=, and load midepoch's state"
-        )
-
-
-def _is_new(iterator: Any) -> bool:
-    """Whether its pipelines stand where DALI restores a checkpoint: they are built, and nothing has run."""
-    return not iterator._ever_scheduled and all(
-        not isinstance(pipeline, _TakenOver)
-        and pipeline._first_iter
-        and pipeline._epoch_idx == 0
-        and not pipeline.is_restored_from_checkpoint
-        for pipeline in iterator._pipes
-    )
-
-
-class _TakenOver:
-    """In an iterator whose pipelines a loader has taken: its user would take batches from that loader."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedSourceError(
-            "the pipelines of this DALI iterator belong to the loader that midepoch.wrap made of it: take batches from "
-            "that one, or make another iterator"
-        )
-
-
-def _with_pipelines(template: Any, pipelines: list[Any]) -> Any:
-    """An iterator like `template`, of the same class, over other pipelines."""
-    iterator = copy.copy(template)
-    by_reader = bool(template._reader_name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DALI's advice against size=, which the user has seen
-        _DaliBaseIterator.__init__(
-            iterator,
-            pipelines,
-            -1 if by_reader else template._size,
-            template._reader_name,
-            auto_reset=False,
-            last_batch_padded=False if by_reader else template._last_batch_padded,
-            last_batch_policy=template._last_batch_policy,
-            # A restored iterator would swallow the end of an epoch, and raise here what the first batch raises.
-            prepare_first_batch=False,
-        )
-    iterator._first_batch = None
-    return iterator
-
-
-class _Still:
-    """Stands in for a pipeline where only the iterator's counting is wanted."""
-
-    def __init__(self, meta: dict[str, Any]) -> None:
-        self._meta = meta
-
-    def reader_meta(self, name: str) -> dict[str, Any]:
-        return self._meta
-
-    def _check_api_type_scope(self, kind: object) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def share_outputs(self) -> list[Any]:
-        return []
-
-    def release_outputs(self) -> None:
-        pass
-
-    schedule_run = reset = release_outputs
-
-    def empty(self) -> bool:
-        return False
-
-
-class _Epochs:
-    """Batches in each epoch: DALI's own counting, carried out by an iterator without pipelines.
-
-    Where DALI fills the last batch from the next epoch, epochs differ in length.
-    """
-
-    def __init__(self, template: Any, metas: list[dict[str, Any]]) -> None:
-        iterator = self._iterator = copy.copy(template)
-        iterator._pipes = [_Still(meta) for meta in metas]
-        iterator._counter, iterator._ever_scheduled, iterator._auto_reset = 0, True, "no"
-        if iterator._reader_name:
-            iterator._extract_from_reader_and_validate()
-        self._found: list[int] = []
-        self._seen: dict[str, int] = {}
-        self._period: tuple[int, int] | None = None  # (first epoch, number of epochs)
-
-    def batches(self, epoch: int) -> int | None:
-        """Batches of one process in this epoch; None where DALI does not know before it ends."""
-        if self._iterator._size < 0:
-            return None
-        while epoch >= len(self._found) and self._period is None:
-            self._count()
-        if self._period is not None and epoch >= len(self._found):
-            first, number = self._period
-            epoch = first + (epoch - first) % number
-        return self._found[epoch]
-
-    def _count(self) -> None:
-        iterator = self._iterator
-        state = iterator._save_state()
-        if state in self._seen:
-            self._period = (self._seen[state], len(self._found) - self._seen[state])
-            return
-        self._seen[state] = len(self._found)
-        drops = iterator._last_batch_policy == LastBatchPolicy.DROP
-        step = iterator.batch_size * (1 if iterator._reader_name else iterator._num_gpus)
-        left = iterator._size - iterator._counter
-        batches = math.ceil(left / step)
-        if drops and iterator._reader_name:
-            in_shards = iterator._shard_sizes_per_gpu - iterator._counter_per_gpu - iterator._counter
-            batches = min(batches, int(np.min(in_shards)) // step)
-        elif drops:
-            batches = left // step
-        batches = max(0, batches)
-        self._found.append(batches)
-        iterator._counter += batches * step
-        iterator.reset()
-
-
 def _cannot_build(error: RuntimeError) -> SourceError:
-    return SourceError(f"DALI cannot build the pipeline: {_first_line(error)}")
+    return SourceError(f"DALI cannot build the pipeline: {first_line(error)}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What DALI complains of, without its tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for place, line in enumerate(lines):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from nvidia.dali import types
-
+from midepoch.adapters.dali import private
 from midepoch.adapters.dali.feed import Feed, Plan, feed_of
-from midepoch.adapters.dali.graph import Graph, serialize
-from midepoch.adapters.dali.native import _first_line, _is_iterator
+from midepoch.adapters.dali.graph import Graph
+from midepoch.adapters.dali.native import first_line
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -26,12 +25,14 @@ class SampledAdapter(Adapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
-        if len(source._pipes) > 1:
+        private.check(source)
+        pipelines = private.pipelines_of(source)
+        if len(pipelines) > 1:
             raise UnsupportedSourceError(
-                f"midepoch's readers feed one pipeline of an iterator, this one has {len(source._pipes)}: start a "
+                f"midepoch's readers feed one pipeline of an iterator, this one has {len(pipelines)}: start a "
                 "process for each device, or build an iterator for each"
             )
-        pipeline = source._pipes[0]
+        pipeline = pipelines[0]
         feed = feed_of(pipeline)
         assert feed is not None  # recognises has seen it
         if feed.data is None or feed.order is None:
@@ -39,9 +40,9 @@ class SampledAdapter(Adapter):
                 "the pipeline uses dali.random without one of dali.readers, so nothing says which sample is which: "
                 "read with dali.readers, or draw with fn.random"
             )
-        if source._size > 0:
+        if (size := private.given_size(source)) > 0:
             raise UnsupportedSourceError(
-                f"the iterator was given size={source._size}, which midepoch's reader knows better: leave size out, "
+                f"the iterator was given size={size}, which midepoch's reader knows better: leave size out, "
                 "and pass drop_last to the reader"
             )
         if options.shard is False:
@@ -49,7 +50,7 @@ class SampledAdapter(Adapter):
                 "shard=False: midepoch's readers share the samples over the ranks; if each rank is to read everything, "
                 "pass world=midepoch.World() and keep one state for each"
             )
-        self._graph = Graph(serialize(pipeline))
+        self._graph = Graph(private.serialize(pipeline))
         self._check_graph(pipeline, feed)
         self._stream = _Stream(source, feed)
         self._data, self._order = feed.data, feed.order
@@ -64,7 +65,7 @@ class SampledAdapter(Adapter):
                 f"the pipeline has readers of DALI's beside midepoch's ({', '.join(readers)}), with an order of their "
                 "own: build a pipeline for each"
             )
-        foreign = [group for group in pipeline._input_callbacks if group.callback not in feed.sources]
+        foreign = [group for group in private.sources_of(pipeline) if group.callback not in feed.sources]
         if foreign:
             raise UnsupportedSourceError(
                 "the pipeline has an external_source beside midepoch's reader, which would not be moved with it: let "
@@ -74,7 +75,7 @@ class SampledAdapter(Adapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A DALI iterator over a pipeline with a feed."""
-        return _is_iterator(source) and any(feed_of(pipeline) is not None for pipeline in source._pipes)  # type: ignore[attr-defined]
+        return private.is_iterator(source) and any(map(feed_of, private.pipelines_of(source)))
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
         """Samples."""
@@ -107,6 +108,7 @@ class SampledAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Batches from the position on."""
+        private.survive_forks()
         return _SampledSession(self, self._stream, run)
 
     def describe_batch(self, run: Run, step: int) -> str:
@@ -149,7 +151,7 @@ class _SampledSession(Session):
             raise SourceError(
                 f"DALI failed {self._adapter.describe_batch(run, self._taken)}"
                 f"{'' if self._stream.survives else ', or, without exec_dynamic, shortly after it'}: "
-                f"{_first_line(error)}. Mend the data, or skip the batch: loader.seek(position="
+                f"{first_line(error)}. Mend the data, or skip the batch: loader.seek(position="
                 f"{min(position, share.size)})"
             ) from error
         self._taken += 1
@@ -161,7 +163,7 @@ class _Stream:
 
     def __init__(self, iterator: Any, feed: Feed) -> None:
         self._iterator, self._feed = iterator, feed
-        self._pipeline = iterator._pipes[0]
+        self._pipeline = private.pipelines_of(iterator)[0]
         self._seed = 0
         self._places: Plan | None = None  # what the feed was given
         self._given = 0  # batches of it that were taken
@@ -187,20 +189,13 @@ class _Stream:
 
     def _restart(self, plan: Plan) -> None:
         iterator, pipeline, feed = self._iterator, self._pipeline, self._feed
-        iterator._first_batch = None
-        if not iterator._ever_scheduled:
+        private.drop_first_batch(iterator)
+        if not private.has_run(iterator):
             feed.give(plan)
             return
         feed.give(None)
-        with pipeline._check_api_type_scope(types.PipelineAPIType.ITERATOR):
-            pipeline.schedule_run()  # finds nothing to give, which ends the pass
-            while not pipeline.empty():
-                try:
-                    pipeline.share_outputs()
-                except RuntimeError:
-                    # A batch that nobody asked for could not be read.
-                    self._failed = True
-                pipeline.release_outputs()
+        if not private.drain(pipeline):
+            self._failed = True  # a batch that nobody asked for
         if self._failed and not self.survives:
             raise SourceError(
                 "after an error, a DALI pipeline without exec_dynamic is of no use: make and wrap the iterator anew, "

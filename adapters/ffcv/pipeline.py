@@ -8,7 +8,6 @@ process's one generator, are put off until the consumer asks, in whose thread th
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from midepoch.adapters.ffcv import kernels
-from midepoch.adapters.ffcv.private import FROM_THE_FILE, Kind, kind_of, parts
+from midepoch.adapters.ffcv.private import FROM_THE_FILE, Kind, kind_of, parts, requirements
 from midepoch.errors import SourceError, UnsupportedSourceError
 
 __all__ = ["Batch", "Damage", "Plan", "Step", "declare", "make_plan"]
@@ -165,7 +164,7 @@ def make_plan(loader: Any, streams: bool, before: Plan | None = None) -> Plan:
     appearance = _appearance(loader)
     if before is not None and appearance is not None and appearance == before.appearance:
         return before
-    allocations, functions = _ask_operations(loader)
+    allocations, functions = requirements(loader)
     if before is not None:
         memory = zip(before.steps, _memory_of(allocations, [step.node for step in before.steps]), strict=True)
         steps_now = tuple(step._replace(allocation=one, shared=two) for step, (one, two) in memory)
@@ -222,20 +221,6 @@ def _appearance(loader: Any) -> tuple[Any, ...] | None:
 
 def _memory_of(allocations: Any, nodes: list[int]) -> list[tuple[Any, Any]]:
     return [(allocations["operation"][node], allocations["shared"][node]) for node in nodes]
-
-
-def _ask_operations(loader: Any) -> tuple[Any, Any]:
-    compiler = parts().Compiler
-    before = compiler.num_threads
-    # Operations ask this class, in generate_code(), whether they are to be parallel; another Loader may have set it.
-    compiler.num_threads = loader.num_workers
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # said once already, when the Loader was made
-            allocations, functions = loader.graph.collect_requirements()
-    finally:
-        compiler.num_threads = before
-    return allocations, functions
 
 
 class _Maker:

@@ -1,4 +1,4 @@
-"""Everything midepoch relies on that FFCV does not promise, in one place, and checked before it is used.
+"""What midepoch uses of FFCV that FFCV does not promise, checked when it is imported.
 
 FFCV has no interface for what is needed here: to start in the middle of an epoch, to reach its compiled operations, to
 hear of errors in its thread. So its parts are used one by one, as they are in version 1.0.2 (the code on PyPI; its
@@ -7,17 +7,17 @@ repository differs, and ``ffcv.__version__`` says something else again).
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.metadata
+import contextlib
+import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from midepoch.errors import UnsupportedSourceError
+from midepoch.packages import Package
 
-__all__ = ["VERSION", "Kind", "check_loader", "kind_of", "parts"]
+__all__ = ["FROM_THE_FILE", "Kind", "check_loader", "kind_of", "parts", "requirements"]
 
-VERSION = "1.0.2"
+_FFCV = Package("FFCV", ("ffcv",), ("1.0.2", "1.0.2"))
 
 _PARTS = {
     "Loader": "ffcv.loader.loader:Loader",
@@ -93,53 +93,43 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-@functools.cache
+_FOUND = SimpleNamespace(**{name: _FFCV.part(path) for name, path in _PARTS.items()})
+_FOUND_KINDS: dict[Any, Kind] = {_FFCV.part(path): kind for path, kind in _KINDS.items()}
+
+
 def parts() -> Any:
-    """The parts of FFCV, by name.
-
-    Raises:
-        UnsupportedSourceError: another version is installed, or a part is not where it was.
-    """
-    installed = importlib.metadata.version("ffcv")
-    if installed != VERSION:
-        raise UnsupportedSourceError(
-            f"FFCV {installed} is installed, and midepoch relies on private parts of FFCV {VERSION}: "
-            f"pip install ffcv=={VERSION}"
-        )
-    return SimpleNamespace(**{name: _load(path) for name, path in _PARTS.items()})
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedSourceError(
-            f"FFCV has no {path}, which midepoch relies on ({error}): pip install --force-reinstall ffcv=={VERSION}"
-        ) from error
+    """The parts of FFCV, by name."""
+    return _FOUND
 
 
 def check_loader(loader: Any) -> None:
     """Raise UnsupportedSourceError unless `loader` has all that is used of it."""
-    for path in _OF_A_LOADER:
-        found = loader
-        for name in path.split("."):
-            if not hasattr(found, name):
-                raise UnsupportedSourceError(
-                    f"this {type(loader).__name__} has no {path}, which a Loader of FFCV {VERSION} has: "
-                    f"pip install --force-reinstall ffcv=={VERSION}"
-                )
-            found = getattr(found, name)
-
-
-@functools.cache
-def _kinds() -> dict[Any, Kind]:
-    return {_load(path): kind for path, kind in _KINDS.items()}
+    _FFCV.check(loader, *_OF_A_LOADER)
 
 
 def kind_of(operation: type) -> Kind:
     """What the operations of a class draw, by the class in which its ``generate_code`` is written."""
     for kind in operation.__mro__:
         if "generate_code" in vars(kind):
-            return _kinds().get(kind, "unknown")
+            return _FOUND_KINDS.get(kind, "unknown")
     return "unknown"
+
+
+def requirements(loader: Any) -> tuple[Any, Any]:
+    """The memory that a Loader's operations ask for, and the functions that they generate."""
+    with _as_many_threads(loader.num_workers), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # said once already, when the Loader was made
+        allocations, functions = loader.graph.collect_requirements()
+    return allocations, functions
+
+
+@contextlib.contextmanager
+def _as_many_threads(number: int) -> Iterator[None]:
+    """In generate_code(), operations ask FFCV's compiler whether to be parallel. Another Loader may have told it."""
+    compiler = _FOUND.Compiler
+    before = compiler.num_threads
+    compiler.num_threads = number
+    try:
+        yield
+    finally:
+        compiler.num_threads = before

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_unflatten
 
+from midepoch.adapters.trainers import lightning_private as private
 from midepoch.combine.combine import combine
 from midepoch.errors import MidepochWarning, StateError
 from midepoch.loader.loader import Loader
@@ -57,6 +58,7 @@ class ExactResume(Callback):
         self._validation_states: list[State] = []  # of that checkpoint, until there are loaders to load them
         self._validation_to_finish: tuple[int, int] | None = None
         self._interrupted: list[State] = []
+        self._give_back: list[Callable[[], None]] = []
 
     # --- between Lightning and the loaders ---
 
@@ -64,11 +66,19 @@ class ExactResume(Callback):
         """Ask to see the loaders before Lightning does."""
         if stage != "fit":
             return
+        private.check(trainer)
         fit_loop = trainer.fit_loop
         self._train, self._validation, self._validated = None, [], None
         self._saved, self._validation_states, self._validation_to_finish = None, [], None
-        _intercept(fit_loop._data_source, lambda loaders: self._take_train(loaders, trainer))
-        _intercept(fit_loop.epoch_loop.val_loop._data_source, lambda loaders: self._take_validation(loaders, trainer))
+        self._give_back = [
+            private.intercept(fit_loop, lambda loaders: self._take_train(loaders, trainer)),
+            private.intercept(fit_loop.epoch_loop.val_loop, lambda loaders: self._take_validation(loaders, trainer)),
+        ]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give Lightning its sources of loaders back."""
+        while self._give_back:
+            self._give_back.pop()()
 
     def _take_train(self, loaders: Any, trainer: Any) -> Any:
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
@@ -76,7 +86,7 @@ class ExactResume(Callback):
         bare = [each for each, part in zip(combined.flattened, parts, strict=True) if part is None]
         if bare:
             _warn_of_bare("train", bare)
-        if bare or combined._mode == "sequential":  # which Lightning refuses for training
+        if bare or private.mode_of(combined) == "sequential":  # which Lightning refuses for training
             return loaders
         wrapped = [each for each in parts if each is not None]
         for part in parts:
@@ -85,32 +95,32 @@ class ExactResume(Callback):
         if loaders is combined.flattened[0]:
             loader = wrapped[0]
         else:
-            loader = combine(wrapped, combined._mode)
-            shape = lambda batch: tree_unflatten(batch, combined._spec)  # noqa: E731
-        self._train = _Handed(loader, shape, lambda: trainer.fit_loop._data_fetcher)
+            loader = combine(wrapped, private.mode_of(combined))
+            shape = lambda batch: tree_unflatten(batch, private.spec_of(combined))  # noqa: E731
+        self._train = _Handed(loader, shape, lambda: private.fetcher_of(trainer.fit_loop))
         self._load_train()
         return self._train
 
     def _take_validation(self, loaders: Any, trainer: Any) -> Any:
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
         val_loop = trainer.fit_loop.epoch_loop.val_loop
+        fetcher = lambda: private.fetcher_of(val_loop)  # noqa: E731
         parts = [loader_of(each) for each in combined.flattened]
         for part in parts:
             _begin(part, trainer.current_epoch)
         self._validation = []
-        if combined._mode != "sequential":
+        if private.mode_of(combined) != "sequential":
             if any(part is None for part in parts):
                 return loaders
-            shape = lambda batch: tree_unflatten(batch, combined._spec)  # noqa: E731
+            shape = lambda batch: tree_unflatten(batch, private.spec_of(combined))  # noqa: E731
             wrapped = [each for each in parts if each is not None]
-            result: Any = _Handed(combine(wrapped, combined._mode), shape, lambda: val_loop._data_fetcher)
+            result: Any = _Handed(combine(wrapped, private.mode_of(combined)), shape, fetcher)
             self._validation = [result]
         else:
-            fetcher = lambda: val_loop._data_fetcher  # noqa: E731
             own = [None if part is None else _Handed(part, None, fetcher) for part in parts]
             self._validation = [each for each in own if each is not None]
             flat = [bare if each is None else each for each, bare in zip(own, combined.flattened, strict=True)]
-            result = CombinedLoader(tree_unflatten(flat, combined._spec), "sequential")
+            result = CombinedLoader(tree_unflatten(flat, private.spec_of(combined)), "sequential")
         states, self._validation_states = self._validation_states, []
         self._load_validation(states)
         self._before_sanity_check = [each.state_dict() for each in self._validation]
@@ -128,13 +138,13 @@ class ExactResume(Callback):
             progress.current.ready == progress.current.processed == self._train.handed and self._train.is_exhausted()
         )
         train: State | None = None
-        if not _will_ask_anew(trainer, trainer.fit_loop._last_train_dl_reload_epoch):
+        if not _will_ask_anew(trainer, private.train_made_in(trainer)):
             train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
         validating = _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
         next_place = self._validated if validating else None
         validation = []
-        made = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        made = private.validation_made_in(trainer)
         validated = [] if _will_ask_anew(trainer, made) else self._validation
         # One that is not wrapped cannot be taken up in its middle, so all of them begin this validation anew.
         anew = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
@@ -161,7 +171,7 @@ class ExactResume(Callback):
             _stand_in_validation(checkpoint["loops"]["fit_loop"], 0 if anew else None)
 
     def _validation_loaders(self, trainer: Any) -> list[Any]:
-        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        combined = private.combined_of(trainer.fit_loop.epoch_loop.val_loop)
         return [] if combined is None else list(combined.flattened)
 
     def _warn_of_accumulation(self, trainer: Any) -> None:
@@ -260,23 +270,20 @@ class ExactResume(Callback):
         if train.handed_in_pass or train.loaded is not saved["train"]:
             # The loaders were made before the checkpoint was read.
             self._load_train()
-            iter(trainer.fit_loop._data_fetcher)
+            iter(private.fetcher_of(trainer.fit_loop))
         self._count_as_here(trainer, saved)
         self._saved = {**saved, "train": None}
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         if not (saved["ended"] and epoch_loop.restarting):
             return
         if fit_loop.restarted_mid_epoch:
-            if not epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
-                # Or it would look for a batch in which to validate.
-                epoch_loop.val_loop._has_run = True
-                epoch_loop._batches_that_stepped += not epoch_loop._should_accumulate()
+            if not private.will_validate(trainer):
+                private.validated(trainer)  # or it would look for a batch in which to validate
         elif not fit_loop.restarted_on_epoch_start:
             # With max_steps Lightning takes this for the middle of an epoch, and would train on one batch more.
             if fit_loop.restarted_on_epoch_end:
                 fit_loop.epoch_progress.increment_completed()
-            fit_loop._restarting = False
-            fit_loop.reset_restart_stage()
+            private.no_longer_restarts(trainer)
             self._begin_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -320,17 +327,14 @@ class ExactResume(Callback):
         if place is None or trainer.sanity_checking or not self._validation:
             return
         val_loop = trainer.fit_loop.epoch_loop.val_loop
-        if getattr(val_loop._data_fetcher, "batches", None):
+        fetcher = private.fetcher_of(val_loop)
+        if getattr(fetcher, "batches", None):
             # Read ahead, from the first loader: read it again when its turn comes.
-            val_loop._data_fetcher.batches.clear()
-            val_loop._data_fetcher.done = False
+            fetcher.batches.clear()
+            fetcher.done = False
             for index, (each, state) in enumerate(zip(self._validation, self._interrupted, strict=True)):
                 each.load(state, place[1] if place[0] == index else 0)
-        iterator = val_loop._combined_loader._iterator
-        if hasattr(iterator, "_iterator_idx"):
-            iterator._iterator_idx = place[0]
-            iterator._load_current_iterator()
-        iterator._idx = place[1]
+        private.put_validation_at(val_loop, *place)
         self._validated = place
         warnings.warn(
             f"the validation that was interrupted goes on at batch {place[1]} of loader {place[0]}: means that "
@@ -355,7 +359,7 @@ class ExactResume(Callback):
     ) -> None:
         """Where the validation stands."""
         val_loop = trainer.validate_loop if not _is_fitting(trainer) else trainer.fit_loop.epoch_loop.val_loop
-        fetcher = val_loop._data_fetcher
+        fetcher = private.fetcher_of(val_loop)
         ahead = getattr(fetcher, "batches", ())
         if ahead:
             self._validated = ahead[0][2], ahead[0][1]
@@ -475,18 +479,13 @@ def _begin(loader: Loader | None, epoch: int) -> None:
         loader.set_epoch(epoch)
 
 
-def _intercept(source: Any, take: Callable[[Any], Any]) -> None:
-    """Let `take` have what Lightning's source of loaders gives, each time it is asked."""
-    source.dataloader = lambda: take(type(source).dataloader(source))
-
-
 def _is_fitting(trainer: Any) -> bool:
     return str(getattr(trainer.state.fn, "value", "")) == "fit"
 
 
 def _has_ended(trainer: Any) -> bool:
     """Whether no batch of Lightning's epoch is left to train on."""
-    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached()) and (
+    return private.has_read_all(trainer) and (
         trainer.fit_loop.epoch_loop.batch_progress.current.ready
         == trainer.fit_loop.epoch_loop.batch_progress.current.processed
     )

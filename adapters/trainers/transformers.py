@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers.trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from midepoch.adapters.trainers import transformers_private as private
 from midepoch.errors import StateError, StateMismatchError
 from midepoch.loader.loader import Loader
+from midepoch.packages import Need
 from midepoch.state.format import State
 from midepoch.state.parts import gather
 from midepoch.stateful_iterable import loader_of
@@ -41,6 +42,7 @@ def feed(trainer: Trainer, loader: Loader) -> None:
         )
     fed: Loader = found
     gathered: list[State] = []
+    skips: list[Need] = []  # one, while the Trainer might skip batches
 
     class MidepochState(TrainerCallback, ExportableState):
         """What the Trainer saves by the name of its class, with its own state."""
@@ -53,13 +55,21 @@ def feed(trainer: Trainer, loader: Loader) -> None:
             if state.global_step:
                 _load(fed, state.stateful_callbacks.get(type(self).__name__))
 
-    def save(*arguments: Any, **keywords: Any) -> Any:
-        # The Trainer asks for states on one process alone; this is called on all.
-        gathered[:] = [gather(fed)]
-        return saves(*arguments, **keywords)
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            skips[:] = [private.SKIPS.needed()]
 
-    saves = trainer._save_checkpoint
-    vars(trainer).update(_save_checkpoint=save, get_train_dataloader=lambda: fed)
+        def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            skips.clear()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            skips.clear()
+
+    def collect() -> None:
+        # The Trainer asks for states on one process alone.
+        gathered[:] = [gather(fed)]
+
+    private.read_from(trainer, fed)
+    private.before_saving(trainer, collect)
     trainer.add_callback(MidepochState())
 
 
@@ -84,12 +94,3 @@ def _length(loader: Loader) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _skip_none_of_ours(dataloader: Any, num_batches: int = 0) -> Any:
-    """The Trainer skips what the epoch has behind it; a loader that stands there already has nothing to skip."""
-    return dataloader if isinstance(dataloader, Loader) else _skips(dataloader, num_batches)
-
-
-_skips = vars(transformers.trainer)["skip_first_batches"]
-vars(transformers.trainer)["skip_first_batches"] = _skip_none_of_ours

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, default_convert
 from webdataset import cache, compat, filters, shardlists, tariterators
 from webdataset.pipeline import DataPipeline
 
+from midepoch.adapters.webdataset import private
 from midepoch.errors import SourceError, UnsupportedSourceError
 
 __all__ = ["Limit", "Pipeline", "run_stages", "understand"]
@@ -107,7 +108,7 @@ class _Batched:
     def __call__(self, samples: Iterable[Any]) -> Iterator[Any]:
         # Dropped samples make a batch short, which is no reason to drop the others: the last batch is left out by
         # its position.
-        return filters._batched(samples, self.size, self.collate, True)  # type: ignore[no-any-return]
+        return private.BATCHED(samples, self.size, self.collate, True)  # type: ignore[no-any-return]
 
 
 class _Each:
@@ -120,23 +121,6 @@ class _Each:
         return map(self.function, items)
 
 
-# Work on one sample, or on one batch, whatever came before.
-_SAMPLEWISE = (
-    filters._select,
-    filters._log_keys,
-    filters._decode,
-    filters._map,
-    filters._rename,
-    filters._associate,
-    filters._map_dict,
-    filters._to_tuple,
-    filters._map_tuple,
-    filters._rsample,
-    filters._extract_keys,
-    filters._rename_keys,
-    filters._xdecode,
-)
-_UNBATCH = (filters._unbatched, filters._unlisted)
 _SPLITS = (shardlists.split_by_node, shardlists.single_node_only)
 _ENDLESS = sys.maxsize
 
@@ -213,7 +197,7 @@ def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any)
     """True if the stage shuffles; what it says is noted. `units`: samples in each thing shuffled, None for shards."""
     if isinstance(stage, filters.detshuffle):
         size, seed = stage.bufsize, stage.seed or None
-    elif _function(stage) is filters._shuffle:
+    elif _function(stage) is private.SHUFFLE:
         arguments = _arguments(stage, "bufsize", "initial", "rng", "seed")
         size, seed = arguments.get("bufsize", 1000), arguments.get("seed")
     else:
@@ -359,17 +343,17 @@ def _sample_steps(steps: list[_Step], found: Pipeline) -> None:
         function = _function(stage)
         if isinstance(stage, _End):
             ends.append((stage, level.units))
-        elif function is filters._batched or isinstance(stage, _Batched):
+        elif function is private.BATCHED or isinstance(stage, _Batched):
             batched = stage if isinstance(stage, _Batched) else _as_batched(stage)
             levels.append(_Level(level.units * batched.size, [_Step(batched, late)]))
             found.drop_last = batched.drop_last
-        elif function in _UNBATCH:
+        elif function in private.UNBATCH:
             _unbatch(levels, stage, late)
         elif function is compat.check_empty or function is shardlists.non_empty:
             found.must_have_samples = True
         elif _note_shuffle(stage, found, level.units, None):
             pass
-        elif function in _SAMPLEWISE or isinstance(stage, _Each):
+        elif function in private.SAMPLEWISE or isinstance(stage, _Each):
             level.stages.append(_Step(stage, late))
         else:
             raise _refuse(stage, *_why(stage))
@@ -381,7 +365,7 @@ def _sample_steps(steps: list[_Step], found: Pipeline) -> None:
 
 def _why(stage: Any) -> tuple[str, str]:
     function = _function(stage)
-    if function is filters._info:
+    if function is private.INFO:
         return "prints the first samples of a stream, which a resumed one does not begin with", "take it out"
     if isinstance(stage, filters.Cached | filters.LMDBCached):
         return "keeps the stream as it passed by", "take it out"
@@ -426,7 +410,7 @@ def _place_stages(levels: list[_Level], found: Pipeline) -> None:
     plain = (_Batched, _Each)
 
     def is_own(step: _Step) -> bool:
-        return step.late and not isinstance(step.stage, plain) and _function(step.stage) not in _UNBATCH
+        return step.late and not isinstance(step.stage, plain) and _function(step.stage) not in private.UNBATCH
 
     def divide(steps: list[_Step], behind: bool) -> tuple[list[Any], list[Any]]:
         first = 0 if behind else next((place for place, step in enumerate(steps) if is_own(step)), len(steps))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from midepoch.adapters.webdataset import private
 from midepoch.adapters.webdataset.tar import compression
 from midepoch.errors import SourceError
 
@@ -185,16 +186,7 @@ def _fetched(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
     if len(calls) == 1:
         paths, starts, stops, more = calls[0]
         return [filesystem.cat_ranges(paths, starts, stops, on_error="return", **more)]
-    import asyncio
-
-    from fsspec.asyn import sync
-
-    async def together() -> Any:
-        return await asyncio.gather(
-            *(filesystem._cat_ranges(*call[:3], on_error="return", **call[3]) for call in calls)
-        )
-
-    return cast(list[list[Any]], sync(filesystem.loop, together))
+    return private.cat_ranges(filesystem, calls)
 
 
 # A forked process gets copies of the file systems of its parent, and fsspec drops them. That closes their connections,
@@ -325,7 +317,7 @@ class RangeReader:
         calls = []
         for condition, places in groups.items():
             asked = [ranges[place] for place in places]
-            paths = [filesystem._strip_protocol(self._shards[number].url) for number, _, _ in asked]
+            paths = [private.path_of(filesystem, self._shards[number].url) for number, _, _ in asked]
             starts, stops = [start for _, start, _ in asked], [start + length for _, start, length in asked]
             calls.append((paths, starts, stops, _headers(filesystem, condition)))
         for places, given in zip(groups.values(), _fetched(filesystem, calls), strict=True):

@@ -16,8 +16,19 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import (
+    BaseContext,
+    DefaultContext,
+    ForkContext,
+    ForkProcess,
+    ForkServerContext,
+    ForkServerProcess,
+    SpawnContext,
+    SpawnProcess,
+)
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -30,6 +41,8 @@ from midepoch.errors import SourceError
 from midepoch.loader.adapter import Options, Run
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose
+
+from .private import alive, end_when_collected, kept_iterator, show_dataset, shut_down, workers_of
 
 __all__ = ["Server", "WorkerAnswers", "signals_in_hand", "tell_of_a_death", "workers_outlive_signals"]
 
@@ -62,8 +75,8 @@ class Server:
             return map(reader, requests), _nothing
         here = os.getpid(), id(reader)
         ours = self._persistent.get(here)
-        if ours is not None and not all(worker.is_alive() for worker in getattr(ours._iterator, "_workers", ())):
-            _Shutdown(ours._iterator)()
+        if ours is not None and not alive(kept := kept_iterator(ours)):
+            shut_down(kept)
             ours = None
         if ours is None:
             ours = self._make(reader)
@@ -71,13 +84,15 @@ class Server:
                 self._persistent[here] = ours
         sampler = ours.sampler
         assert isinstance(sampler, _Requests)  # _make's
-        sampler.requests = requests
+        asked = _Asked(requests)
+        sampler.asked = weakref.ref(asked)
         if self._streams and ours.generator is not None:
             # The base seed of the worker processes comes from it, not from the caller's generator.
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
         with _starting(ours):
             answers = iter(ours)
-        return WorkerAnswers(answers), _nothing if theirs.persistent_workers else _Shutdown(answers)
+        stop = _nothing if theirs.persistent_workers else functools.partial(shut_down, answers)
+        return WorkerAnswers(answers, requests=asked), stop
 
     def _make(self, reader: Any) -> DataLoader[Any]:
         theirs = self._loader
@@ -91,7 +106,7 @@ class Server:
             pin_memory_device=theirs.pin_memory_device,
             timeout=theirs.timeout,
             worker_init_fn=_WorkerInit(theirs),
-            multiprocessing_context=theirs.multiprocessing_context,
+            multiprocessing_context=_context(theirs),
             generator=torch.Generator() if self._streams else theirs.generator,
             prefetch_factor=theirs.prefetch_factor,
             persistent_workers=theirs.persistent_workers,
@@ -101,7 +116,7 @@ class Server:
         """End persistent worker processes."""
         for (process, _), ours in self._persistent.items():
             if process == os.getpid():
-                _Shutdown(ours._iterator)()
+                shut_down(kept_iterator(ours))
         self._persistent = {here: ours for here, ours in self._persistent.items() if here[0] != os.getpid()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,20 +131,27 @@ class WorkerAnswers:
     """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
 
     Args:
-        iterator: torch's.
-        tell: is given the reason of an error, and the error, and may raise another one.
+        iterator: torch's. Its worker processes end when it is dropped.
+        tell: gets the reason of an error, and the error; it may raise another one.
+        requests: kept as long as this is.
 
     Attributes:
         failed: it has raised something else than its end.
 
-    torch raises RuntimeError for that, as for many other things, and does not say what may be done about it. Where a
-    batch was on its way from the worker it fails to fetch that, with whatever error the connection's end makes.
+    torch raises RuntimeError for a dead worker, as for many other things, and does not say what to do about it. If a
+    batch was on its way from that worker, torch fails to fetch it, with whatever error the broken connection causes.
     """
 
-    def __init__(self, iterator: Iterator[Any], tell: Callable[[str, Exception], None] | None = None) -> None:
-        self._next, self._tell = iterator.__next__, tell or tell_of_a_death
-        self._workers: Sequence[Any] = getattr(iterator, "_workers", ())
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        tell: Callable[[str, Exception], None] | None = None,
+        requests: _Asked | None = None,
+    ) -> None:
+        self._next, self._tell, self._requests = iterator.__next__, tell or tell_of_a_death, requests
+        self._workers = workers_of(iterator)
         self.failed = False
+        end_when_collected(iterator)
 
     def __iter__(self) -> Self:
         return self
@@ -151,7 +173,7 @@ class WorkerAnswers:
         """Ask `instead` from now on, and end the worker processes."""
         iterator = getattr(self._next, "__self__", None)
         self._next, self._workers = instead, ()
-        _shut_down(iterator)
+        shut_down(iterator)
 
     def _reason(self, error: BaseException) -> str:
         """What torch says of a worker's death, or would say if it had seen that before its connection's end."""
@@ -179,41 +201,99 @@ def tell_of_a_death(reason: str, error: Exception) -> None:
 
 @contextlib.contextmanager
 def _starting(loader: DataLoader[Any]) -> Iterator[None]:
-    """While worker processes are started: a signal to all processes waits until they know that they outlive it.
+    """While worker processes start: a signal to all processes waits until they have handlers of their own.
 
-    torch tells of a worker's death out of a signal's handler, here too.
+    torch tells of a worker's death in a signal's handler, here too.
     """
     numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
     method = _start_method(loader)
     if numbers and method != "fork":
-        # What multiprocessing starts once, to help it, must not have signals blocked, and unblocks them when it starts.
+        # multiprocessing starts these helpers once. They must not inherit blocked signals, and unblock ours as they
+        # start.
         resource_tracker.ensure_running()
         if method == "forkserver":
             forkserver.ensure_running()
-    others = set(multiprocessing.active_children()) if numbers else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # which a new process takes over
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a new process inherits that
         yield
     except RuntimeError as error:
         tell_of_a_death(str(error), error)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if numbers:
-            for worker in set(multiprocessing.active_children()) - others:
-                # It outlives what torch ends it with where nothing else has helped.
-                worker.terminate = worker.kill  # type: ignore[method-assign]
-                _outliving.add(worker)
-
-
-_outliving: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Processes that outlive signals."""
 
 
 def _start_method(loader: DataLoader[Any]) -> str:
     method: str = (loader.multiprocessing_context or multiprocessing).get_start_method()
     return method
+
+
+# --- processes that outlive signals -----------------------------------------------------------------------------------
+
+
+class _Worker(BaseProcess):
+    """A process that outlives signals. So torch's last resort, `terminate`, has to kill it."""
+
+    started_by = 0
+
+    def start(self) -> None:
+        super().start()
+        self.started_by = os.getpid()
+        _outliving.add(self)
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+_outliving: weakref.WeakSet[_Worker] = weakref.WeakSet()
+"""Processes that outlive signals."""
+
+
+class _ForkWorker(_Worker, ForkProcess):
+    pass
+
+
+class _SpawnWorker(_Worker, SpawnProcess):
+    pass
+
+
+class _ForkServerWorker(_Worker, ForkServerProcess):
+    pass
+
+
+class _ForkWorkers(ForkContext):
+    Process = _ForkWorker
+
+
+class _SpawnWorkers(SpawnContext):
+    Process = _SpawnWorker
+
+
+class _ForkServerWorkers(ForkServerContext):
+    Process = _ForkServerWorker
+
+
+_CONTEXTS: dict[str, BaseContext] = {
+    "fork": _ForkWorkers(),
+    "spawn": _SpawnWorkers(),
+    "forkserver": _ForkServerWorkers(),
+}
+
+
+def _context(loader: DataLoader[Any]) -> Any:
+    """What starts a loader's worker processes: such as outlive signals, while there are signals to outlive.
+
+    A context of a class that somebody else has written stays as it is, and its processes die of signals.
+    """
+    return _CONTEXTS[_start_method(loader)] if _can_outlive(loader) else loader.multiprocessing_context
+
+
+def _can_outlive(loader: DataLoader[Any]) -> bool:
+    context = loader.multiprocessing_context
+    return bool(signals_in_hand) and (
+        context is None or type(context) in (DefaultContext, ForkContext, SpawnContext, ForkServerContext)
+    )
 
 
 _DYING = 2.0  # seconds from the end of a worker's connections to its own, at most
@@ -235,35 +315,41 @@ _CURES = {
 }
 
 
-class _Shutdown:
-    """Ends the worker processes of a DataLoader's iterator when it is called, or when it is dropped.
+class _Asked:
+    """The requests of one session, which keeps them."""
 
-    Not when the garbage is collected: that may close the queues first through which the workers are told to end, and
-    then torch waits for each of them for five seconds.
-    """
-
-    def __init__(self, iterator: Any) -> None:
-        self._finalizer = weakref.finalize(self, _shut_down, iterator)
-        self._finalizer.atexit = False  # torch sees to that
-
-    def __call__(self) -> None:
-        self._finalizer()
-
-
-def _shut_down(iterator: Any) -> None:
-    shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
+    def __init__(self, requests: Iterator[Any]) -> None:
+        self.requests = requests
 
 
 class _Requests(Sampler[Any]):
-    """The sampler of our DataLoader: the requests of the session that runs."""
+    """The sampler of our DataLoader: the requests of the session that runs.
+
+    It does not keep them. They may refer to the adapter, which keeps our DataLoader with its persistent workers: a
+    cycle would leave these running after the adapter is dropped, until garbage is collected.
+    """
 
     def __init__(self) -> None:
-        self.requests: Iterable[Any] = ()
+        self.asked: Callable[[], _Asked | None] = _nothing
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.requests)
+        return _Next(self.asked)
+
+
+class _Next:
+    """The next request, as long as the session is there."""
+
+    def __init__(self, asked: Callable[[], _Asked | None]) -> None:
+        self._asked = asked
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        asked = self._asked()
+        if asked is None:
+            raise StopIteration
+        return next(asked.requests)
 
 
 class _Remote(Dataset[Any]):
@@ -288,9 +374,10 @@ def _leaving(process: int) -> Any:
         shared.value = 1
         with contextlib.suppress(ValueError):  # in another thread
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises here, and nobody is left to be told
-        workers = [worker for worker in _outliving if worker._parent_pid == process and worker.is_alive()]
+        workers = [worker for worker in _outliving if worker.started_by == process and worker.is_alive()]
         for worker in workers:
-            os.kill(worker.pid, signal.SIGTERM)
+            if worker.pid is not None:
+                os.kill(worker.pid, signal.SIGTERM)
         until = time.monotonic() + _LEAVING
         for worker in workers:
             worker.join(max(0.0, until - time.monotonic()))
@@ -322,7 +409,8 @@ class _Outlive:
         self._then = loader.worker_init_fn
         # Whose child it is; with a fork server that one's.
         self._main = None if _start_method(loader) == "forkserver" else os.getpid()
-        self._held_back = self._outlived = tuple(signals_in_hand)
+        self._held_back = tuple(signals_in_hand)
+        self._outlived = self._held_back if _can_outlive(loader) else ()
         self._leaving = None
         if self._outlived:
             try:
@@ -351,8 +439,7 @@ class _WorkerInit(_Outlive):
     def _shown(self) -> None:
         info = get_worker_info()
         if info is not None:
-            # WorkerInfo refuses assignment, so that users do not; torch's docs have them configure info.dataset.
-            object.__setattr__(info, "dataset", info.dataset.reader.dataset)  # type: ignore[attr-defined]
+            show_dataset(info.dataset.reader.dataset)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -361,17 +448,16 @@ def workers_outlive_signals(source: object) -> Iterator[None]:
     if not isinstance(source, DataLoader) or not source.num_workers:
         yield
         return
-    if not signals_in_hand:
-        with _starting(source):
-            yield
-        return
-    theirs = source.worker_init_fn
-    source.worker_init_fn = _Outlive(source)
+    function, context = source.worker_init_fn, source.multiprocessing_context
+    if signals_in_hand:
+        # In this order: the function asks for the context that the user chose.
+        source.worker_init_fn = _Outlive(source)
+        source.multiprocessing_context = _context(source)
     try:
         with _starting(source):
             yield
     finally:
-        source.worker_init_fn = theirs
+        source.worker_init_fn, source.multiprocessing_context = function, context
 
 
 def _as_it_is(value: Any) -> Any:

@@ -8,29 +8,18 @@ size that is guessed from the first field.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import os
-import random
 import re
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
-import streaming.base.format
-import streaming.base.format.json.encodings
-import streaming.base.format.mds.encodings
-import streaming.base.format.xsv.encodings
-import streaming.base.util
 from streaming import Stream, StreamingDataLoader, StreamingDataset
-from streaming.base.constant import TICK
-from streaming.base.dataset import _IterState
-from streaming.base.shared import SharedMemory
 from torch.utils.data import DataLoader
 
+from midepoch.adapters.streaming import private
 from midepoch.errors import MidepochError, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -39,14 +28,11 @@ from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.indexed import draws_nothing
+from midepoch.reading.private import alive, keep_iterator, kept_iterator, shut_down
 from midepoch.reading.workers import WorkerAnswers, tell_of_a_death, workers_outlive_signals
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
-
-# How long Streaming waits before it tries a download again is drawn by random.random(), in a thread of its own: while a
-# sample draws, which would have other numbers for that.
-vars(streaming.base.util)["random"] = random.Random()
 
 
 class _Plan(NamedTuple):
@@ -84,6 +70,7 @@ class StreamingAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         dataset = source.dataset
+        private.check(dataset)
         if options.shard:
             raise UnsupportedSourceError(
                 "shard=True: a StreamingDataset divides itself over ranks and workers; leave shard out"
@@ -138,7 +125,7 @@ class StreamingAdapter(Adapter):
 
     def sharing(self, world: World) -> World:
         """Without those that are given the same samples as another."""
-        theirs = self.source.dataset._unique_rank_world
+        theirs = private.rank_world(self.source.dataset)
         if (theirs.rank, theirs.num_ranks) != (world.rank, world.world_size):
             raise MidepochError(
                 f"the StreamingDataset was made by rank {theirs.rank} of {theirs.num_ranks}, this is rank {world.rank} "
@@ -150,7 +137,7 @@ class StreamingAdapter(Adapter):
         if detail:
             return _Plan.parsed(detail)
         dataset = self.source.dataset
-        nodes = dataset._parallel_rank_world.num_nodes
+        nodes = private.nodes(dataset)
         canonical = dataset.num_canonical_nodes
         if not canonical:  # as Streaming itself settles it at the first pass
             canonical = 64 * nodes if dataset.shuffle_algo in ("py1s", "py2s") else nodes
@@ -165,7 +152,7 @@ class StreamingAdapter(Adapter):
             return None  # only making the plan of an epoch tells
         canonical = self._plan(world, detail).canonical
         each = -(-int(dataset.epoch_size) // canonical)
-        nodes = dataset._parallel_rank_world.num_nodes
+        nodes = private.nodes(dataset)
         if canonical < nodes:
             each += -each % max(1, nodes // canonical)
         return canonical * each
@@ -235,7 +222,7 @@ class StreamingAdapter(Adapter):
                 f"batching_method={dataset.batching_method!r} needs it to stay: change batch_size with the number of "
                 f"ranks, so that their product is {saved.batch}"
             )
-        nodes = dataset._parallel_rank_world.num_nodes
+        nodes = private.nodes(dataset)
         if saved.canonical % nodes and nodes % saved.canonical:
             raise StateMismatchError(
                 f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, and "
@@ -245,7 +232,7 @@ class StreamingAdapter(Adapter):
 
     def _check_position(self, epoch: int, position: int, world: World, detail: str) -> None:
         dataset = self.source.dataset
-        nodes, step = dataset._parallel_rank_world.num_nodes, self.units_per_step(world)
+        nodes, step = private.nodes(dataset), self.units_per_step(world)
         if position % nodes:
             raise StateMismatchError(
                 f"{position} samples of the epoch are done, of which Streaming would give {position % nodes} again on "
@@ -285,23 +272,22 @@ class StreamingAdapter(Adapter):
         back = self._steps_back(run.epoch, run.position, run.world, run.detail)
         if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
-        if _has_failed(dataset):
+        if private.has_failed(dataset):
             _failed()
         if self._last is not None and self._last.failed and self._kept_workers is not None:
             # What has gone wrong in a worker may last as long as it does.
-            self._kept_workers._shutdown_workers()
-        _free_barrier(dataset, self._kept_workers)
-        _let_go_of_places(dataset)
-        # A pass looks at both: it takes the place for stale if its epoch is not the next one.
-        dataset.next_epoch = run.epoch
-        dataset.load_state_dict(
+            shut_down(self._kept_workers)
+        if not _can_go_on(self._kept_workers):
+            private.free_barrier(dataset)
+        private.set_place(
+            dataset,
             {
                 "epoch": run.epoch,
                 "sample_in_epoch": run.position - back * self.units_per_step(run.world),
                 "num_canonical_nodes": plan.canonical,
                 "shuffle_seed": run.seed,
                 "initial_physical_nodes": plan.nodes,
-            }
+            },
         )
         own_code = _has_own_code(dataset) or not draws_nothing(loader.collate_fn)
         reads = self._draws if own_code and self.options.streams else self._reads
@@ -309,13 +295,14 @@ class StreamingAdapter(Adapter):
         key = derive_key(Purpose.OPENING, run.seed, run.epoch)
         drawn = self._opening.under(key) if self.options.streams else contextlib.nullcontext()
         # Persistent workers that were started by others know nothing of what ours are lent, and the other way round.
-        theirs = loader._iterator
-        loader._iterator = self._kept_workers if _can_go_on(self._kept_workers) else None
+        theirs = kept_iterator(loader)
+        keep_iterator(loader, self._kept_workers if _can_go_on(self._kept_workers) else None)
         try:
             with drawn, reads.at_hand(loader), workers_outlive_signals(loader):
                 iterator = self._begun()
         finally:
-            self._kept_workers, loader._iterator = loader._iterator, theirs
+            self._kept_workers = kept_iterator(loader)
+            keep_iterator(loader, theirs)
         self._last = _StreamingSession(loader, iterator, str(plan), reads, back)
         return self._last
 
@@ -333,20 +320,7 @@ class StreamingAdapter(Adapter):
 
 def _can_go_on(iterator: Any) -> bool:
     """Whether the workers of an iterator of torch's, if it is one, are all there."""
-    if iterator is None or iterator._shutdown:
-        return False
-    return all(worker._parent_pid == os.getpid() and worker.is_alive() for worker in iterator._workers)
-
-
-def _free_barrier(dataset: StreamingDataset, workers: Any) -> None:
-    """Where a worker died while a pass began, the others' having come is still written down, and the next would wait.
-
-    With other ranks on this node, these may have come for the next pass already.
-    """
-    barrier = dataset._shared_barrier
-    at_rest = barrier.num_enter == 0 and barrier.num_exit == -1
-    if not at_rest and dataset._unique_rank_world.ranks_per_node == 1 and not _can_go_on(workers):
-        barrier.num_enter, barrier.num_exit, barrier.flag = 0, -1, True
+    return iterator is not None and alive(iterator)
 
 
 def _has_own_code(dataset: StreamingDataset) -> bool:
@@ -356,17 +330,8 @@ def _has_own_code(dataset: StreamingDataset) -> bool:
         kind.__getitem__ is not StreamingDataset.__getitem__
         or kind.get_item is not StreamingDataset.get_item
         or "get_item" in vars(dataset)
-        or bool(_own_formats())
+        or bool(private.own_formats())
     )
-
-
-def _own_formats() -> list[type]:
-    """Classes that were registered with Streaming to decode a column, or to read a kind of shard."""
-    formats = streaming.base.format
-    registered = [vars(each.encodings)["_encodings"] for each in (formats.mds, formats.json, formats.xsv)]
-    registered.append(vars(formats)["_readers"])
-    kinds = [kind for each in registered for kind in each.values()]
-    return [kind for kind in kinds if kind.__module__.partition(".")[0] != "streaming"]
 
 
 def _deals_one_by_one(dataset: StreamingDataset) -> bool:
@@ -382,12 +347,12 @@ def _parts(dataset: StreamingDataset) -> dict[str, Any]:
     """What it holds, but for shards, streams of Streaming's own class, its pass, and what `_Draws` lends it."""
     parts = {name: part for name, part in vars(dataset).items() if name not in _THEIRS}
     parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
-    parts["formats"] = formats = _own_formats()
+    parts["formats"] = formats = private.own_formats()
     parts["readers"] = [shard for shard in dataset.shards if type(shard) in formats]
     return parts
 
 
-_THEIRS = ("streams", "shards", "_iterator", "_get_work", "_each_sample_id")
+_THEIRS = ("streams", "shards", "_iterator", *private.LENT)
 
 
 class _Reads:
@@ -403,17 +368,15 @@ class _Reads:
     @contextlib.contextmanager
     def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
         """For the time in which an iterator is made of the loader, or takes its first batch."""
-        dataset = self.dataset
-        dataset._each_sample_id = self._each
-        try:
+        with private.lent(self.dataset, _each_sample_id=self._each, **private.leaves_no_files(self.dataset)):
             yield
-        finally:
-            del dataset._each_sample_id
 
     def _each(self, it: Any) -> Iterator[int]:
         """In place of ``_each_sample_id``."""
-        it.exit = functools.partial(_exit, self.dataset, weakref.proxy(it))  # for the next pass, in workers too
-        yield from type(self.dataset)._each_sample_id(self.dataset, it)
+        needed = private.RETRIES.needed()  # in worker processes too
+        private.end_pass_by_itself(self.dataset, it)
+        yield from private.each_sample(self.dataset, it)
+        needed.end()
         if it.yield_index < it.total:
             _given_way() if it.should_exit() else _failed()
 
@@ -450,13 +413,11 @@ class _Draws(_Reads):
         """For the time in which an iterator is made of the loader, or takes its first batch."""
         self._collate, loader.collate_fn = loader.collate_fn, self._collated
         self._plain_collate = draws_nothing(self._collate)
-        self.dataset._get_work = self._begin
         try:
-            with super().at_hand(loader):
+            with super().at_hand(loader), private.lent(self.dataset, _get_work=self._begin):
                 yield
         finally:
             loader.collate_fn = self._collate
-            del self.dataset._get_work
 
     def end(self) -> None:
         """Give the caller's generators back, also where a sample has failed."""
@@ -465,8 +426,8 @@ class _Draws(_Reads):
     def _begin(self, epoch: int, sample_in_epoch: int) -> Any:
         """In place of ``_get_work``."""
         dataset = self.dataset
-        work = type(dataset)._get_work(dataset, epoch, sample_in_epoch)
-        self.stand(epoch, sample_in_epoch, dataset._parallel_worker_world)
+        work = private.work(dataset, epoch, sample_in_epoch)
+        self.stand(epoch, sample_in_epoch, private.worker_world(dataset))
         self._batches = 0
         self._read.clear()
         self.streams.begin_pass(*self._roots())
@@ -537,39 +498,6 @@ class _Draws(_Reads):
         return samples
 
 
-def _let_go_of_places(dataset: StreamingDataset) -> None:
-    """Close what earlier passes have opened to say or to read a place: four files a pass, until the process ends.
-
-    The block itself stays, by its name: who made it removes it.
-    """
-    last = getattr(dataset, "_resume_shm", None)
-    if last is not None:
-        places: Any = _Places(last.shm.name)
-        atexit.unregister(places)
-        for memory in places.found:
-            memory.cleanup()
-
-
-class _Places:
-    """Equal to each function, registered with atexit, that closes a shared block of this name that was only opened.
-
-    Nothing else refers to those of Streaming, which makes one at each pass.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.found: list[SharedMemory] = []
-
-    __hash__ = None  # type: ignore[assignment]  # it is only compared
-
-    def __eq__(self, other: object) -> bool:
-        memory = getattr(other, "__self__", None)
-        equal = isinstance(memory, SharedMemory) and not memory.created_shms and memory.shm.name == self._name
-        if equal:
-            self.found.append(memory)
-        return equal
-
-
 class _StreamingSession(Session):
     """This rank's batches, the first `back` left out; one at a time for each dataset, as Streaming has it."""
 
@@ -582,10 +510,12 @@ class _StreamingSession(Session):
         self.failed = False  # a worker has, of those that may be kept
         self._began, self._back = False, back
         self._reading: Any = None  # what Streaming knows of a pass in this process
-        self.take = self._answers.__next__ if loader.num_workers and not back else self._take
+        self._needed = private.RETRIES.needed()
+        if loader.num_workers and not back:
+            self.take = self._answers.__next__  # type: ignore[method-assign]
         _sessions[_here(loader.dataset)] = self
 
-    def _take(self) -> Any:
+    def take(self) -> Any:
         """The next batch, where it is read in this process or some are left out."""
         while self._back:
             self._back -= 1
@@ -601,9 +531,9 @@ class _StreamingSession(Session):
                 with self._reads.at_hand(self._loader):
                     return next(self._answers)
             finally:
-                self._reading = getattr(self._loader.dataset, "_iterator", None)
+                self._reading = private.pass_of(self._loader.dataset)
         except RuntimeError:  # Streaming's, at the sample that it was about to read
-            if _has_failed(self._loader.dataset):
+            if private.has_failed(self._loader.dataset):
                 _failed()
             raise
         finally:
@@ -625,14 +555,15 @@ class _StreamingSession(Session):
     def close(self) -> None:
         """End the threads that read ahead; torch ends its worker processes."""
         self.failed = self.failed or self._answers.failed
-        self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))
+        self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))  # type: ignore[method-assign]
         self._end_threads()
+        self._needed.end()
         if _sessions.get(here := _here(self._loader.dataset)) is self:
             del _sessions[here]
 
     def _end_threads(self) -> None:
         if self._reading is not None:
-            _exit(self._loader.dataset, self._reading)
+            private.end_pass(self._loader.dataset, self._reading)
 
 
 _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()
@@ -643,25 +574,11 @@ def _here(dataset: StreamingDataset) -> tuple[int, int]:
     return os.getpid(), id(dataset)
 
 
-def _exit(dataset: StreamingDataset, reading: Any) -> None:
-    """As Streaming's own ``exit`` of a pass, which waits for ever for a thread that has failed."""
-    reading.non_blocking_exit()
-    while reading._num_exited < reading._num_threads_to_exit and not _has_failed(dataset):
-        time.sleep(TICK)
-    with reading._lock:
-        reading._state = _IterState.EXITED
-
-
 def _given_way() -> NoReturn:
     raise SourceError(
         "another pass over this StreamingDataset has begun, which ends the one before: give each loader a "
         "StreamingDataset of its own; the next batch is the one that was not given"
     )
-
-
-def _has_failed(dataset: StreamingDataset) -> bool:
-    """Whether a thread that reads ahead in this process has failed: Streaming begins no other pass after that."""
-    return "_event" in vars(dataset) and bool(dataset._event.is_set())
 
 
 def _tell(reason: str, error: Exception) -> None:

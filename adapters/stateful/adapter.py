@@ -13,12 +13,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch.utils.data import DataLoader
 
+from midepoch.adapters.stateful import private
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW
+from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
@@ -130,7 +132,9 @@ class StatefulAdapter(Adapter):
         if state is not None:
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
-            return iter(self.source)
+            iterator = iter(self.source)
+        end_when_collected(iterator)
+        return iterator
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """What gives the iterator's next batch."""
@@ -221,14 +225,12 @@ class DatasetsAdapter(StatefulAdapter):
         """Without a shuffle buffer, as far as can be told."""
         if not _is_of("datasets", source) or not hasattr(source, "load_state_dict"):
             return False
-        try:
-            return not _holds_some_back(source._ex_iterable)  # type: ignore[attr-defined]
-        except AttributeError:
-            return False  # another version: a replay is exact
+        return private.has_shuffle_buffer(source) is False  # a replay is exact
 
     def describe(self) -> dict[str, str]:
         """The steps, and how much goes into them, where that can be told."""
-        described = f"{self.source.column_names} of {self.source.num_shards} shards {_steps(self.source._ex_iterable)}"
+        described = f"{self.source.column_names} of {self.source.num_shards} shards "
+        described += private.hugging_face_steps(self.source)
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
@@ -254,7 +256,7 @@ class GrainAdapter(StatefulAdapter):
 
     def describe(self) -> dict[str, str]:
         """The transformations, and how much goes into them, where that can be told."""
-        described = f"{_transformations(self.source)} {length_of(getattr(self.source, '_data_source', None))}"
+        described = private.grain_steps(self.source)
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
@@ -273,37 +275,8 @@ class GrainAdapter(StatefulAdapter):
         return iterator.get_state()
 
 
-def _transformations(dataset: Any) -> str:
-    """The classes of a Grain dataset and of those that it is made of, with their lengths."""
-    named = f"{type(dataset).__name__}:{length_of(dataset)}"
-    return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
-
-
 def _is_of(package: str, source: object) -> bool:
     return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(source).__mro__)
-
-
-def _steps(examples: Any) -> str:
-    """The classes that a dataset's examples pass through, and the sizes of the tables or lists that they come from."""
-    steps = type(examples).__name__
-    for held in _held(examples):
-        steps += f" {_steps(held)}"
-    given = getattr(examples, "kwargs", None)
-    for shard in given.get("shards", ()) if isinstance(given, dict) else ():
-        steps += f" {shard if isinstance(shard, str) else length_of(shard)}"
-    return steps
-
-
-def _held(examples: Any) -> list[Any]:
-    held = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
-    return [each for each in held if each is not None]
-
-
-def _holds_some_back(examples: Any) -> bool:
-    """Whether a dataset's examples pass through a shuffle buffer."""
-    if "BufferShuffled" in type(examples).__name__:
-        return True
-    return any(map(_holds_some_back, _held(examples)))
 
 
 class _StatefulSession(Session):

@@ -1,0 +1,69 @@
+"""What midepoch looks at in sources with a state of their own, and their packages do not promise.
+
+It is only looked at, to tell how a source is made. Where a part is missing, less is told, and nothing is refused: a
+dataset of Hugging Face's that cannot be seen into is left to a replay, which is exact.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from midepoch.packages import Package
+from midepoch.samplers import length_of
+
+__all__ = ["grain_steps", "has_shuffle_buffer", "hugging_face_steps"]
+
+
+@functools.cache
+def _hugging_face() -> Package:
+    return Package("Hugging Face datasets", ("datasets",), ("5.2", "5.2"))
+
+
+@functools.cache
+def _grain() -> Package:
+    return Package("Grain", ("grain",), ("0.2.18", "0.2.18"))
+
+
+def has_shuffle_buffer(dataset: Any) -> bool | None:
+    """Whether the examples of a Hugging Face IterableDataset pass through a shuffle buffer; None: it cannot be told."""
+    _hugging_face()  # warns of a version that was not tested
+    examples = getattr(dataset, "_ex_iterable", None)
+    return None if examples is None else _holds_some_back(examples)
+
+
+def hugging_face_steps(dataset: Any) -> str:
+    """The classes that a dataset's examples pass through, and the sizes of the tables or lists that they come from."""
+    return _steps(dataset._ex_iterable)
+
+
+def _steps(examples: Any) -> str:
+    steps = type(examples).__name__
+    for held in _held(examples):
+        steps += f" {_steps(held)}"
+    given = getattr(examples, "kwargs", None)
+    for shard in given.get("shards", ()) if isinstance(given, dict) else ():
+        steps += f" {shard if isinstance(shard, str) else length_of(shard)}"
+    return steps
+
+
+def _held(examples: Any) -> list[Any]:
+    held = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
+    return [each for each in held if each is not None]
+
+
+def _holds_some_back(examples: Any) -> bool:
+    if "BufferShuffled" in type(examples).__name__:
+        return True
+    return any(map(_holds_some_back, _held(examples)))
+
+
+def grain_steps(source: Any) -> str:
+    """The classes of a Grain dataset and of those that it is made of, with their lengths; how much a loader reads."""
+    _grain()  # warns of a version that was not tested
+    return f"{_transformations(source)} {length_of(getattr(source, '_data_source', None))}"
+
+
+def _transformations(dataset: Any) -> str:
+    named = f"{type(dataset).__name__}:{length_of(dataset)}"
+    return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])

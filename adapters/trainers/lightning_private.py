@@ -1,0 +1,131 @@
+"""What midepoch uses of Lightning's loops that Lightning does not promise, checked when a fit begins.
+
+Versions are checked when this is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from midepoch.packages import Package
+
+__all__ = [
+    "check",
+    "combined_of",
+    "fetcher_of",
+    "has_read_all",
+    "intercept",
+    "mode_of",
+    "no_longer_restarts",
+    "put_validation_at",
+    "spec_of",
+    "train_made_in",
+    "validated",
+    "validation_made_in",
+    "will_validate",
+]
+
+_DISTRIBUTIONS = ("lightning", "pytorch-lightning")
+_LIGHTNING = Package(
+    "Lightning",
+    # Both may be installed. The program uses the one that `midepoch.adapters.trainers.lightning` imports.
+    _DISTRIBUTIONS if "lightning" in sys.modules or "pytorch_lightning" not in sys.modules else _DISTRIBUTIONS[::-1],
+    ("2.6", "2.6"),
+)
+
+
+def check(trainer: Any) -> None:
+    """Raise UnsupportedSourceError unless a trainer has what is used of it."""
+    _LIGHTNING.check(
+        trainer, "fit_loop._data_fetcher", "fit_loop._data_source.dataloader", "fit_loop._last_train_dl_reload_epoch",
+        "fit_loop._restarting", "fit_loop.epoch_loop._batches_that_stepped",
+        "fit_loop.epoch_loop._num_ready_batches_reached", "fit_loop.epoch_loop._should_accumulate",
+        "fit_loop.epoch_loop._should_check_val_fx", "fit_loop.epoch_loop.val_loop._combined_loader",
+        "fit_loop.epoch_loop.val_loop._data_fetcher", "fit_loop.epoch_loop.val_loop._data_source.dataloader",
+        "fit_loop.epoch_loop.val_loop._has_run", "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
+    )  # fmt: skip
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+def intercept(loop: Any, take: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let `take` have what a loop's source of loaders gives, each time it is asked, until what this returns is called.
+
+    The source is an object of this trainer's alone.
+    """
+    source = loop._data_source
+    source.dataloader = lambda: take(type(source).dataloader(source))
+
+    def give_back() -> None:
+        vars(source).pop("dataloader", None)
+
+    return give_back
+
+
+def fetcher_of(loop: Any) -> Any:
+    """What reads batches for a loop."""
+    return loop._data_fetcher
+
+
+def combined_of(loop: Any) -> Any:
+    """The CombinedLoader of a loop; None before it has one."""
+    return loop._combined_loader
+
+
+def mode_of(combined: Any) -> str:
+    """How a CombinedLoader combines."""
+    mode: str = combined._mode
+    return mode
+
+
+def spec_of(combined: Any) -> Any:
+    """What the loaders of a CombinedLoader were given in: a list, a dict."""
+    return combined._spec
+
+
+def train_made_in(trainer: Any) -> float:
+    """The epoch in which train loaders were asked for last."""
+    return float(trainer.fit_loop._last_train_dl_reload_epoch)
+
+
+def validation_made_in(trainer: Any) -> float:
+    """The epoch in which validation loaders were asked for last."""
+    return float(trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def has_read_all(trainer: Any) -> bool:
+    """Whether as many batches of the epoch were handed over as it has."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def will_validate(trainer: Any) -> bool:
+    """Whether a validation follows the batch that was trained on last."""
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+
+
+def validated(trainer: Any) -> None:
+    """Let the loop take a validation for done, and count the last step."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.val_loop._has_run = True
+    epoch_loop._batches_that_stepped += not epoch_loop._should_accumulate()
+
+
+def no_longer_restarts(trainer: Any) -> None:
+    """Let the loop of epochs be past its restart, and not its inner loops."""
+    trainer.fit_loop._restarting = False
+    trainer.fit_loop.reset_restart_stage()
+
+
+def put_validation_at(loop: Any, loader: int, batch: int) -> None:
+    """Let a validation that has begun go on with this batch of this loader."""
+    iterator = loop._combined_loader._iterator
+    if hasattr(iterator, "_iterator_idx"):
+        iterator._iterator_idx = loader
+        iterator._load_current_iterator()
+    iterator._idx = batch

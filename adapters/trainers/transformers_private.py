@@ -1,0 +1,49 @@
+"""What midepoch uses of Hugging Face's Trainer that it does not promise, checked when it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers.trainer
+from transformers import Trainer
+
+from midepoch.loader.loader import Loader
+from midepoch.packages import Package, Replacement
+
+__all__ = ["SKIPS", "before_saving", "read_from"]
+
+_TRANSFORMERS = Package("transformers", ("transformers",), ("5.23", "5.23"))
+_TRANSFORMERS.part("transformers:Trainer._save_checkpoint")
+_TRANSFORMERS.part("transformers:Trainer.get_train_dataloader")
+
+
+def read_from(trainer: Trainer, loader: Loader) -> None:
+    """Let a trainer read from a loader, whatever data it was given."""
+    given: Any = loader  # the Trainer's type for it is DataLoader
+    trainer.get_train_dataloader = lambda: given  # type: ignore[method-assign]
+
+
+def before_saving(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Let a trainer call this on all processes before it saves a checkpoint: it has no event for that."""
+    save = trainer._save_checkpoint
+
+    def called_before(*arguments: Any, **keywords: Any) -> Any:
+        call()
+        return save(*arguments, **keywords)
+
+    trainer._save_checkpoint = called_before  # type: ignore[method-assign]
+
+
+_skip_first_batches = _TRANSFORMERS.part("transformers.trainer:skip_first_batches")
+
+
+def _skip_none_of_ours(dataloader: Any, num_batches: int = 0) -> Any:
+    return dataloader if isinstance(dataloader, Loader) else _skip_first_batches(dataloader, num_batches)
+
+
+SKIPS = Replacement(transformers.trainer, "skip_first_batches", _skip_none_of_ours)
+"""The Trainer skips what the epoch has behind it; a loader that stands there already has nothing to skip.
+
+It does so in its first epoch after a resume, between ``on_epoch_begin`` and ``on_step_begin``.
+"""

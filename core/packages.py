@@ -1,0 +1,142 @@
+"""Other people's packages, where midepoch uses parts of them that they do not promise.
+
+Each adapter that needs such parts names them in a module ``private``. That module checks them when it is imported, and
+is the only one of the adapter that touches them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import threading
+import warnings
+import weakref
+from typing import Any
+
+from .errors import MidepochWarning, UnsupportedSourceError
+
+__all__ = ["Need", "Package", "Replacement"]
+
+
+class Package:
+    """A package whose private parts are used.
+
+    Args:
+        name: what people call it.
+        distributions: the names under which it is published; the first that is installed counts.
+        tested: the first and the last series of versions that the tests ran with, such as ("2.4", "2.6"). The last one
+            holds all its versions: 2.6 holds 2.6.0 and 2.6.9.
+        stacklevel: as in ``warnings.warn``.
+
+    Warns:
+        MidepochWarning: the installed version was not tested.
+    """
+
+    def __init__(self, name: str, distributions: tuple[str, ...], tested: tuple[str, str], stacklevel: int = 2) -> None:
+        self.name, self._distributions, self.tested = name, distributions, tested
+        self.distribution, self.version = _installed(distributions)
+        first, last = map(_numbers, tested)
+        here = _numbers(self.version)
+        # A version that cannot be told was not tested either.
+        if not here or here[: len(first)] < first or here[: len(last)] > last:
+            warnings.warn(
+                f"{self.name} {self.version} is installed, and midepoch uses private parts of it that were tested with "
+                f"{self._range()} alone: {self.cure}, or run midepoch.testing.check_resumable on your source",
+                MidepochWarning,
+                stacklevel=stacklevel,
+            )
+
+    def _range(self) -> str:
+        first, last = self.tested
+        return f"versions {first}" if first == last else f"versions {first} to {last}"
+
+    @property
+    def cure(self) -> str:
+        """The command that installs a version that was tested."""
+        return f"pip install '{self.distribution}=={self.tested[1]}.*'"
+
+    def part(self, path: str) -> Any:
+        """A part of the package: ``"module:name.name"``.
+
+        Raises:
+            UnsupportedSourceError: it is not there.
+        """
+        module, _, names = path.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for name in names.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as error:
+            raise self.lacks(path) from error
+        return found
+
+    def check(self, holder: object, *paths: str) -> None:
+        """See that an object has attributes: ``"name.name"``.
+
+        Raises:
+            UnsupportedSourceError: it lacks one of them.
+        """
+        for path in paths:
+            found = holder
+            for name in path.split("."):
+                if not hasattr(found, name):
+                    raise self.lacks(f"{type(holder).__name__}.{path}")
+                found = getattr(found, name)
+
+    def lacks(self, part: str) -> UnsupportedSourceError:
+        """The error that says so."""
+        return UnsupportedSourceError(
+            f"{self.name} {self.version} has no {part}, a private part that midepoch uses: {self.cure}"
+        )
+
+
+class Replacement:
+    """A name in somebody else's module that means something else while it is needed.
+
+    Several users may need it at a time: the first one puts it in place, the last one takes it back. What somebody else
+    has put there meanwhile stays.
+    """
+
+    def __init__(self, module: Any, name: str, value: Any) -> None:
+        self._module, self._name, self._value = module, name, value
+        self._theirs: Any = None
+        self._users = 0
+        self._lock = threading.RLock()  # a user may be collected as garbage while another one is counted
+
+    def needed(self) -> Need:
+        """Put it in place until `Need.end` is called, or what this returns is dropped."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._theirs = getattr(self._module, self._name)
+                setattr(self._module, self._name, self._value)
+        return Need(self)
+
+    def _no_longer_needed(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and getattr(self._module, self._name) is self._value:
+                setattr(self._module, self._name, self._theirs)
+
+
+class Need:
+    """One user's need of a `Replacement`. `end` may be called twice."""
+
+    def __init__(self, replacement: Replacement) -> None:
+        self.end = weakref.finalize(self, replacement._no_longer_needed)
+        self.end.atexit = False
+
+
+def _installed(distributions: tuple[str, ...]) -> tuple[str, str]:
+    for name in distributions:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return distributions[0], "of an unknown version"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return () if found is None else tuple(map(int, found[0].split(".")))
