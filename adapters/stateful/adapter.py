@@ -132,7 +132,7 @@ class StatefulAdapter(Adapter):
         if state is not None:
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
-            iterator = iter(self.source)
+            iterator: Iterator[Any] = iter(self.source)
         end_when_collected(iterator)
         return iterator
 

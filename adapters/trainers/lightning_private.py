@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from midepoch.combine.adapter import Mode
 from midepoch.packages import Package
 
 __all__ = [
@@ -75,9 +76,9 @@ def combined_of(loop: Any) -> Any:
     return loop._combined_loader
 
 
-def mode_of(combined: Any) -> str:
+def mode_of(combined: Any) -> Mode:
     """How a CombinedLoader combines."""
-    mode: str = combined._mode
+    mode: Mode = combined._mode
     return mode
 
 
