@@ -47,6 +47,7 @@ class MapDataLoaderAdapter(Adapter):
             )
         else:
             sampler = batch_sampler
+        self.unit = "batch" if self._listed_batches else "sample"
         self._sampler = sampler
         self._understand()
         # With shard=False each rank's data is its own, and so is its order.
@@ -75,10 +76,14 @@ class MapDataLoaderAdapter(Adapter):
         """A DataLoader that iterates as torch's does."""
         return iterates_as_torch(source) and not isinstance(source.dataset, IterableDataset)
 
-    def prepare(self, seed: int, epoch: int) -> None:
-        """Follow a dataset that changed between epochs; build the list of a listed order."""
+    def refresh(self) -> None:
+        """Follow a dataset that changed between epochs."""
         if length_of(self.source.dataset) != self._length:
             self._understand()
+
+    def prepare(self, seed: int, epoch: int) -> None:
+        """The same; and build the list of a listed order."""
+        self.refresh()
         if isinstance(self._order, Listed):
             self._order.epoch(seed, epoch)
 

@@ -25,6 +25,7 @@ class SequenceAdapter(Adapter):
     """A list or tuple of batches, or a map-style dataset by itself: its items in order."""
 
     name: ClassVar[str] = "sequence"
+    unit = "batch"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -92,6 +92,7 @@ class NativeAdapter(Adapter):
     """
 
     name: ClassVar[str] = "dali"
+    unit = "batch"
     leads = True
     can_seek = True
 

@@ -39,6 +39,7 @@ class StatefulAdapter(Adapter):
     """
 
     name: ClassVar[str] = "stateful"
+    unit = "batch"
     seals_detail = True
     remembers = False
     rewinds: ClassVar[bool] = False  # an iterator of the source begins an epoch, wherever others have led the source

@@ -561,6 +561,7 @@ class StreamedAdapter(Adapter):
     """A pipeline over shards that can only be read from their start. The unit is a batch."""
 
     name: ClassVar[str] = "webdataset-streams"
+    unit = "batch"
     seals_detail = True
 
     def __init__(

@@ -42,6 +42,7 @@ class CombinedAdapter(Adapter):
     """Several loaders. The unit is a step, of all ranks together."""
 
     name: ClassVar[str] = "combined"
+    unit = "batch"
     seals_detail = True
     leads = True
 

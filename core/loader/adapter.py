@@ -141,6 +141,7 @@ class Adapter(ABC):
 
     Attributes:
         name: in states and messages; never changes once states carry it.
+        unit: what positions count: samples, or whole batches where these have no constant size.
         batch_size: units in one batch of one rank; 1 where the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
@@ -155,6 +156,7 @@ class Adapter(ABC):
 
     name: ClassVar[str]
     settings: ClassVar[frozenset[str]] = frozenset()
+    unit: Literal["sample", "batch"] = "sample"
     seed_is_shared: bool = True
     seals_detail: bool = False
     remembers: bool = True
@@ -211,6 +213,9 @@ class Adapter(ABC):
     def twin(self) -> Adapter:
         """Another adapter of the same source, which shares no worker processes with this one."""
         return type(self)(self.source, self.options)
+
+    def refresh(self) -> None:  # noqa: B027  # most adapters ask the source each time
+        """Called between epochs: the place to see that the source has another length."""
 
     def prepare(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
         """Called before an epoch is opened: the place to build what its `size` depends on."""

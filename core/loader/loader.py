@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateError, StateMismatchError
 from midepoch.randomness.streams import process_seed
@@ -30,6 +30,7 @@ from .adapter import Adapter, Options, Run
 from .capabilities import Capabilities
 from .cursor import Cursor, Phase, new_history, place_before
 from .place import Place
+from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset
 
 __all__ = ["Loader", "when_loaded_by"]
 
@@ -118,13 +119,33 @@ class Loader:
             return self._place.position
         return 0 if cursor.phase is Phase.GIVEN else cursor.position
 
-    # Lightning looks for it where there is a sampler.
-    batch_sampler: None = None
+    @property
+    def unit(self) -> Literal["sample", "batch"]:
+        """What positions count."""
+        return self._adapter.unit
+
+    # Of a DataLoader, read from the source.
+    dataset = SourceDataset()
+    batch_size, drop_last, collate_fn, generator = (SourceAttribute() for _ in range(4))
+    num_workers, persistent_workers, prefetch_factor, worker_init_fn = (SourceAttribute() for _ in range(4))
+    pin_memory, timeout, multiprocessing_context = (SourceAttribute() for _ in range(3))
 
     @property
-    def sampler(self) -> _EpochSetter:
-        """Where trainers look for ``set_epoch``."""
-        return _EpochSetter(self)
+    def batch_sampler(self) -> BatchesOfOurs:
+        """Nothing to be used: it refuses whoever makes another loader of this one."""
+        return BatchesOfOurs()
+
+    @property
+    def sampler(self) -> Sampler:
+        """Where trainers look for ``set_epoch``, and programs for the samples of an epoch on this rank."""
+        return Sampler(self.set_epoch, self._samples)
+
+    def _samples(self) -> int:
+        world = self._current_world()
+        size = self._adapter.size(self._current_seed(world), self.epoch, world) if self.unit == "sample" else None
+        if size is None:
+            raise self._no_length("it has no number of samples, use loader.unit and loader.position")
+        return Share(size, 0, 1, self._adapter.sharing(world), self._adapter.tail_in_use, False).steps
 
     def __repr__(self) -> str:
         return f"<midepoch {self._adapter.name} loader at epoch {self.epoch}, position {self.position}>"
@@ -161,8 +182,14 @@ class Loader:
     def _share(self, world: World, epoch: int, position: int) -> Share | None:
         cursor = self._cursor
         opened = cursor.session is not None
+        self._refresh()
         detail = self._place.detail if not opened else "" if cursor.phase is Phase.GIVEN else cursor.opened.detail
         return self._adapter.share(self._current_seed(world), epoch, position, world, detail)
+
+    def _refresh(self) -> None:
+        """Follow a dataset that has changed, unless an epoch of it is being read."""
+        if not self.position and (self._cursor.session is None or self._cursor.phase is Phase.GIVEN):
+            self._adapter.refresh()
 
     def _no_length(self, instead: str) -> TypeError:
         return TypeError(f"this {self._adapter.name} source has no length: {instead}")
@@ -240,6 +267,7 @@ class Loader:
 
     def _built(self, place: Place, seed: int, world: World) -> State:
         adapter, detail = self._adapter, place.detail
+        self._refresh()
         if not detail and not place.position:
             detail = adapter.beginning(place.epoch, world)
         fields = {
@@ -626,16 +654,6 @@ class _Pass:
         if cursor.steps == cursor.last_step:
             loader._roll(cursor)
         return batch
-
-
-class _EpochSetter:
-    """Stands where trainers look for a sampler."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
 
 
 def _mismatch(what: str, saved: object, current: object, cure: str) -> NoReturn:

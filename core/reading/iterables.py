@@ -59,6 +59,7 @@ class IterableAdapter(Adapter):
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
         self._exposes = bool(exposed_samplers(stream)) and options.shard is None
+        self.unit = "sample" if collate is not None and options.shard is not False else "batch"
         self.drop_last = drop_last
         self._own_streams = options.shard is False
         # A stream of its own has batches of any size, so they are what is counted.

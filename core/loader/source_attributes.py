@@ -1,0 +1,85 @@
+"""Reads of a DataLoader's attributes, which go to the source; and what others would rebuild a loader from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from torch.utils.data import IterableDataset
+
+from midepoch.errors import UnsupportedSourceError
+
+__all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset"]
+
+
+class SourceAttribute:
+    """An attribute of the source, to be read on the loader. Assigning it is refused: nothing would follow it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: Any, owner: type | None = None) -> Any:
+        return self if loader is None else self._read(loader.source)
+
+    def _read(self, source: Any) -> Any:
+        if not hasattr(source, self._name):
+            raise AttributeError(f"the wrapped {type(source).__name__} has no {self._name}")
+        return getattr(source, self._name)
+
+    def __set__(self, loader: Any, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{self._name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
+            f"midepoch.wrap(DataLoader(dataset, {self._name}=...))"
+        )
+
+
+class SourceDataset(SourceAttribute):
+    """The source's dataset, if it can be indexed.
+
+    Of an iterable one, `accelerate.skip_first_batches` would make a plain loader, which begins anew without a word.
+    """
+
+    def _read(self, source: Any) -> Any:
+        dataset = super()._read(source)
+        if isinstance(dataset, IterableDataset):
+            raise AttributeError(
+                "the dataset of a wrapped loader over an IterableDataset is loader.source.dataset: a loader that "
+                "somebody else makes of it would not resume"
+            )
+        return dataset
+
+
+class BatchesOfOurs:
+    """Stands where a DataLoader has its batch sampler: what is made of it would skip batches by itself.
+
+    Lightning looks for a sampler in it, and finds none.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedSourceError(
+            "a loader was made of the parts of a wrapped one, and would lose its place, its order and its streams "
+            "(accelerate.skip_first_batches does so, which the Hugging Face Trainer calls when it resumes): iterate "
+            "the wrapped loader itself, whose load_state_dict skips what is done; with the Hugging Face Trainer use "
+            "midepoch.adapters.trainers.transformers.feed"
+        )
+
+
+class Sampler:
+    """Stands where a DataLoader has its sampler: trainers call `set_epoch`, programs print the length.
+
+    Args:
+        set_epoch: the loader's.
+        length: samples of one epoch on this rank; raises TypeError where nobody knows.
+    """
+
+    def __init__(self, set_epoch: Callable[[int], None], length: Callable[[], int]) -> None:
+        self.set_epoch, self._length = set_epoch, length
+
+    def __len__(self) -> int:
+        return self._length()

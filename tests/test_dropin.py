@@ -1,0 +1,155 @@
+"""A wrapped loader where programs and trainers expect a DataLoader."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import midepoch
+from midepoch import UnsupportedSourceError, World
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, size: int = 20) -> None:
+        self.rows = list(range(size))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": torch.tensor([float(self.rows[index])]), "labels": torch.tensor([0.0])}
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+READ = (
+    "dataset", "batch_size", "num_workers", "drop_last", "collate_fn", "pin_memory", "generator", "timeout",
+    "prefetch_factor", "worker_init_fn", "persistent_workers", "multiprocessing_context",
+)  # fmt: skip
+
+
+def source(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), batch_size=4, shuffle=True, **keywords)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_reads_go_to_the_source_and_assignments_are_refused(name: str) -> None:
+    theirs = source()
+    loader = midepoch.wrap(theirs, seed=1)
+    assert getattr(loader, name) is getattr(theirs, name)
+    with pytest.raises(AttributeError, match=rf"wrap\(DataLoader\(dataset, {name}=\.\.\.\)\)"):
+        setattr(loader, name, getattr(theirs, name))
+    with pytest.raises(AttributeError, match=f"the wrapped list has no {name}"):
+        getattr(midepoch.wrap([1, 2]), name)
+    assert not hasattr(midepoch.wrap([1, 2]), name)
+    for twin in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert hasattr(twin, name)
+
+
+def test_what_programs_print_in_their_first_lines() -> None:
+    loader = midepoch.wrap(source(), seed=1)
+    assert (len(loader.dataset), len(loader.sampler), len(loader), loader.batch_size) == (20, 20, 5, 4)
+    second = midepoch.wrap(source(), seed=1, world=World(1, 3))
+    assert (len(second.dataset), len(second.sampler), len(second)) == (20, 7, 2)
+    with pytest.raises(TypeError, match=r"loader\.unit"):
+        len(midepoch.wrap([1, 2]).sampler)
+
+
+def test_units() -> None:
+    assert midepoch.wrap(source()).unit == "sample"
+    assert midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=True).unit == "sample"
+    listed = DataLoader(Rows(), batch_sampler=[[0, 1], [2]])  # type: ignore[arg-type]
+    batches = [midepoch.wrap([1, 2]), midepoch.wrap(lambda: iter([1])), midepoch.wrap(listed)]
+    batches += [midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=False), midepoch.combine([midepoch.wrap([1])])]
+    assert [loader.unit for loader in batches] == ["batch"] * 5
+
+
+def test_the_length_follows_a_dataset_that_grows_between_epochs() -> None:
+    theirs = source()
+    loader = midepoch.wrap(theirs, seed=1)
+    first = list(loader)
+    theirs.dataset.rows += [20, 21, 22, 23]  # type: ignore[attr-defined]
+    assert (len(first), len(loader), loader.batches_left, len(loader.sampler)) == (5, 6, 6, 24)
+    state = loader.state_dict()
+    assert state["size"] == 24
+    resumed = midepoch.wrap(DataLoader(Rows(24), batch_size=4, shuffle=True), seed=1)
+    resumed.load_state_dict(state)
+    assert [batch["input_ids"].tolist() for batch in resumed] == [batch["input_ids"].tolist() for batch in loader]
+
+
+def test_skip_first_batches_is_refused_when_it_is_iterated() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra trainers")
+    loader = midepoch.wrap(source(), seed=1)
+    with pytest.raises(UnsupportedSourceError, match="iterate the wrapped loader itself"):
+        list(accelerate.skip_first_batches(loader, 2))
+    stream = midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=True)
+    with pytest.raises(AttributeError, match=r"loader\.source\.dataset"):
+        accelerate.skip_first_batches(stream, 2)
+    assert stream.source.dataset is not None
+
+
+def test_accelerate_s_prepare_leaves_it_as_it_is() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra trainers")
+    loader = midepoch.wrap(source(), seed=1)
+    assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
+
+
+def test_fabric_refuses_it_and_lightning_takes_it_as_it_is() -> None:
+    lightning = pytest.importorskip("lightning", reason="needs the extra trainers")
+    loader = midepoch.wrap(source(), seed=1)
+    with pytest.raises(TypeError, match="DataLoader"):
+        lightning.Fabric(accelerator="cpu").setup_dataloaders(loader)
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen: list[Any] = []
+
+    class Model(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch["input_ids"].tolist())
+            return {"loss": self.layer(batch["input_ids"]).sum()}
+
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_epochs=1, logger=False, accelerator="cpu", limit_val_batches=0, **quiet)
+    trainer.fit(Model(), loader)
+    assert seen == [batch["input_ids"].tolist() for batch in midepoch.wrap(source(), seed=1)]
+
+
+def test_a_hugging_face_resume_without_feed_is_refused(tmp_path: Path) -> None:
+    """Its Trainer skips batches through Accelerate, of a loader that it makes of the wrapped one's parts."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra trainers")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            return {"loss": ((self.layer(input_ids) - labels) ** 2).mean()}
+
+    class Fed(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            return midepoch.wrap(source(), seed=1)
+
+    def trainer(steps: int) -> Any:
+        settings = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=steps, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        return Fed(model=Model(), args=settings, train_dataset=Rows())
+
+    trainer(2).train()
+    with pytest.raises(UnsupportedSourceError, match="transformers.feed"):
+        trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
