@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 
@@ -55,6 +56,24 @@ _COUNTING_TRAINERS = {
 }
 
 
+class Settings(TypedDict, total=False):
+    """Keywords of `wrap` that only some sources know. Adapters of other packages may have more.
+
+    Attributes:
+        index_cache: webdataset: the folder for indexes of shards; None for the user's cache folder.
+        progress: webdataset: show a bar while shards are indexed; None: where somebody can see it.
+        refill: webdataset: fill up batches of which samples were dropped, so that all are of one size.
+        replay: webdataset: read a pipeline that midepoch does not understand from its start, as any iterable.
+        streams: webdataset, streamed shards: the number of streams, in [1, 256], always the same for this data.
+    """
+
+    index_cache: str | os.PathLike[str] | None
+    progress: bool | None
+    refill: bool
+    replay: bool
+    streams: int | None
+
+
 def wrap(
     source: Any,
     *,
@@ -64,7 +83,7 @@ def wrap(
     randomness: Literal["sample", "none"] = "sample",
     tail: Tail | None = None,
     fingerprint: str | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
 
@@ -83,8 +102,7 @@ def wrap(
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
             "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
-        settings: what only some sources know, such as ``refill=True`` for webdataset pipelines; the page of the backend
-            in docs/ lists them.
+        settings: what only some sources know, such as ``refill=True`` for webdataset pipelines: see `Settings`.
 
     Raises:
         UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
@@ -92,7 +110,7 @@ def wrap(
     """
     if isinstance(source, Loader):
         return source
-    options = Options(seed, world, shard, randomness, tail, fingerprint, settings)
+    options = Options(seed, world, shard, randomness, tail, fingerprint, cast(dict[str, Any], settings))
     return Loader(_adapter_for(source, options), options)
 
 

@@ -68,7 +68,7 @@ def test_what_programs_print_in_their_first_lines() -> None:
 def test_units() -> None:
     assert midepoch.wrap(source()).unit == "sample"
     assert midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=True).unit == "sample"
-    listed = DataLoader(Rows(), batch_sampler=[[0, 1], [2]])  # type: ignore[arg-type]
+    listed = DataLoader(Rows(), batch_sampler=[[0, 1], [2]])
     batches = [midepoch.wrap([1, 2]), midepoch.wrap(lambda: iter([1])), midepoch.wrap(listed)]
     batches += [midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=False), midepoch.combine([midepoch.wrap([1])])]
     assert [loader.unit for loader in batches] == ["batch"] * 5
@@ -151,5 +151,5 @@ def test_a_hugging_face_resume_without_feed_is_refused(tmp_path: Path) -> None:
         return Fed(model=Model(), args=settings, train_dataset=Rows())
 
     trainer(2).train()
-    with pytest.raises(UnsupportedSourceError, match="transformers.feed"):
+    with pytest.raises(UnsupportedSourceError, match=r"transformers\.feed"):
         trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

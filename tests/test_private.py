@@ -239,7 +239,7 @@ def foreign(path: Path) -> list[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
         if isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name not in own | public:
-            found.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+            found.append(f"{path.name}:{getattr(node, 'lineno', 0)} {ast.unparse(node)}")
     return found
 
 

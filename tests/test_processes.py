@@ -352,7 +352,7 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     gc.freeze()  # so that the collector looks at this test's objects alone
     request.addfinalizer(gc.unfreeze)
     before = workers_here()
-    loader = midepoch.wrap(make(persistent), seed=0, **({"shard": True} if make is iterable else {}))
+    loader = midepoch.wrap(make(persistent), seed=0, shard=True if make is iterable else None)
     kept: Any = read(loader)
     started = workers_here() - before
     assert len(started) == 2

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -130,45 +129,6 @@ def test_a_generator_made_when_iteration_starts_is_keyed() -> None:
     loader = wrap(MakesItsGeneratorLate(), seed=0)
     loader.seek(position=25)
     assert list(loader) == whole[25:]
-
-
-class MakesItsGeneratorLater(Dataset[Any]):
-    generator: Any = None
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= 8 and self.generator is None:
-            self.generator = np.random.default_rng(5)
-        return float(self.generator.random()) if index >= 8 else 0.0
-
-
-def test_a_generator_made_in_a_later_batch_is_warned_of() -> None:
-    with pytest.warns(midepoch.MidepochWarning, match="after the first batch"):
-        list(wrap(DataLoader(MakesItsGeneratorLater(), batch_size=4), seed=0))
-
-
-class HoldsAGeneratorFunction(Dataset[Any]):
-    def __init__(self) -> None:
-        generator = np.random.default_rng(3)
-        self.noise = (float(generator.random()) for _ in iter(int, 1))
-        self.more = iter(lambda: float(np.random.default_rng(1).random()) + float(generator.random()), None)
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return index, next(self.noise), next(self.more)
-
-
-def test_generators_behind_python_generators_and_iterators_are_keyed() -> None:
-    def make() -> Any:
-        return wrap(DataLoader(HoldsAGeneratorFunction(), batch_size=4, collate_fn=list), seed=0)
-
-    whole, loader = list(make()), make()
-    loader.seek(position=8)
-    assert list(loader) == whole[2:]
 
 
 def test_a_copy_of_a_loader_has_workers_of_its_own() -> None:

@@ -299,23 +299,6 @@ def as_errors(worker: int) -> None:
     warnings.simplefilter("error", MidepochWarning)
 
 
-@pytest.mark.parametrize("size", [10, 12], ids=["a part of a batch at the end", "whole batches"])
-@pytest.mark.parametrize("before_the_end", [4, 0])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_generator_that_is_made_late_is_warned_of(size: int, before_the_end: int, num_workers: int) -> None:
-    options = {"kind": sources.DrawingLate, "size": size, "late": size - 1 - before_the_end}
-    text = "DrawingLate.made|dict.*'made'.* is a random generator that was made after the first batch"
-    if num_workers:
-        with (
-            make(num_workers=1, loading={"worker_init_fn": as_errors}, **options) as loader,
-            pytest.raises(MidepochWarning, match=text),
-        ):
-            drawn(loader)
-        return
-    with make(**options) as loader, pytest.warns(MidepochWarning, match=text):
-        drawn(loader)
-
-
 @pytest.mark.parametrize("method", ["stratified", "per_stream"])
 def test_what_is_drawn_comes_again_where_batches_are_made_in_other_ways(method: str) -> None:
     options = {"batching_method": method, "size": 15, "kind": sources.Drawing}
@@ -901,5 +884,3 @@ class TestStreaming(ResumableTests):
     cuts = (2,)
     epochs = 1
     state_bytes = 512
-
-
