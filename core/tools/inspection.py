@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
+from midepoch.checkpoint.files import checksums, damage_in
 from midepoch.checkpoint.pickles import check_pickle
-from midepoch.checkpoint.snapshot import checksums, damage_in
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, State, check, reseal
 
