@@ -13,7 +13,7 @@ from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.state.format import State
 from midepoch.state.parts import is_rank_independent
-from midepoch.stateful_iterable import loader_of
+from midepoch.loader.lending import loader_of
 from midepoch.world import World
 
 __all__ = ["feed"]

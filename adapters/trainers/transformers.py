@@ -13,7 +13,7 @@ from midepoch.loader.loader import Loader
 from midepoch.packages import Need
 from midepoch.state.format import State
 from midepoch.state.parts import gather
-from midepoch.stateful_iterable import loader_of
+from midepoch.loader.lending import loader_of
 
 __all__ = ["feed"]
 

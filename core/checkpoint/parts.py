@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from midepoch.errors import SnapshotError
-from midepoch.stateful_iterable import loader_of
+from midepoch.loader.lending import loader_of
 
 __all__ = ["check_fits", "kinds_of", "merge", "sharded", "unwrapped"]
 

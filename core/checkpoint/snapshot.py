@@ -23,9 +23,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from midepoch.errors import MidepochError, MidepochWarning, SnapshotError, StateError
+from midepoch.loader.lending import loader_of
 from midepoch.order.keys import derive_key
 from midepoch.state.parts import is_rank_independent, join_states
-from midepoch.stateful_iterable import loader_of
 
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
 from .generators import check_generators, save_generators, seed_generators, set_generators
