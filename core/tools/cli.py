@@ -83,7 +83,7 @@ def check(
     Exit status: 0 all laws that apply hold; 1 one is broken, or whole epochs do not run through; 2 it could not be
     examined.
     """
-    require("cli", "rich")
+    require("cli", "jinja2", "rich")
     from midepoch.testing.record import Settings
 
     from .check import TargetError, examine, find_target, printable
@@ -133,7 +133,7 @@ def inspect(
 
     Exit status: 0; 1 a state or the file is damaged; 2 it could not be read, or not be moved.
     """
-    require("cli", "rich")
+    require("cli", "jinja2", "rich")
     from midepoch.errors import MidepochError
 
     from . import check as checking
