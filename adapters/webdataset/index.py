@@ -122,8 +122,8 @@ class Index:
 def default_cache() -> Path:
     """The folder in which a user's own folder of indexes is.
 
-    ``$MIDEPOCH_CACHE``, else ``midepoch`` where the system keeps caches (``$XDG_CACHE_HOME``, ``~/.cache``), else, for a
-    user who has no home, in the folder of temporary files.
+    ``$MIDEPOCH_CACHE``, else ``midepoch`` where the system keeps caches (``$XDG_CACHE_HOME``, ``~/.cache``), else, for
+    a user who has no home, in the folder of temporary files.
     """
     own = os.environ.get("MIDEPOCH_CACHE")
     if own:
