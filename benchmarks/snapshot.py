@@ -72,7 +72,7 @@ def looping(folder: Path, rounds: int) -> None:
     def run(stepping: bool) -> None:
         nonlocal inside
         # The time of the runs before, in which it was not called, is none between its steps.
-        snapshot._last_agreement = snapshot.steps, time.monotonic()
+        snapshot._agreement._last = snapshot.steps, time.monotonic()
         for _ in range(100):
             optimizer.zero_grad()
             trained(data).square().mean().backward()
@@ -102,7 +102,8 @@ def looping(folder: Path, rounds: int) -> None:
             snapshot.step()
 
     alone = timed(step_only) / calls
-    agreement = timed(lambda: [snapshot._largest(snapshot._ranks(), 0.0, 0.0) for _ in range(1000)]) / 1000
+    asking = snapshot._agreement
+    agreement = timed(lambda: [asking.largest(asking.ranks(), 0.0, 0.0) for _ in range(1000)]) / 1000
     snapshot.close()
     if distributed and torch.distributed.get_rank():
         return

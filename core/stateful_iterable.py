@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import get_worker_info
 
 from .errors import StateError
-from .loader.loader import Loader
+from .loader.lending import LENDS
 from .reading.driven import RAW
 from .state.format import State
 from .wrapping import wrap
 
-__all__ = ["StatefulIterable", "loader_of"]
+__all__ = ["StatefulIterable"]
 
 _INHERITED = "_midepoch_inherited"
 
@@ -67,10 +67,18 @@ class StatefulIterable(Protocol):
 
         def __init_subclass__(cls, **arguments: Any) -> None:
             super().__init_subclass__(**arguments)
+            if getattr(cls, "_is_protocol", False):
+                return
+            setattr(cls, LENDS, _lend)
             own = cls.__dict__.get("__iter__")
-            if own is not None and not getattr(cls, "_is_protocol", False):
+            if own is not None:
                 setattr(cls, RAW, False)
                 cls.__iter__ = _resumable_iter(own)  # type: ignore[method-assign]
+
+
+def _lend(owner: object) -> Any:
+    """The loader that an object of a subclass is lent."""
+    return _inherited(owner).loader()
 
 
 def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -138,16 +146,3 @@ def _inherited(owner: Any) -> _Inherited:
     made = _Inherited(owner)  # a copy's
     object.__setattr__(owner, _INHERITED, made)
     return made
-
-
-def inherited_loader(owner: object) -> Any:
-    """The loader that `StatefulIterable` lends to the objects of its subclasses; None for any other object."""
-    return _inherited(owner).loader() if StatefulIterable in type(owner).__mro__ else None
-
-
-def loader_of(source: object) -> Loader | None:
-    """The loader that `source` is, or that `StatefulIterable` lends it; None where it has not been wrapped."""
-    if isinstance(source, Loader):
-        return source
-    lent: Loader | None = inherited_loader(source)
-    return lent

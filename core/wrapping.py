@@ -15,6 +15,7 @@ import torch
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
 from .loader.loader import Loader, when_loaded_by
+from .reading.indexed import never_draws
 from .state.format import State
 from .world import Tail, World
 
@@ -47,6 +48,9 @@ _BACKENDS = (
 )
 
 _ENTRY_POINTS = "midepoch.adapters"
+
+# Modules that register collate functions with torch as soon as they are imported, by which no random number is drawn.
+_DRAWLESS_COLLATES = ("nvidia.dali.plugin.pytorch.experimental.proxy",)
 
 # Trainers that restore a count of batches beside a loader's state: the module that calls `load_state_dict`, and what
 # tells whether the count fits. It is imported when the trainer is there anyway.
@@ -162,6 +166,9 @@ def _load(path: str) -> Any:
 def _tell_later(path: str) -> Callable[[Loader, State], None]:
     return lambda loader, state: _load(path)(loader, state)
 
+
+for _module in _DRAWLESS_COLLATES:
+    never_draws(_module)
 
 for _module, _path in _COUNTING_TRAINERS.items():
     when_loaded_by(_module, _tell_later(_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -10,13 +11,14 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import midepoch
 from midepoch.checkpoint.pickles import check_pickle
@@ -183,23 +185,66 @@ def test_one_state_in_several_places_and_several_states(tmp_path: Path) -> None:
     assert [place.state["epoch"] for place in look(tmp_path / "out.pt").places] == [1, 1, 0]
 
 
-def test_only_what_can_begin_anywhere_is_moved_without_its_source() -> None:
-    """Its states have no detail of their own, on any rank; of others only the source knows how to begin."""
-    from midepoch import wrapping as registry
-    from midepoch.loader.adapter import Adapter
-    from midepoch.tools import inspection
+class Own:
+    """A source with a state of its own, which midepoch carries as the detail of its states."""
 
-    known = set()
-    for backend in registry._BACKENDS:
-        try:
-            adapter = registry._load(backend.adapter)
-        except ImportError:
-            continue
-        anywhere = adapter.rank_independent and not adapter.jumps and adapter.check_detail is Adapter.check_detail
-        # A DataLoader's detail is of workers that replay, or of a sampler's draws, and then it has one.
-        assert (adapter.name in inspection._BEGIN_ANYWHERE) == (anywhere or adapter.name == "dataloader"), adapter.name
-        known.add(adapter.name)
-    assert known >= inspection._BEGIN_ANYWHERE - {"sampler", "ffcv", "dali-sampled", "webdataset"}
+    def __init__(self) -> None:
+        self.epoch = self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch, self.given = self.epoch + (self.given == 10), self.given % 10
+        while self.given < 10:
+            self.given += 1
+            yield self.epoch, self.given
+
+    def state_dict(self) -> Any:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+@pytest.mark.parametrize("to", [(2, 0), (0, 4), (1, 8)])
+@pytest.mark.parametrize(
+    "source",
+    [lambda: DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True), lambda: [[i] for i in range(40)],
+     lambda: range(40).__iter__, lambda: DataLoader(Counting(), batch_size=4), Own],
+    ids=["DataLoader", "list", "function", "iterable dataset", "own state"],
+)  # fmt: skip
+def test_a_copy_leads_where_seek_does_or_is_refused(
+    source: Callable[[], Any], to: tuple[int, int], behind: int, tmp_path: Path
+) -> None:
+    """Whatever the source: a state without a detail is moved, and loading it is what tells."""
+
+    def batches(loader: Any) -> str:
+        return str(list(itertools.islice(loader, 3)))
+
+    loader = midepoch.wrap(source(), seed=3)
+    for _ in itertools.islice(loader, behind):
+        pass
+    state = loader.state_dict()
+    write_json(tmp_path / "in", state)
+    if state["detail"]:
+        with pytest.raises(StateError, match="only its source can tell"):
+            seek(tmp_path / "in", tmp_path / "out", epoch=to[0], position=to[1])
+        return
+    moved = seek(tmp_path / "in", tmp_path / "out", epoch=to[0], position=to[1]).state
+    loader, other = midepoch.wrap(source(), seed=3), midepoch.wrap(source(), seed=3)
+    try:
+        loader.load_state_dict(moved)
+    except StateError:
+        # Only of the very beginning: a state from within an epoch shows that its place is enough.
+        assert behind == 0 and (isinstance(loader.source, Own) or (to[1] and "iterable" in moved["adapter"]))
+        assert (loader.epoch, loader.position) == (0, 0)
+        return
+    other.seek(*to)
+    assert batches(loader) == batches(other)
 
 
 def test_a_copy_in_which_the_loader_stands_elsewhere(tmp_path: Path) -> None:
@@ -254,7 +299,9 @@ def test_what_cannot_be_sought_is_refused_and_nothing_is_written(tmp_path: Path)
     path.write_text(json.dumps(midepoch.reseal({**state, "detail": "its own"})))
     with pytest.raises(StateError, match=r"call loader\.seek in the training script"):
         seek(path, out, epoch=1)
-    path.write_text(json.dumps(midepoch.wrap(range(5).__iter__, seed=0).state_dict()))
+    streamed = midepoch.wrap(range(5).__iter__, seed=0)
+    next(iter(streamed))
+    path.write_text(json.dumps(streamed.state_dict()))
     with pytest.raises(StateError, match=r"is of iterable, and only its source can tell .*call loader\.seek"):
         seek(path, out, position=2)
     with pytest.raises(SnapshotError, match="is a folder"):

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import pwd
 import stat
 import subprocess
 import sys
@@ -255,5 +256,6 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.delenv("MIDEPOCH_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])  # as in a container whose user has no entry
     assert default_cache().name == f"midepoch-{os.geteuid()}"

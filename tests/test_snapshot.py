@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
-from midepoch.checkpoint import snapshot as module
+from midepoch.checkpoint import files
 from midepoch.state.codec import decode, encode
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
@@ -187,6 +187,32 @@ def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
     two_groups = torch.optim.Adam([{"params": [each]} for each in run.model.parameters()], lr=0.1)
     with pytest.raises(SnapshotError, match=r"optimizer differs: the snapshot has groups of \[2\] parameters"):
         Snapshot(path, signals=(), model=run.model, optimizer=two_groups, schedule=run.schedule, data=run.loader).load()
+
+
+@pytest.mark.parametrize("name", ["path", "every", "keep", "signals", "exit_status", "group", "parts", "keywords"])
+def test_a_part_may_have_the_name_of_a_keyword(name: str, tmp_path: Path) -> None:
+    path, one, other = tmp_path / "snapshot.pt", torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    Snapshot(path, signals=(), model=one, parts={name: other}).save()
+    assert torch.load(path, weights_only=True)["parts"].keys() == {"model", name}
+    weight = other.weight.detach().clone()
+    with torch.no_grad():
+        other.weight.add_(1)
+    assert Snapshot(path, signals=(), parts={"model": one, name: other}).load()
+    assert torch.equal(other.weight, weight)
+
+
+def test_parts_that_are_no_parts_are_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "snapshot.pt", torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="model is both in parts and a keyword: pass each part once"):
+        Snapshot(path, signals=(), model=model, parts={"model": model})
+    with pytest.raises(TypeError, match=r"parts must be a mapping .* got a Linear: .* parts=\{'parts': \.\.\.\}"):
+        Snapshot(path, signals=(), parts=model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the names in parts must be str, got 3"):
+        Snapshot(path, signals=(), parts={3: model})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="keep is a int without state_dict"):
+        Snapshot(path, signals=(), parts={"keep": 3})
+    with pytest.raises(TypeError, match="there is nothing to save"):
+        Snapshot(path, signals=(), parts={})
 
 
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
@@ -503,7 +529,7 @@ def test_what_goes_wrong_after_the_renaming(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sync_folder", fails)
+        patch.setattr(files, "_sync_folder", fails)
         run.train(1)
         if isinstance(error, OSError):
             with pytest.warns(MidepochWarning, match=r"was saved, but its folder could not be synced \(Invalid"):
@@ -565,9 +591,9 @@ def test_another_kind_of_optimizer_or_scaler_is_refused_before_anything_is_chang
 
     make(torch.optim.Adam, Scaler(False))[1].save()
     others: list[tuple[Any, Any, str]] = [
-        (torch.optim.SGD, Scaler(False), "snapshot's has no dampening, momentum, nesterov, which this optimizer needs"),
+        (torch.optim.SGD, Scaler(False), "snapshot has no dampening, momentum, nesterov, which this optimizer needs"),
         (torch.optim.AdamW, Scaler(False), "is a AdamW, the snapshot has the state of a Adam"),
-        (torch.optim.Adam, Scaler(True), "scaler differs: the snapshot's was empty"),
+        (torch.optim.Adam, Scaler(True), "scaler differs: its state in the snapshot is empty"),
     ]
     for optimizer, scaler, message in others:
         model, other = make(optimizer, scaler)
@@ -625,7 +651,7 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
 
 def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
-    with module._locked_draft(path) as (draft, _):
+    with files._locked_draft(path) as (draft, _):
         assert draft.exists()
         left = tmp_path / "snapshot.pt.0123456789ab.draft"
         left.write_bytes(b"of a process that was killed")

@@ -947,11 +947,12 @@ def test_an_index_takes_few_bytes_a_sample(tmp_path: Path, cache: Path) -> None:
 def test_a_bar_shows_where_building_takes_a_moment(
     urls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from midepoch.adapters.webdataset.index import _Progress
+    from midepoch.adapters.webdataset import index
 
-    monkeypatch.setattr(_Progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(index, "_PATIENCE", 0.0)
     midepoch.wrap(numbers(urls), progress=True)
-    assert "indexing shards" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"indexing {len(urls)} shards: 100%" in told
     midepoch.wrap(numbers(urls))
     assert capsys.readouterr().err == ""
 

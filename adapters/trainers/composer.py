@@ -10,10 +10,10 @@ from composer.loggers import Logger
 from composer.utils import reproducibility
 
 from midepoch.errors import MidepochWarning
+from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.state.parts import gather
-from midepoch.stateful_iterable import loader_of
 
 __all__ = ["ExactResume"]
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_unflatten
 from midepoch.adapters.trainers import lightning_private as private
 from midepoch.combine.combine import combine
 from midepoch.errors import MidepochWarning, StateError
+from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
-from midepoch.stateful_iterable import loader_of
 
 if TYPE_CHECKING or "lightning" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback

@@ -9,11 +9,11 @@ from typing import Any
 from torchtitan.components.dataloader import BaseDataLoader
 
 from midepoch.errors import StateError
+from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.state.format import State
 from midepoch.state.parts import is_rank_independent
-from midepoch.stateful_iterable import loader_of
 from midepoch.world import World
 
 __all__ = ["feed"]

@@ -9,11 +9,11 @@ from transformers.trainer_callback import ExportableState
 
 from midepoch.adapters.trainers import transformers_private as private
 from midepoch.errors import StateError, StateMismatchError
+from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.packages import Need
 from midepoch.state.format import State
 from midepoch.state.parts import gather
-from midepoch.stateful_iterable import loader_of
 
 __all__ = ["feed"]
 

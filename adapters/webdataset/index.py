@@ -14,10 +14,8 @@ import logging
 import os
 import re
 import secrets
-import sys
 import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import platformdirs
+from tqdm import tqdm
 from webdataset.tariterators import base_plus_ext
 
 from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
@@ -38,6 +38,7 @@ __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 2  # of the files in the cache
 _DRAFT = ".part"
+_PATIENCE = 0.5  # seconds of building before a progress bar appears
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # tar_file_iterator's own: what webdataset takes for metadata
 
 
@@ -121,17 +122,17 @@ class Index:
 def default_cache() -> Path:
     """The folder in which a user's own folder of indexes is.
 
-    ``$MIDEPOCH_CACHE``, else ``midepoch`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, else, for a user who has no home, in
-    the folder of temporary files.
+    ``$MIDEPOCH_CACHE``, else ``midepoch`` where the system keeps caches (``$XDG_CACHE_HOME``, ``~/.cache``), else, for
+    a user who has no home, in the folder of temporary files.
     """
     own = os.environ.get("MIDEPOCH_CACHE")
     if own:
         return Path(own)
-    try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"midepoch-{os.geteuid()}"
-    return caches / "midepoch"
+    with contextlib.suppress(RuntimeError):  # there is no home; older versions of platformdirs return a path with ~
+        folder = platformdirs.user_cache_path("midepoch", appauthor=False)
+        if folder.is_absolute():
+            return folder
+    return Path(tempfile.gettempdir()) / f"midepoch-{os.geteuid()}"
 
 
 # --- one shard --------------------------------------------------------------------------------------------------------
@@ -437,24 +438,37 @@ def _try_locate(url: str) -> Shard | str | Exception:
         return error
 
 
+class _Bar(tqdm):
+    """A bar without tqdm's watching thread, which would outlive it: worker processes are forked later."""
+
+    monitor_interval = 0
+
+
 def _build_all(
     shards: list[Shard], keys: Keys, handler: Callable[[Exception], Any], cache: _Cache, progress: bool | None
 ) -> list[ShardIndex]:
-    bar = _Progress(len(shards), sum(shard.size for shard in shards), progress)
+    lock = threading.Lock()
+    bar = _Bar(
+        total=sum(shard.size for shard in shards),
+        desc=f"midepoch: indexing {len(shards)} shards",
+        unit="B",
+        unit_scale=True,
+        delay=_PATIENCE,
+        disable=None if progress is None else not progress,  # None: shown on a terminal
+    )
 
     def build(shard: Shard) -> ShardIndex:
         built = _cached(shard, keys, handler, cache)
-        bar.advance(shard.size)
+        with lock:
+            bar.update(shard.size)
         return built
 
-    with ThreadPoolExecutor(max_workers=_threads()) as pool:
+    with bar, ThreadPoolExecutor(max_workers=_threads()) as pool:
         try:
             return list(pool.map(build, shards))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-        finally:
-            bar.close()
 
 
 def _join(indexes: list[ShardIndex], missing: list[str]) -> Index:
@@ -474,42 +488,3 @@ def _join(indexes: list[ShardIndex], missing: list[str]) -> Index:
         checksum=f"{checksum:08x}",
         losses=missing + [index.lost for index in indexes if index.lost],
     )
-
-
-class _Progress:
-    """A bar on standard error, once building has taken a moment."""
-
-    _PATIENCE = 0.5  # seconds
-    _WIDTH = 30  # characters
-
-    def __init__(self, shards: int, size: int, wanted: bool | None) -> None:
-        self._shards, self._size, self._done, self._bytes = shards, size, 0, 0
-        self._wanted = sys.stderr.isatty() if wanted is None else wanted
-        self._begun = self._shown = time.monotonic()
-        self._lock = threading.Lock()
-        self._visible = False
-
-    def advance(self, size: int) -> None:
-        with self._lock:
-            self._done += 1
-            self._bytes += size
-            now = time.monotonic()
-            if self._wanted and now - self._begun > self._PATIENCE and (now - self._shown > 0.1 or not self._visible):
-                self._shown = now
-                self._draw()
-
-    def _draw(self) -> None:
-        filled = self._WIDTH * self._bytes // max(self._size, 1)
-        bar = "█" * filled + "·" * (self._WIDTH - filled)
-        print(
-            f"\rmidepoch: indexing shards {bar} {self._done} of {self._shards}, {self._bytes / 1e9:.1f} GB",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._visible = True
-
-    def close(self) -> None:
-        if self._visible:
-            self._draw()
-            print(file=sys.stderr)

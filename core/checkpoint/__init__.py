@@ -1,1 +1,10 @@
-"""Snapshot: model, optimizer, loader and generators in one file that survives any kill."""
+"""Snapshot: model, optimizer, loader and random generators in one file that survives any kill.
+
+* `snapshot`: `Snapshot` itself, what a training script calls.
+* `parts`: what a snapshot saves, and whether a saved state fits what the script has now.
+* `generators`: python's, numpy's and torch's global generators of the training process.
+* `ranks`: the processes that train together: what they tell each other, and when.
+* `signals`: SIGTERM and the like, answered between two batches.
+* `files`: writing a file whole, keeping the ones before, finding the newest sound one.
+* `pickles`: a look at a pickle before anything is built from it.
+"""

@@ -1,7 +1,7 @@
-"""How deep the tuples are that a pickle would build, told from its opcodes: nothing is built.
+"""How deep the tuples are that a pickle would build, read from its opcodes: nothing is built.
 
-Python hashes a tuple by its parts, in C and without a bound. A dict's key of tuples in tuples, of which each takes a
-byte in a pickle, exhausts the stack, and the process ends by a signal.
+Python hashes a tuple by recursion in C, without a limit. A pickle needs one byte for each level of nesting. A dict key
+of deeply nested tuples therefore overflows the stack, and a signal ends the process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _HOLDING = frozenset(
 
 
 def check_pickle(data: bytes) -> None:
-    """Raise ValueError where tuples are nested deeper than any checkpoint's, or `data` is no pickle."""
-    stack: list[int] = []  # of each object: how deep the tuples in it are
+    """Raise ValueError where `data` nests tuples deeper than any checkpoint does, or is no pickle."""
+    stack: list[int] = []  # for each object, how deep the tuples in it are nested
     memo: dict[int, int] = {}
     try:
         for opcode, argument, place in pickletools.genops(data):
@@ -28,7 +28,7 @@ def check_pickle(data: bytes) -> None:
                 stack.append(_MARK)
             elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 if stack[-1] == _MARK:
-                    raise ValueError(f"at byte {place} nothing is there to be remembered")
+                    raise ValueError(f"at byte {place} it memoizes nothing")
                 memo[len(memo) if argument is None else int(argument)] = stack[-1]
             elif name in ("GET", "BINGET", "LONG_BINGET"):
                 stack.append(memo[int(argument or 0)])
@@ -46,7 +46,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _deepest_of(opcode: pickletools.OpcodeInfo, stack: list[int]) -> int:
-    """Of what an opcode takes from the stack."""
+    """The deepest nesting among what an opcode takes from the stack, which is removed."""
     deepest, below = 0, opcode.stack_before
     if pickletools.markobject in below:
         while (top := stack.pop()) != _MARK:

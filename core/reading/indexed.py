@@ -29,6 +29,7 @@ __all__ = [
     "as_list",
     "draws_nothing",
     "map_requests",
+    "never_draws",
     "reads_whole_batches",
     "spans",
     "unchanged",
@@ -36,9 +37,8 @@ __all__ = [
 
 _KEY_BLOCK = 512
 
-# Of whose registered collate functions it is known that they draw nothing. Importing DALI's plugin for torch registers
-# one, so that without it here every loader of a process would cost more, and promise less, for what another imports.
-_DRAWLESS = {default_collate.__module__, "nvidia.dali.plugin.pytorch.experimental.proxy"}
+# Modules whose collate functions, registered with torch's default_collate, are known to draw nothing.
+_drawless = {default_collate.__module__}
 
 
 class IteratorSession(Session):
@@ -219,11 +219,20 @@ class MapReader:
         return self._key_block[place : place + count]
 
 
+def never_draws(module: str) -> None:
+    """Tell that the collate functions that `module` registers with torch's ``default_collate`` draw nothing.
+
+    A package may register some as soon as it is imported. Unless they are known, every loader of the process then puts
+    each batch under a stream.
+    """
+    _drawless.add(module)
+
+
 def draws_nothing(collate: Callable[[Any], Any]) -> bool:
     """True for torch's own collate functions, which need no stream, unless others were registered with them."""
     if collate is default_convert:
         return True
-    return collate is default_collate and {each.__module__ for each in default_collate_fn_map.values()} <= _DRAWLESS
+    return collate is default_collate and {each.__module__ for each in default_collate_fn_map.values()} <= _drawless
 
 
 def reads_whole_batches(dataset: Any) -> bool:

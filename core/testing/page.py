@@ -1,17 +1,21 @@
-"""The report of an examination as one HTML page: the laws, and which samples each rank received around each cut."""
+"""The report of an examination as one HTML page: the laws, and which samples each rank received around each cut.
+
+Needs jinja2, which the extra `midepoch[cli]` brings.
+"""
 
 from __future__ import annotations
 
-import html
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from jinja2 import Environment, StrictUndefined
+
 from .examine import Examination
 from .record import Recording
-from .report import LawError, Report, Verdict
+from .report import LawError, Report
 
 __all__ = ["Picture", "make_page", "take_pictures"]
 
@@ -106,42 +110,56 @@ def _samples(recording: Recording, epoch: int, batches: int | None = None) -> tu
     return tuple(sample for batch in recording.passes[epoch].ids[:batches] for sample in batch)
 
 
+@dataclass(frozen=True)
+class _Bar:
+    """Neighbouring samples of one kind in a row of a drawing."""
+
+    kind: str
+    left: float
+    width: float
+    name: str
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """Rows of bars, each row with its label; `verdict` in words, and `tone` in a colour, say what they show."""
+
+    caption: str
+    verdict: str
+    tone: str
+    rows: tuple[tuple[str, tuple[_Bar, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Section:
+    """One epoch and change of the number of ranks: what went wrong, and drawings of the cuts that did not."""
+
+    title: str
+    problems: tuple[str, ...]
+    drawings: tuple[_Drawing, ...]
+
+
 def make_page(target: str, report: Report, pictures: Sequence[Picture], versions: str) -> str:
-    """A page that needs nothing else: no script, no font, no address."""
+    """The page as HTML, which loads nothing: no script, no font, no address.
+
+    Args:
+        target: what was examined.
+        report: the laws' verdicts.
+        pictures: what `take_pictures` returned.
+        versions: of midepoch and what it ran on, in words.
+    """
     failed = len(report.failures)
-    verdict = "every law that applies holds" if not failed else f"{failed} of {len(report.verdicts)} laws are broken"
-    rows = "\n".join(_row(verdict) for verdict in report.verdicts)
-    drawn = "\n".join(_figure(cuts) for cuts in _together(pictures))
-    return _PAGE.format(
-        target=html.escape(target),
-        verdict=html.escape(verdict),
+    return _PAGE.render(
+        target=target,
+        verdict="every law that applies holds" if not failed else f"{failed} of {len(report.verdicts)} laws are broken",
         tone="bad" if failed else "good",
-        versions=html.escape(versions),
+        versions=versions,
         date=time.strftime("%Y-%m-%d %H:%M"),
-        rows=rows,
-        pictures=drawn or "<p>There is nothing to draw: the loader did not get through an uninterrupted run.</p>",
-    )
-
-
-def _row(verdict: Verdict) -> str:
-    tone = {"holds": "good", "failed": "bad"}.get(verdict.status, "other")
-    details = html.escape(verdict.reason)
-    if (error := verdict.error) is not None:
-        place = ", ".join(
-            f"{name} {value}" for name, value in (("epoch", error.epoch), ("batch", error.batch)) if value is not None
-        )
-        lines = {
-            "where": place,
-            "expected": error.expected,
-            "got": error.got,
-            "usually": error.cause,
-            "cure": error.cure,
-        }
-        details = "".join(f"<dt>{name}</dt><dd>{html.escape(text[:4000])}</dd>" for name, text in lines.items() if text)
-        details = f"<dl>{details}</dl>"
-    return (
-        f'<tr class="{tone}"><th scope="row">{html.escape(verdict.law)}</th><td>{verdict.status}</td>'
-        f"<td>{details}</td><td>{verdict.seconds:.2f}</td></tr>"
+        verdicts=report.verdicts,
+        sections=[_section(cuts) for cuts in _together(pictures)],
+        labels=_LABELS,
+        height=_HEIGHT,
+        width=_WIDTH,
     )
 
 
@@ -153,35 +171,31 @@ def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
     return list(groups.values())
 
 
-def _figure(cuts: Sequence[Picture]) -> str:
+def _section(cuts: Sequence[Picture]) -> _Section:
     """Every cut as a row, and one with a lane for each rank: the first that went wrong, else the middle one."""
     epoch, (old, new) = cuts[0].epoch, cuts[0].worlds
     title = f"epoch {epoch}, {_ranks(old)} before and {_ranks(new)} after"
-    drawn = [picture for picture in cuts if not picture.problem]
-    parts = [f"<h3>{html.escape(title)}</h3>"]
+    problems = []
     for problem in dict.fromkeys(picture.problem for picture in cuts if picture.problem):
         where = ", ".join(str(picture.cut) for picture in cuts if picture.problem == problem)
-        parts.append(f'<p class="other">cut after {where} batches: {html.escape(problem[:1000])}</p>')
+        problems.append(f"cut after {where} batches: {problem[:1000]}")
+    drawn = [picture for picture in cuts if not picture.problem]
+    drawings = []
     if drawn:
         lost, repeated = max(len(each.lost) for each in drawn), max(len(each.repeated) for each in drawn)
         words = f"{len(drawn)} cuts: at worst {lost} lost and {repeated} repeated"
-        parts.append(_captioned(f"{title}, a row for each cut", words, _tone(lost, repeated), _overview(drawn, words)))
+        drawings.append(_Drawing(f"{title}, a row for each cut", words, _tone(lost, repeated), _overview(drawn)))
         wrong = [each for each in drawn if each.lost] or [each for each in drawn if each.repeated]
         shown = wrong[0] if wrong else drawn[len(drawn) // 2]
         lost, repeated = len(shown.lost), len(shown.repeated)
         words = f"{len(shown.order)} samples: {lost} lost, {repeated} repeated"
         caption = f"{title}, cut after {shown.cut} batches of each rank"
-        parts.append(_captioned(caption, words, _tone(lost, repeated), _lanes(shown, f"{caption}: {words}")))
-    return "\n".join(parts)
+        drawings.append(_Drawing(caption, words, _tone(lost, repeated), _lanes(shown)))
+    return _Section(title, tuple(problems), tuple(drawings))
 
 
 def _tone(lost: int, repeated: int) -> str:
     return "bad" if lost else "warn" if repeated else "good"
-
-
-def _captioned(caption: str, words: str, tone: str, drawing: str) -> str:
-    text = f'{html.escape(caption)}: <span class="{tone}">{html.escape(words)}</span>'
-    return f"<figure><figcaption>{text}</figcaption>{drawing}</figure>"
 
 
 def _ranks(count: int) -> str:
@@ -189,91 +203,89 @@ def _ranks(count: int) -> str:
 
 
 def _columns(order: Sequence[Hashable]) -> dict[Hashable, int]:
-    """Where each sample stands that is drawn."""
+    """The column of each sample that is drawn."""
     columns: dict[Hashable, int] = {}
     for sample in order[:_MOST_SAMPLES]:
         columns.setdefault(sample, len(columns))
     return columns
 
 
-def _overview(pictures: Sequence[Picture], words: str) -> str:
+def _overview(pictures: Sequence[Picture]) -> tuple[tuple[str, tuple[_Bar, ...]], ...]:
     """A row for each cut: which samples came before it, which after it, and which never or too often."""
     columns = _columns(pictures[0].order)
     rows = []
-    for row, picture in enumerate(pictures):
+    for picture in pictures:
         kinds = dict.fromkeys((sample for rank in picture.after for sample in rank), "after")
         kinds |= dict.fromkeys((sample for rank in picture.before for sample in rank), "before")
         kinds |= dict.fromkeys(picture.repeated, "repeated") | dict.fromkeys(picture.lost, "lost")
         stretches = groupby(enumerate(columns), key=lambda item: kinds.get(item[1], ""))
-        label = f"after {picture.cut}"
-        rows.append(_row_of(label, row, len(columns), [(kind, list(items)) for kind, items in stretches if kind]))
-    return _drawing(rows, words)
+        bars = tuple(_bar(kind, list(items), len(columns)) for kind, items in stretches if kind)
+        rows.append((f"after {picture.cut}", bars))
+    return tuple(rows)
 
 
-def _lanes(picture: Picture, words: str) -> str:
+def _lanes(picture: Picture) -> tuple[tuple[str, tuple[_Bar, ...]], ...]:
     """A row for each rank before the cut and after it, and one each for what is lost and repeated."""
     columns = _columns(picture.order)
     lanes = [(f"rank {rank}, before", "before", given) for rank, given in enumerate(picture.before)]
     lanes += [(f"rank {rank}, after", "after", given) for rank, given in enumerate(picture.after)]
     lanes += [("lost", "lost", picture.lost), ("repeated", "repeated", picture.repeated)]
-    rows = []
-    for row, (label, kind, given) in enumerate(lanes):
-        marks = [(kind, [(columns[sample], sample)]) for sample in given if sample in columns]
-        rows.append(_row_of(label, row, len(columns), marks))
-    return _drawing(rows, words)
+    return tuple(
+        (label, tuple(_bar(kind, [(columns[each], each)], len(columns)) for each in given if each in columns))
+        for label, kind, given in lanes
+    )
 
 
-def _row_of(label: str, row: int, columns: int, stretches: Sequence[tuple[str, list[tuple[int, Hashable]]]]) -> str:
-    """Neighbouring samples of a kind, each stretch of them a rectangle."""
+def _bar(kind: str, samples: Sequence[tuple[int, Hashable]], columns: int) -> _Bar:
+    """One bar for neighbouring samples, each with its column."""
     step = (_WIDTH - _LABELS) / max(1, columns)
     gap = step * 0.1 if step > 3 else 0
-    parts = [f'<text x="0" y="{row * _HEIGHT + 11}">{html.escape(label)}</text>']
-    for kind, samples in stretches:
-        (first, one), (last, other) = samples[0], samples[-1]
-        name = str(one) if first == last else f"{one} to {other}"
-        left, width = _LABELS + first * step, max((last - first + 1) * step - gap, 0.5)
-        parts.append(
-            f'<rect class="{kind}" x="{left:.2f}" y="{row * _HEIGHT + 1}" width="{width:.2f}" height="{_HEIGHT - 3}">'
-            f"<title>{html.escape(name[:120])}</title></rect>"
-        )
-    return "".join(parts)
+    (first, one), (last, other) = samples[0], samples[-1]
+    name = str(one) if first == last else f"{one} to {other}"
+    return _Bar(kind, _LABELS + first * step, max((last - first + 1) * step - gap, 0.5), name[:120])
 
 
-def _drawing(rows: Sequence[str], words: str) -> str:
-    size = f"0 0 {_WIDTH} {len(rows) * _HEIGHT}"
-    return f'<svg viewBox="{size}" role="img" aria-label="{html.escape(words)}">{"".join(rows)}</svg>'
-
-
-_PAGE = """<!doctype html>
+_PAGE = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
+    """\
+<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>midepoch check: {target}</title>
+<title>midepoch check: {{ target }}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; }}
-th[scope=row] {{ white-space: nowrap; }}
-dl {{ margin: 0; }} dt {{ float: left; clear: left; width: 5.5rem; color: #666; }}
-dd {{ margin-left: 6rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
-h3 {{ font-size: 1rem; margin: 2rem 0 0; }}
-figure {{ margin: 0.6rem 0 1rem; }} figcaption {{ margin-bottom: 0.3rem; }}
-svg {{ width: 100%; height: auto; }} svg text {{ font-size: 11px; fill: #555; }}
-.good td:nth-child(2), span.good {{ color: #17702e; }}
-.bad td:nth-child(2), span.bad {{ color: #b3121d; font-weight: 600; }}
-span.warn {{ color: #96590b; }} .other {{ color: #666; }}
-rect.before {{ fill: #3b6fb6; }} rect.after {{ fill: #7fb3e6; }}
-rect.lost {{ fill: #d0202b; }} rect.repeated {{ fill: #e39a1c; }}
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; width: 100%; }
+th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; }
+th[scope=row] { white-space: nowrap; }
+dl { margin: 0; } dt { float: left; clear: left; width: 5.5rem; color: #666; }
+dd { margin-left: 6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 2rem 0 0; }
+figure { margin: 0.6rem 0 1rem; } figcaption { margin-bottom: 0.3rem; }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #555; }
+.good td:nth-child(2), span.good { color: #17702e; }
+.bad td:nth-child(2), span.bad { color: #b3121d; font-weight: 600; }
+span.warn { color: #96590b; } .other { color: #666; }
+rect.before { fill: #3b6fb6; } rect.after { fill: #7fb3e6; }
+rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 </style>
 </head>
 <body>
-<h1>{target}</h1>
-<p class="{tone}"><span class="{tone}">{verdict}</span>. {versions}; {date}.</p>
+<h1>{{ target }}</h1>
+<p class="{{ tone }}"><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
 <table>
 <thead><tr><th>law</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
 <tbody>
-{rows}
+{% for verdict in verdicts %}
+<tr class="{{ {'holds': 'good', 'failed': 'bad'}.get(verdict.status, 'other') }}">
+<th scope="row">{{ verdict.law }}</th><td>{{ verdict.status }}</td><td>
+{%- if verdict.error is none %}{{ verdict.reason }}{% else %}<dl>
+{%- for name, text in (
+    ('where', verdict.error.place), ('expected', verdict.error.expected), ('got', verdict.error.got),
+    ('usually', verdict.error.cause), ('cure', verdict.error.cure),
+) if text %}<dt>{{ name }}</dt><dd>{{ text[:4000] }}</dd>{% endfor %}</dl>{% endif -%}
+</td><td>{{ '%.2f' | format(verdict.seconds) }}</td></tr>
+{% endfor %}
 </tbody>
 </table>
 <h2>Which samples each rank received</h2>
@@ -281,7 +293,29 @@ rect.lost {{ fill: #d0202b; }} rect.repeated {{ fill: #e39a1c; }}
 after it; red: never; orange: too often. Where the order differs on other numbers of ranks, dark and light are mixed.
 Ranks that must have as many batches each may be given samples once more at an epoch's end
 (<code>tail="pad"</code>).</p>
-{pictures}
+{% for section in sections %}
+<h3>{{ section.title }}</h3>
+{% for problem in section.problems %}
+<p class="other">{{ problem }}</p>
+{% endfor %}
+{% for drawing in section.drawings %}
+<figure><figcaption>{{ drawing.caption }}: <span class="{{ drawing.tone }}">{{ drawing.verdict }}</span></figcaption>
+<svg viewBox="0 0 {{ width }} {{ drawing.rows | length * height }}" role="img"
+ aria-label="{{ drawing.caption }}: {{ drawing.verdict }}">
+{% for label, bars in drawing.rows %}
+{% set top = loop.index0 * height %}
+<text x="0" y="{{ top + 11 }}">{{ label }}</text>
+{% for bar in bars %}
+<rect class="{{ bar.kind }}" x="{{ '%.2f' | format(bar.left) }}" y="{{ top + 1 }}"
+ width="{{ '%.2f' | format(bar.width) }}" height="{{ height - 3 }}"><title>{{ bar.name }}</title></rect>
+{% endfor %}
+{% endfor %}
+</svg></figure>
+{% endfor %}
+{% else %}
+<p>There is nothing to draw: the loader did not get through an uninterrupted run.</p>
+{% endfor %}
 </body>
 </html>
 """
+)

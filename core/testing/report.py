@@ -49,12 +49,16 @@ class LawError(AssertionError):
         # The arguments make it picklable.
         super().__init__(self.law, self.epoch, self.batch, self.expected, self.got, self.cause, self.cure)
 
-    def __str__(self) -> str:
-        place = ", ".join(
+    @property
+    def place(self) -> str:
+        """Where it shows, such as ``epoch 1, batch 3``; '' where that says nothing."""
+        return ", ".join(
             f"{name} {value}" for name, value in (("epoch", self.epoch), ("batch", self.batch)) if value is not None
         )
+
+    def __str__(self) -> str:
         lines = [
-            f"the law '{self.law}' is broken{f' at {place}' if place else ''}",
+            f"the law '{self.law}' is broken{f' at {self.place}' if self.place else ''}",
             f"  expected: {self.expected}",
             f"  got:      {self.got}",
             f"  usually:  {self.cause}",

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
+from midepoch.checkpoint.files import checksums, damage_in
 from midepoch.checkpoint.pickles import check_pickle
-from midepoch.checkpoint.snapshot import checksums, damage_in
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, State, check, reseal
 
@@ -39,8 +39,6 @@ _OVERHEAD = 1 << 30  # bytes of memory that a file may take besides its own size
 _DEEPEST = 100
 _SUFFIXES = (".ckpt", ".json", ".pkl", ".pt", ".pth")
 _MOST_FILES = 1000
-# Sources that can begin wherever epoch and position say. What others need to begin there, only they can tell.
-_BEGIN_ANYWHERE = frozenset({"dali-sampled", "dataloader", "ffcv", "sampler", "sequence", "webdataset"})
 Keys = tuple[str | int, ...]
 
 
@@ -123,6 +121,10 @@ def seek(
 ) -> Place:
     """Write a copy of a checkpoint in which a loader stands elsewhere; all else in it is as it was.
 
+    Only a state without a ``detail`` can be moved: then its epoch and position say all that its source needs. At the
+    very beginning, states of other sources have no detail either. Where such a source cannot begin at the new place,
+    ``load_state_dict`` refuses the copy.
+
     A state to which several places of the file refer, as of those that Lightning and `ExactResume` both save, is moved
     in all of them. Tensors that were saved on a GPU are on the CPU in the copy.
 
@@ -138,7 +140,7 @@ def seek(
 
     Raises:
         SnapshotError: the file cannot be read, or the copy not written.
-        StateError: there is no such state, it is damaged, or it can only go where its own checkpoints lead.
+        StateError: there is no such state, it is damaged, or it has a detail, which leads to its own place alone.
         ValueError: the epoch or the position cannot be.
     """
     path, out = Path(path), Path(out)
@@ -186,7 +188,7 @@ def _moved(place: Place, epoch: int | None, position: int | None) -> State:
     for what, value in (("epoch", epoch), ("position", position)):
         if value is not None and not (type(value) is int and 0 <= value < 1 << 62):
             raise ValueError(f"{what} must be an integer from 0, got {value!r}")
-    if state["detail"] or state["adapter"] not in _BEGIN_ANYWHERE:
+    if state["detail"]:
         raise StateError(
             f"the state {place.name!r} is of {state['adapter']}, and only its source can tell what it needs to begin "
             "elsewhere: call loader.seek in the training script, which asks it"

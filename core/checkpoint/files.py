@@ -1,0 +1,350 @@
+"""Snapshots as files: written whole or not at all, the ones before kept, the newest sound one found.
+
+A draft is written beside the snapshot, synced, and renamed over it. Whoever is killed in between leaves the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import traceback
+import uuid
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from midepoch.errors import MidepochWarning, SnapshotError
+
+from .pickles import check_pickle
+
+__all__ = ["FORMAT", "Found", "SnapshotFile", "checksums", "cure_of", "damage_in", "find", "read", "release_files"]
+
+FORMAT = 1  # the value of "midepoch_snapshot"
+_DRAFT = ".draft"
+_FOLDER = 0x10  # among the attributes of a record in a zip archive
+_FIELDS = {"id": str, "steps": int, "world_size": int, "seed": int, "generators": list, "parts": dict}
+_Identity = tuple[int, int, int]
+
+
+class SnapshotFile:
+    """The newest snapshot of one run, on rank 0 the only one that writes to its path.
+
+    Args:
+        path: of the newest snapshot; absolute.
+        keep: snapshots to keep, the newest included.
+
+    Attributes:
+        claimed: this run may replace what is at `path`: it has loaded that, or saved there itself.
+    """
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self.path = path
+        self.claimed = False
+        self._keep = keep
+        self._on_disk: _Identity | None = None  # of the newest file, as this run knows it
+        self._coming: _Identity | None = None  # of the file that replaces it, or has just replaced it
+        self._newest_is_sound = True
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Write a snapshot, and keep the one before as ``PATH.1``.
+
+        Raises:
+            SnapshotError: another run's snapshot is there, or the new one cannot be loaded.
+            OSError, RuntimeError: it cannot be written. What was there is as it was.
+        """
+        self._check_owner()
+        with _locked_draft(self.path) as (draft, descriptor):
+            with checksums(), _synced_meanwhile(descriptor):
+                torch.save(content, draft)
+            os.fsync(descriptor)
+            try:
+                torch.load(draft, weights_only=True, mmap=True, map_location="cpu")
+            except Exception as error:
+                raise SnapshotError(
+                    f"it could not be loaded with weights_only=True ({str(error)[:300]}): let state_dict() of the part "
+                    "return tensors and built-in types only"
+                ) from error
+            self._check_owner()
+            keep = self._keep if self._newest_is_sound else 1
+            self._coming = _identity(draft)
+            with _freed_later(_older(self.path, keep - 1)):
+                _rotate(self.path, keep)
+                draft.replace(self.path)
+                self._on_disk, self._newest_is_sound = self._coming, True
+        try:
+            _sync_folder(self.path.parent)
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} was saved, but its folder could not be synced ({error.strerror}): after a loss of power "
+                "the snapshot before may be found instead",
+                MidepochWarning,
+                stacklevel=4,
+            )
+
+    def take_over(self, found: Found) -> None:
+        """This run goes on from `found`, and may replace it."""
+        self._on_disk, self._newest_is_sound = _identity(self.path), not found.damaged
+        self.claimed = True
+
+    def _check_owner(self) -> None:
+        found = _identity(self.path)
+        if found is None or found in (self._on_disk, self._coming):
+            return
+        if not self.claimed:
+            raise SnapshotError(
+                "there is one already, of a run that this one does not go on with: call load() before the first "
+                "batch, or move it away"
+            )
+        raise SnapshotError(
+            "it is not the file that this run has written or loaded: some other process writes to the same path, "
+            "perhaps one that was left over from before a restart; end it, or choose another path"
+        )
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A sound snapshot, and what is wrong with newer ones."""
+
+    path: Path
+    id: str
+    damaged: list[str]
+
+
+def find(path: Path) -> Found | None:
+    """The newest sound snapshot; None where there is none at all.
+
+    Raises:
+        SnapshotError: there are some, and all are damaged.
+    """
+    damaged: list[str] = []
+    # A kill between two renames leaves a gap in the numbers.
+    names = [each.name.removeprefix(f"{path.name}.") for each in path.parent.glob(f"{_escaped(path.name)}.*")]
+    older = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)) != "0")
+    for back in (0, *older):
+        candidate = _older(path, back)
+        try:
+            return Found(candidate, read(candidate, check=True)["id"], damaged)
+        except FileNotFoundError:
+            if older:
+                damaged.append(f"{candidate} is not there")
+        except SnapshotError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise SnapshotError(
+            f"no snapshot is sound: {'; '.join(damaged)}; put back a copy, or move them away to begin anew"
+        )
+    return None
+
+
+def read(path: Path, check: bool = False) -> dict[str, Any]:
+    """What a snapshot holds.
+
+    Args:
+        path: of one snapshot.
+        check: compare every byte with the checksums (CRC-32) that torch.save wrote, and leave tensors on the disk.
+
+    Raises:
+        FileNotFoundError: there is none.
+        SnapshotError: it is damaged, or no snapshot.
+    """
+    try:
+        if check:
+            with zipfile.ZipFile(path) as archive:
+                problem = damage_in(archive)
+            if problem:
+                raise SnapshotError(f"{path} is damaged ({problem})")
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=check)
+    except (FileNotFoundError, SnapshotError):
+        raise
+    except Exception as error:
+        raise SnapshotError(f"{path} is damaged or no snapshot ({type(error).__name__}: {str(error)[:200]})") from error
+    if not (isinstance(content, dict) and type(content.get("midepoch_snapshot")) is int):
+        raise SnapshotError(f"{path} is no snapshot of midepoch's: choose another path")
+    if content["midepoch_snapshot"] != FORMAT:
+        raise SnapshotError(
+            f"{path} has format {content['midepoch_snapshot']}, this midepoch reads {FORMAT}: load it with the "
+            "midepoch that wrote it"
+        )
+    for name, kind in _FIELDS.items():
+        value = content.get(name)
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 64):
+            raise SnapshotError(f"{path} is damaged ({name} is missing or of another type)")
+    if not content["generators"] or not all(isinstance(each, str) for each in content["generators"]):
+        raise SnapshotError(f"{path} is damaged (generators)")
+    return content
+
+
+def damage_in(archive: zipfile.ZipFile) -> str:
+    """What is wrong with a file of torch.save's, or ''. Every byte is compared with its checksum."""
+    # torch.save compresses nothing. A compressed record could take more memory, and more time, than the file's size.
+    if packed := [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]:
+        return f"the record {packed[0][:200]} is compressed"
+    assert archive.fp is not None
+    if sum(record.file_size for record in archive.infolist()) > archive.fp.seek(0, os.SEEK_END):
+        return "its records have more bytes than the file"
+    for record in archive.infolist():
+        # torch does not compare the checksum of a record that claims to be a folder, and returns uninitialised memory.
+        if record.external_attr & _FOLDER or record.is_dir():
+            return f"the record {record.filename[:200]} is marked as a folder"
+    if wrong := archive.testzip():
+        return f"the checksum of {wrong[:200]} is wrong"
+    for name in archive.namelist():
+        if name.endswith("data.pkl"):
+            try:
+                check_pickle(archive.read(name))
+            except ValueError as error:
+                return f"the record {name[:200]} is not sound: {error}"
+    return ""
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def checksums() -> Iterator[None]:
+    """Inside, torch.save writes a CRC-32 of each record, whatever the process has set."""
+    wanted = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(wanted)
+
+
+@contextlib.contextmanager
+def _locked_draft(path: Path) -> Iterator[tuple[Path, int]]:
+    """A new file beside `path`, and its descriptor. Afterwards it is renamed or gone; abandoned drafts are gone too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_drafts(path)
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT}")
+    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield draft, descriptor
+    finally:
+        draft.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _remove_drafts(path: Path) -> None:
+    """Remove the drafts that nobody has locked: their processes were killed."""
+    for left in path.parent.glob(f"{_escaped(path.name)}.*{_DRAFT}"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(left, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _synced_meanwhile(descriptor: int) -> Iterator[None]:
+    """Let the disk begin while torch is still writing. The kernel reports an error once only, so it is kept."""
+    ended = threading.Event()
+    errors: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            while not ended.wait(0.01):
+                os.fsync(descriptor)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=sync, name="midepoch-sync", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def _freed_later(path: Path) -> Iterator[None]:
+    """Free the blocks of a file that is replaced inside in a thread of its own: 20 ms for 100 MiB."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        threading.Thread(target=os.close, args=(descriptor,), name="midepoch-free", daemon=True).start()
+
+
+def _rotate(path: Path, keep: int) -> None:
+    """Make room for a new snapshot at `path`. Wherever it is interrupted, `find` finds the newest sound one."""
+    if keep == 1 or not path.exists():
+        return
+    for back in range(keep - 1, 1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            _older(path, back - 1).replace(_older(path, back))
+    link = path.with_name(f"{path.name}.link")
+    try:
+        link.unlink(missing_ok=True)
+        link.hardlink_to(path)
+        link.replace(_older(path, 1))
+    except OSError:  # a file system without hard links: for an instant nothing is at `path`
+        path.replace(_older(path, 1))
+
+
+def _older(path: Path, back: int) -> Path:
+    return path if back == 0 else path.with_name(f"{path.name}.{back}")
+
+
+def _identity(path: Path) -> _Identity | None:
+    """What tells a file from another at the same path; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _escaped(name: str) -> str:
+    """A name as a pattern for `glob` that matches itself alone."""
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def cure_of(error: BaseException, folder: Path) -> str:
+    """What to do where a snapshot could not be written. torch's own errors do not say why they could not write."""
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"let this process write to {folder}, or choose another path"
+    free = ""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        free = f" ({found.f_bavail * found.f_frsize >> 20} MiB are free)"
+    return f"make sure that {folder} can be written, and has room{free} for one snapshot more than it keeps"
+
+
+def release_files(error: BaseException) -> None:
+    """Clear the frames of an error, which keep torch.save's file open: a full disk has room again once it is closed."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__context__

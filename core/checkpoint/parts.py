@@ -1,0 +1,167 @@
+"""What a snapshot saves: its parts by name, and whether a saved state fits the part that the script has now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from midepoch.errors import SnapshotError
+from midepoch.loader.lending import loader_of
+
+__all__ = ["check_fits", "kinds_of", "merge", "sharded", "unwrapped"]
+
+
+def merge(parts: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts by name, as they are to be saved, of `Snapshot`'s ``parts=`` and its keywords.
+
+    Raises:
+        TypeError: a name is in both, is no str, or there is none; or something has no state to save.
+    """
+    if parts is not None and not isinstance(parts, Mapping):
+        raise TypeError(
+            f"parts must be a mapping of names to objects, got a {type(parts).__name__}: to save it under the name "
+            "'parts', pass parts={'parts': ...}"
+        )
+    given = dict(parts or {})
+    if unnamed := [name for name in given if not isinstance(name, str)]:
+        raise TypeError(f"the names in parts must be str, got {unnamed[0]!r}")
+    if twice := sorted(given.keys() & keywords.keys()):
+        raise TypeError(f"{', '.join(twice)} is both in parts and a keyword: pass each part once")
+    merged = {**given, **keywords}
+    if not merged:
+        raise TypeError("there is nothing to save: pass the parts by name, as in model=model, data=loader")
+    for name, part in merged.items():
+        if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
+            raise TypeError(
+                f"{name} is a {type(part).__name__} without state_dict and load_state_dict: pass an object that "
+                "has them (midepoch.wrap gives them to loaders)"
+            )
+    return {name: unwrapped(part) for name, part in merged.items()}
+
+
+def unwrapped(part: Any) -> Any:
+    """The module inside DistributedDataParallel and torch.compile, whose wrappers change the names in its state."""
+    while True:
+        if isinstance(part, DistributedDataParallel):
+            part = part.module
+        elif isinstance(getattr(part, "_orig_mod", None), torch.nn.Module):
+            part = part._orig_mod
+        else:
+            return part
+
+
+def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
+    """The class names of the parts whose state suits their own class alone.
+
+    A model is told by the names and shapes in its state, a loader by its fingerprint.
+    """
+    return {
+        name: type(part).__qualname__
+        for name, part in parts.items()
+        if not isinstance(part, torch.nn.Module) and loader_of(part) is None
+    }
+
+
+def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
+    """Raise where a part would not take its saved state. Nothing is changed.
+
+    Raises:
+        SnapshotError: the names differ, or a model, an optimizer or another part does not fit.
+        StateError: a loader does not fit.
+    """
+    if parts.keys() != states.keys():
+        raise SnapshotError(
+            f"the snapshot has {', '.join(sorted(states))}; this Snapshot was made with {', '.join(sorted(parts))}: "
+            "make it with the same parts, under the same names"
+        )
+    kinds = kinds_of(parts)
+    for name, part in parts.items():
+        _check_one(name, part, states[name])
+        saved = saved_kinds.get(name, "")
+        if name in kinds and saved not in ("", kinds[name]):
+            raise SnapshotError(
+                f"{name} is a {kinds[name]}, the snapshot has the state of a {saved}: make it as it was"
+            )
+
+
+def _check_one(name: str, part: Any, state: Any) -> None:
+    loader = loader_of(part)
+    if loader is not None:
+        loader._check_state(state)
+    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _has_a_say(part):
+        _check_model(name, part.state_dict(), state)
+    elif isinstance(part, torch.optim.Optimizer):
+        _check_optimizer(name, part.state_dict(), state)
+    elif not state and part.state_dict():
+        raise SnapshotError(
+            f"{name} differs: its state in the snapshot is empty, as that of a disabled part; make it as it was"
+        )
+
+
+def _check_model(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for key in sorted(own.keys() | saved.keys()):
+        if (key in own) != (key in saved) or not _can_fill(own[key], saved[key]):
+            raise SnapshotError(
+                f"{name} differs at {key!r}: the snapshot has {_described(saved, key)}, this model "
+                f"{_described(own, key)}; make the model as it was"
+            )
+
+
+def _check_optimizer(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    mine, theirs = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))
+    if mine != theirs:
+        raise SnapshotError(
+            f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}; make it as it was"
+        )
+    for own_group, saved_group in zip(own["param_groups"], saved["param_groups"], strict=True):
+        # Schedulers add initial_lr to the groups of the optimizer they are made with.
+        if lacking := own_group.keys() - saved_group.keys() - {"initial_lr"}:
+            raise SnapshotError(
+                f"{name} differs: the snapshot has no {', '.join(sorted(lacking))}, which this optimizer needs; make "
+                "it as it was"
+            )
+
+
+def _can_fill(own: Any, saved: Any) -> bool:
+    """Whether a saved value can fill a tensor of the model. What is no tensor is left to the model."""
+    if not isinstance(own, torch.Tensor):
+        return True
+    fits = isinstance(saved, torch.Tensor) and saved.shape == own.shape and saved.layout == own.layout
+    return fits and not saved.is_meta
+
+
+def _described(state: Mapping[str, Any], key: str) -> str:
+    if key not in state:
+        return "none"
+    value = state[key]
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    kind = "" if value.layout == torch.strided and not value.is_meta else f", {value.layout} on {value.device}"
+    return f"shape {tuple(value.shape)}{kind}"
+
+
+def _has_a_say(module: torch.nn.Module) -> bool:
+    """Whether a module has code of its own for loading, which may accept other names and shapes than its own."""
+    plain = torch.nn.Module._load_from_state_dict
+    return any(
+        each._load_state_dict_pre_hooks
+        or (type(each)._load_from_state_dict is not plain and not type(each).__module__.startswith("torch."))
+        for each in module.modules()
+    )
+
+
+def sharded(state: Any, path: str) -> str:
+    """Where a state holds a tensor of which each rank has a part, such as ``model['weight']``; '' where it does not."""
+    if isinstance(state, torch.Tensor):
+        return path if type(state).__name__ in ("DTensor", "ShardedTensor") else ""
+    if type(state).__name__ == "ShardedTensor":
+        return path
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(state, Mapping):
+        items = state.items()
+    elif isinstance(state, list | tuple):
+        items = enumerate(state)
+    return next(filter(None, (sharded(each, f"{path}[{key!r}]") for key, each in items)), "")

@@ -1,0 +1,148 @@
+"""The processes that train together: what they tell each other, and when they ask for signals."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from midepoch.errors import MidepochError
+from midepoch.world import World
+
+__all__ = ["NEVER", "Agreement", "Ranks"]
+
+NEVER = 1 << 62  # a step that no run reaches
+_SECONDS_BETWEEN = 0.5
+_MOST_STEPS_BETWEEN = 128
+
+
+class Ranks(NamedTuple):
+    """This process among those that train together.
+
+    Attributes:
+        rank: of this process in `group`.
+        size: number of processes.
+        group: can send what lies on the CPU; None: all processes, or this one alone.
+    """
+
+    rank: int
+    size: int
+    group: ProcessGroup | None
+
+    @property
+    def _first(self) -> int:
+        """The global rank of the group's rank 0."""
+        return 0 if self.group is None else torch.distributed.get_global_rank(self.group, 0)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's `mine`, in rank order, on rank 0; an empty list on the others."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        torch.distributed.gather_object(mine, found, self._first, self.group)
+        return found or []
+
+    def share(self, mine: Any) -> list[Any]:
+        """Every rank's `mine`, in rank order, on every rank."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def broadcast(self, mine: Any) -> Any:
+        """Rank 0's `mine`, on every rank."""
+        if self.size == 1:
+            return mine
+        found = [mine]
+        torch.distributed.broadcast_object_list(found, self._first, self.group)
+        return found[0]
+
+
+class Agreement:
+    """How the ranks learn that one of them has received a signal: all ask at the same steps, about twice a second.
+
+    Args:
+        group: the processes that train together; None for all.
+
+    Attributes:
+        next_step: at which they ask again; `NEVER` before the first time.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self._sending: ProcessGroup | None = None  # made here where `group` cannot send what lies on the CPU
+        self._last = (0, 0.0)  # step and time of the last question
+        self.next_step = NEVER
+        # Kept as long as this object. gloo's threads release a tensor a little after the call returns. If theirs were
+        # the last reference, freeing it would take the interpreter, and at interpreter exit that aborts the process.
+        self._numbers = torch.zeros(2, dtype=torch.float64)
+
+    def ranks(self) -> Ranks:
+        """The processes as they are now; torch.distributed may be initialised after this object was made.
+
+        Raises:
+            MidepochError: there are several processes, and no process group.
+        """
+        world = World.current()
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            if world.world_size > 1:
+                raise MidepochError(
+                    f"this is one of {world.world_size} processes, and all of them would write the same snapshot: call "
+                    "torch.distributed.init_process_group before load(), step() and save()"
+                )
+            return Ranks(0, 1, None)
+        group = self._group
+        size = torch.distributed.get_world_size(group)
+        if size > 1 and "cpu" not in _devices(group):
+            if self._sending is None:
+                members = None if group is None else torch.distributed.get_process_group_ranks(group)
+                self._sending = torch.distributed.new_group(
+                    members, timeout=_timeout(group), backend="gloo", use_local_synchronization=group is not None
+                )
+            group = self._sending
+        return Ranks(torch.distributed.get_rank(group), size, group)
+
+    def reached(self, ranks: Ranks, step: int, signalled: bool) -> bool:
+        """Whether the ranks agree, after this step, that some rank has received a signal. False between questions."""
+        if self.next_step != NEVER and step < self.next_step:
+            return False
+        last, before = self._last
+        now = time.monotonic()
+        seconds = (now - before) / (step - last) if before and step > last else 0.0  # for each step
+        some, seconds = self.largest(ranks, float(signalled), seconds)
+        self._last = step, time.monotonic()
+        # Every rank has the same numbers, so every rank chooses the same step.
+        apart = int(_SECONDS_BETWEEN / seconds) if seconds > 0 else 1
+        self.next_step = step + min(max(apart, 1), _MOST_STEPS_BETWEEN)
+        return bool(some)
+
+    def largest(self, ranks: Ranks, first: float, second: float) -> tuple[float, float]:
+        """The largest that any rank has, of each of two numbers. Every rank must call it."""
+        numbers = self._numbers
+        numbers[0], numbers[1] = first, second
+        if ranks.size > 1:
+            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, ranks.group)
+        return float(numbers[0]), float(numbers[1])
+
+
+def _timeout(group: ProcessGroup | None) -> timedelta | None:
+    """How long a group waits for a silent process; None, torch's own default, where the group does not say.
+
+    A new group does not inherit it, and would wait half an hour for a machine that was given up long before.
+    """
+    known: Any = torch.distributed.group.WORLD if group is None else group
+    for device in getattr(known, "_device_types", ()):
+        found = getattr(getattr(known._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
+
+
+def _devices(group: ProcessGroup | None) -> str:
+    """The devices for which a group has a backend, such as ``cpu:gloo,cuda:nccl``."""
+    return str(torch.distributed.get_backend_config(group))

@@ -1,0 +1,75 @@
+"""The command ``midepoch demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midepoch.tools.command import DIFFERENT, INTERRUPTED, fail, integers, require, sigterm_unwinds
+
+__all__ = ["demo"]
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for images, logs, snapshots, result.json and loss.png.")] = Path(
+        "demo-output"
+    ),
+    backend: Annotated[str, typer.Option(help="What reads the images: torch, dali, ffcv or webdataset.")] = "torch",
+    kills: Annotated[int, typer.Option(help="How often a run is killed.")] = 3,
+    world_sizes: Annotated[
+        str,
+        typer.Option(help="Processes before the first kill, after it, after the next, ..., over and over."),
+    ] = "2,3,1",
+    epochs: Annotated[int, typer.Option(help="To train for.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of order, augmentations, weights and kills.")] = 0,
+    num_workers: Annotated[int, typer.Option(help="Worker processes of each loader.")] = 2,
+    every: Annotated[int, typer.Option(help="Batches between snapshots.")] = 4,
+    images: Annotated[int, typer.Option(help="Handwritten digits, up to 1797.")] = 1440,
+    loader_state: Annotated[
+        bool,
+        typer.Option(
+            "--loader-state/--no-loader-state",
+            help="Whether the loader's state is loaded after a kill; without it, see what is found.",
+        ),
+    ] = True,
+) -> None:
+    """Kill a real training job in mid-epoch, and show that it goes on exactly, on another number of processes too.
+
+    Exit status: 0 exact; 1 something was lost, repeated or different; 2 it could not be carried out.
+    """
+    require("demo", "matplotlib", "PIL", "rich", "sklearn")
+    from .backends import BACKENDS
+    from .orchestrate import DemoError, Settings
+    from .report import demonstrate
+
+    if backend not in BACKENDS:
+        message = f"there is no {backend!r}: choose one of {', '.join(BACKENDS)}"
+        raise typer.BadParameter(message, param_hint="--backend")
+    if backend != "torch":
+        require(backend, *BACKENDS[backend].needs)
+    try:
+        settings = Settings(
+            output=output,
+            backend=backend,
+            kills=kills,
+            world_sizes=integers(world_sizes),
+            epochs=epochs,
+            seed=seed,
+            num_workers=num_workers,
+            every=every,
+            images=images,
+            loader_state=loader_state,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        with sigterm_unwinds():
+            exact = demonstrate(settings)
+    except DemoError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; all processes that were started are gone", INTERRUPTED)
+    if not exact:
+        raise typer.Exit(DIFFERENT)

@@ -1,0 +1,243 @@
+"""The house: which modules may import which, and who may know whom by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the ground up: a room imports rooms that stand before it, and none of its own line.
+FLOORS = (
+    ("errors",),
+    ("world", "packages"),
+    ("order",),
+    ("state",),
+    ("randomness",),
+    ("loader",),
+    ("samplers",),
+    ("reading",),
+    ("resumable_sampler",),
+    ("combine", "checkpoint"),
+    ("wrapping",),
+    ("stateful_iterable",),
+    ("testing",),
+    ("tools",),
+)
+# No rooms: midepoch/__init__.py imports all of them, `python -m midepoch` runs __main__, adapters stand on top.
+OUTSIDE = ("", "__main__", "adapters")
+
+# Backends and trainers: no code in core may name them.
+STRANGERS = frozenset(
+    (
+        "nvidia", "dali", "ffcv", "webdataset", "streaming", "torchdata", "datasets", "grain", "litdata",
+        "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan",
+    )
+)  # fmt: skip
+# The table of `wrap` names every backend, so that none has to be imported. The demo is a user: it trains with them.
+MAY_NAME = ("midepoch.wrapping", "midepoch.tools.demo")
+
+
+def modules() -> dict[str, Path]:
+    """Each module's name, and its file."""
+    found = {}
+    for folder, package in (("core", "midepoch"), ("adapters", "midepoch.adapters")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imports(name: str) -> set[str]:
+    """The modules of midepoch that one imports, inside functions too, but for those that only type checkers import."""
+    found = set()
+    for node in walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+                above = package.rsplit(".", node.level - 1)[0]
+                base = f"{above}.{base}" if base else above
+            # `from . import format` imports a module, `from .format import check` a name in one.
+            found |= {one if (one := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+    return {each for each in found if each in MODULES} - {name}
+
+
+def walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Like `ast.walk`, without what stands under ``if TYPE_CHECKING:``."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+IMPORTS = {name: imports(name) for name in MODULES}
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """The nodes of each circle, as far as one leads into another."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for each in graph[waiting.pop()] - seen:
+                seen.add(each)
+                waiting.append(each)
+        return seen
+
+    far = {name: reached(name) for name in graph}
+    return sorted({tuple(sorted(other for other in far[name] if name in far[other])) for name in graph} - {()})
+
+
+def room_of(module: str) -> str:
+    """The room of a module of core: a folder, or a file beside the folders."""
+    return module.removeprefix("midepoch").removeprefix(".").partition(".")[0]
+
+
+def rooms() -> dict[str, set[str]]:
+    """Each room of core, and the rooms that it imports."""
+    graph: dict[str, set[str]] = {}
+    for name, imported in IMPORTS.items():
+        room = room_of(name)
+        if room not in OUTSIDE:
+            graph.setdefault(room, set()).update(map(room_of, imported))
+    return {room: imported - {room, *OUTSIDE} for room, imported in sorted(graph.items())}
+
+
+def test_no_circle_among_modules() -> None:
+    assert circles(IMPORTS) == []
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
+
+
+def test_rooms_import_downwards_only() -> None:
+    floor = {room: number for number, names in enumerate(FLOORS) for room in names}
+    graph = rooms()
+    assert graph.keys() == floor.keys(), "each room has its floor"
+    assert [f"{room} imports {each}" for room in graph for each in graph[room] if floor[each] >= floor[room]] == []
+
+
+def test_core_imports_neither_adapters_nor_the_front_door() -> None:
+    """But for `__main__`, which imports nothing either, and the demo, which is a user."""
+    found = [
+        f"{name} imports {each}"
+        for name, imported in IMPORTS.items()
+        for each in imported
+        if not name.startswith(("midepoch.adapters", "midepoch.tools.demo"))
+        and (each == "midepoch" or each.startswith("midepoch.adapters"))
+    ]
+    assert found == []
+
+
+def strangers_in(tree: ast.Module) -> list[str]:
+    """Where code names a backend or trainer: in a string that is no docstring, a name, an attribute or an import."""
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.add(id(first.value))
+    found = []
+    for node in ast.walk(tree):
+        texts: list[str] = []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            texts = [node.value]
+        elif isinstance(node, ast.Name):
+            texts = [node.id]
+        elif isinstance(node, ast.Attribute):
+            texts = [node.attr] if node.attr != "datasets" else []  # torch's own word, of its StackDataset
+        elif isinstance(node, ast.arg | ast.keyword):
+            texts = [node.arg or ""]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            texts = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            texts = [*(alias.name for alias in node.names), getattr(node, "module", None) or ""]
+        for text in texts:
+            words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", text).lower())
+            if STRANGERS & set(words):
+                found.append(f"{node.lineno}: {text[:60]!r}")  # type: ignore[attr-defined]
+    return found
+
+
+def test_core_knows_no_backend_and_no_trainer_by_name() -> None:
+    found = [
+        f"{MODULES[name].relative_to(ROOT)}:{place}"
+        for name, tree in TREES.items()
+        if not name.startswith(("midepoch.adapters", *MAY_NAME))
+        for place in strangers_in(tree)
+    ]
+    assert found == []
+
+
+def test_core_knows_no_adapter_by_the_name_in_its_states() -> None:
+    names = {
+        node.value.value
+        for module, tree in TREES.items()
+        if module.startswith("midepoch.adapters.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "name"
+        and isinstance(node.value, ast.Constant)
+    }  # fmt: skip
+    assert {"dataloader", "sequence", "iterable"} <= names
+    known = [
+        f"{MODULES[module].relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+        for module, tree in TREES.items()
+        if not module.startswith(("midepoch.adapters", *MAY_NAME))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert known == []
+
+
+def test_a_name_would_be_seen() -> None:
+    code = """
+    def read(source):
+        '''Such as DALI.'''
+        import nvidia.dali
+        if isinstance(source, FFCVLoader) or source.ray_actor:
+            return "the Lightning way", "delightning", lightning_count
+    """
+    seen = strangers_in(ast.parse(textwrap.dedent(code)))
+    assert len(seen) == 5, seen
+
+
+# --- the picture in docs/design.md ---
+
+
+def reduced(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The edges of a graph without circles that no longer way replaces."""
+
+    def below(room: str) -> set[str]:
+        return graph[room].union(*map(below, graph[room]))
+
+    return {
+        (room, each)
+        for room, imported in graph.items()
+        for each in imported
+        if not any(each in below(other) for other in imported - {each})
+    }
+
+
+def test_the_picture_of_the_rooms_is_what_the_imports_are() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    pictures = [each for each in re.findall(r"(?ms)^```mermaid\n(.*?)^```", text) if "errors" in each]
+    drawn = set(re.findall(r"^\s*(\w+)(?:\[.*?\])?\s*-->\s*(\w+)", pictures[0], re.MULTILINE)) if pictures else set()
+    edges = reduced(rooms())
+    expected = "\n".join(["```mermaid", "graph TD", *(f"  {a} --> {b}" for a, b in sorted(edges)), "```"])
+    assert drawn == edges, f"docs/design.md should have this picture:\n{expected}"
