@@ -1,9 +1,12 @@
 """Python processes that are forked from one that has imported torch already: a start takes 0.1 instead of 2 s.
 
-``Program([script, *arguments])`` and ``Program(["-m", module, *arguments])`` are to tests what `subprocess.Popen` with
+``Program([script, *arguments])``, also with "-m" or "-c" first, is to tests what `subprocess.Popen` with
 ``sys.executable`` is: a process of its own, with its own environment, folder, output and random generators, which runs
 what was registered with atexit. What is tested must not depend on a variable that is read at import, such as
 NUMBA_NUM_THREADS, nor on what has been imported: then start an interpreter.
+
+What launches scripts by itself, as torchrun does, is given ``script(...)``: that starts an interpreter which imports
+nothing, has another forked in its place, hands signals on to that one and ends as that one does.
 """
 
 from __future__ import annotations
@@ -54,19 +57,34 @@ def _server(modules: tuple[str, ...]) -> str:
     return f"{folder}/socket"
 
 
+def script(path: str | Path, *, modules: Sequence[str] = ()) -> list[str]:
+    """What to launch in place of a script: a script and its first arguments."""
+    return [__file__, "--instead", _server(("torch", "midepoch", *modules)), str(path)]
+
+
+def _ask(address: str, request: dict[str, Any], outputs: Sequence[int]) -> tuple[socket.socket, IO[str], int]:
+    """The connection to the server, what it answers, and the forked process."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], outputs)
+    answers = connection.makefile("r")
+    return connection, answers, int(answers.readline())
+
+
 class Program:
-    """A forked process that runs a script or a module.
+    """A forked process that runs a program. It is killed when this object is gone before its end.
 
     Args:
-        arguments: the script and its arguments, or "-m", a module and its arguments.
+        arguments: the script and its arguments; or "-m", a module and its arguments; or "-c", code and its arguments.
         modules: what the process has imported before; "torch" and "midepoch" are always among it.
         cwd: its folder. env: all of its environment; None takes this process's.
         new_session: whether it leads a session of its own, so that `os.killpg` reaches all that it starts.
+        merged: whether its errors go to its standard output too.
     """
 
     def __init__(
         self, arguments: Sequence[str | Path], *, modules: Sequence[str] = (), cwd: str | Path | None = None,
-        env: Mapping[str, str] | None = None, new_session: bool = False,
+        env: Mapping[str, str] | None = None, new_session: bool = False, merged: bool = False,
     ) -> None:  # fmt: skip
         self.args = [str(argument) for argument in arguments]
         request = {
@@ -75,14 +93,11 @@ class Program:
             "env": dict(os.environ if env is None else env),
             "session": new_session,
         }
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.connect(_server(("torch", "midepoch", *modules)))
-        pipes = [os.pipe() for _ in range(2)]
-        socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], [write for _, write in pipes])
+        address, pipes = _server(("torch", "midepoch", *modules)), [os.pipe() for _ in range(2)]
+        outputs = [pipes[0][1], pipes[0 if merged else 1][1]]
+        self._connection, self._answers, self.pid = _ask(address, request, outputs)
         for _, write in pipes:
             os.close(write)
-        self._answers = self._connection.makefile("r")
-        self.pid = int(self._answers.readline())
         self.returncode: int | None = None
         self.stdout: IO[str] = os.fdopen(pipes[0][0])
         self.stderr: IO[str] = os.fdopen(pipes[1][0])
@@ -159,7 +174,7 @@ def _serve(address: str) -> dict[str, Any]:
     asked: dict[int, socket.socket] = {}
     os.write(1, b"ready\n")
     while True:
-        readers: list[Any] = [listener, ended, 0]
+        readers: list[Any] = [listener, ended, 0, *asked.values()]
         ready = select.select(readers, [], [])[0]
         if 0 in ready:
             os._exit(0)  # whoever started this has ended
@@ -170,6 +185,9 @@ def _serve(address: str) -> dict[str, Any]:
                 if done:
                     with asked.pop(pid) as connection, contextlib.suppress(OSError):
                         connection.sendall(b"%d\n" % status)
+        for pid, connection in asked.items():
+            if connection in ready:
+                os.kill(pid, signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()
             data, outputs, *_ = socket.recv_fds(connection, 1 << 20, 2)
@@ -194,18 +212,36 @@ def _serve(address: str) -> dict[str, Any]:
             connection.sendall(b"%d\n" % pid)
 
 
+def _instead() -> None:
+    """Have a process forked that is this one to whoever started this one."""
+    request = {"arguments": sys.argv[3:], "cwd": str(Path.cwd()), "env": dict(os.environ), "session": False}
+    _, answers, pid = _ask(sys.argv[2], request, [1, 2])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = os.waitstatus_to_exitcode(int(answers.readline()))
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 def _run(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = str(Path.cwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
+    if arguments[0] == "-c":
+        code, arguments, name = arguments[1], ["-c", *arguments[2:]], "<string>"
+        sys.path[0] = ""
+    else:
+        code, name = Path(arguments[0]).read_text(), arguments[0]
+        sys.path[0] = str(Path(name).parent.resolve())
     sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).parent.resolve())
     # Not runpy's run_path: it takes the module away before the functions run that were registered with atexit.
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__dict__.update(__file__=arguments[0], __builtins__=__builtins__)
-    exec(compile(Path(arguments[0]).read_text(), arguments[0], "exec"), main.__dict__)
+    main.__dict__.update(__builtins__=__builtins__, **({} if name == "<string>" else {"__file__": name}))
+    exec(compile(code, name, "exec"), main.__dict__)
 
 
 def _status(arguments: list[str]) -> int:
@@ -250,4 +286,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _instead() if sys.argv[1] == "--instead" else _main()
