@@ -275,6 +275,7 @@ def _main() -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     np.random.seed()  # as Python does with its own after a fork; torch's has the same seed in each new process
     status = _status(request["arguments"])
     # As the interpreter ends, but for taking down all modules, which costs as much as importing them.
