@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import chaos
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
+# What a kill can spoil, once each: a place in our order; parts that each rank knows alone; shared memory and locks that
+# the killed leave behind in the machine. The other backends resume as the first does.
+SHORT = ("dataloader", "stateful", "streaming")
 NEEDED = {"stateful": "torchdata", "webdataset": "webdataset", "streaming": "streaming", "dali": "nvidia.dali",
           "dali-native": "nvidia.dali", "ffcv": "ffcv"}  # fmt: skip
 
@@ -38,9 +41,11 @@ def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
     return dict(counts)
 
 
-@pytest.mark.parametrize("backend", chaos.BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in chaos.BACKENDS]
+)
 def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backend: str, tmp_path: Path) -> None:
-    kills = 500 if LONG else 4
+    kills = 500 if LONG else 3
     counts = survived(backend, kills, tmp_path)
     assert counts["kills"] >= kills and counts["samples"] >= chaos.SIZE * chaos.EPOCHS
 

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import forking
+
 from midepoch.tools.cli import main
 
 pytest.importorskip("typer", reason="needs midepoch[cli]")
@@ -24,8 +28,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 def check(*arguments: str, folder: Path = TESTS) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "160"}
-    command = [sys.executable, "-m", "midepoch", "check", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    return forking.run(["-m", "midepoch", "check", *arguments], cwd=folder, env=environment, timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +119,7 @@ COLOURS = {"before": (0x3B, 0x6F, 0xB6), "after": (0x7F, 0xB3, 0xE6), "lost": (0
 )
 def test_a_shell_completes_commands_and_options(line: str, expected: str) -> None:
     words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_MIDEPOCH_COMPLETE": "complete_bash"}
-    command = [sys.executable, "-m", "midepoch"]
-    assert subprocess.check_output(command, env=os.environ | words, text=True, timeout=60).split() == [expected]
+    assert forking.run(["-m", "midepoch"], env=os.environ | words).stdout.split() == [expected]
 
 
 def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import queue
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ pytest.importorskip("PIL", reason="pillow, which writes the images, is not insta
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import dali_sources as sources
+import forking
 import nvidia.dali
 from dali_sources import draws, identify, native, sampled
 from nvidia.dali import fn, pipeline_def, types
@@ -1248,8 +1248,7 @@ def test_threads_end_when_closed(root: str) -> None:
 def test_examples(name: str) -> None:
     path = EXAMPLES / name
     assert len(path.read_text().splitlines()) <= 60
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forking.run([path], modules=["nvidia.dali"], check=True)
     assert "bit for bit" in done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sklearn", reason="needs midepoch[demo]")
 pytest.importorskip("typer", reason="needs midepoch[demo]")
@@ -24,7 +26,7 @@ from PIL import Image
 from midepoch.tools.cli import main
 from midepoch.tools.demo.backends import BACKENDS
 from midepoch.tools.demo.compare import Comparison, Run, Segment, read_segment
-from midepoch.tools.demo.images import label_of, write_images
+from midepoch.tools.demo.images import SIDE, label_of, write_images
 from midepoch.tools.demo.orchestrate import DemoError, Settings, make_plans, prepare
 
 _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
@@ -246,6 +248,40 @@ def test_a_batch_that_one_rank_did_not_write_down_was_not_trained_on(tmp_path: P
     assert Comparison(Run([torn]), reference, images=4, epochs=1).lost == 2
 
 
+@pytest.mark.parametrize("name", ["dali", "webdataset", "ffcv"])
+def test_every_backend_reads_the_images_and_goes_on_exactly(name: str, tmp_path: Path) -> None:
+    """All that the demonstration asks of a backend; the jobs themselves are the same for each."""
+    backend = BACKENDS[name]
+    for module in backend.needs:
+        pytest.importorskip(module, reason=f"needs midepoch[{name}]")
+    size = 48
+    folder = tmp_path / "images"
+    labels = torch.tensor([label_of(path) for path in write_images(folder, size)])
+    # In a process of its own, as in the demonstration: writers fork.
+    prepare = "from pathlib import Path; from midepoch.tools.demo.backends import BACKENDS as found; import sys; "
+    prepare += "found[sys.argv[1]].prepare(Path(sys.argv[2]))"
+    subprocess.run([sys.executable, "-c", prepare, name, str(folder)], check=True, timeout=300)
+    with backend.load(folder, 12, 5, 1) as loader:
+        first = [backend.unpack(batch, labels) for batch in loader]
+        second = [backend.unpack(batch, labels) for batch in loader]
+    for epoch in (first, second):
+        assert sorted(number for *_, numbers in epoch for number in numbers.tolist()) == list(range(size))
+        for pixels, found, numbers in epoch:
+            assert pixels.shape == (12, 1, SIDE, SIDE) and pixels.dtype == torch.float32
+            assert torch.equal(found, labels[numbers])
+    with backend.load(folder, 12, 5, 1) as loader:
+        head = list(itertools.islice(loader, 2))
+        state = loader.state_dict()
+    assert len(head) == 2
+    with backend.load(folder, 12, 5, 1) as loader:
+        loader.load_state_dict(state)
+        rest = [backend.unpack(batch, labels) for _ in range(2) for batch in loader]
+    assert len(rest) == 6
+    for batch, expected in zip(rest, first[2:] + second, strict=True):
+        assert all(torch.equal(part, other) for part, other in zip(batch, expected, strict=True))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["dali", "webdataset", "ffcv"])
 def test_every_backend_joins(backend: str, tmp_path: Path) -> None:
     for module in BACKENDS[backend].needs:

@@ -21,6 +21,7 @@ import midepoch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import forking
 from kill_examples import assert_went_on, kill_with_children
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
+def python(arguments: list[Any], folder: Path) -> str:
+    """What a program prints on its standard output."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return forking.run(arguments, cwd=folder, env=environment, check=True).stdout
+
+
 def run(command: list[str], folder: Path) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
@@ -47,7 +54,11 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.name != "tutorial.md"],  # test_the_tutorial runs it
+    ids=lambda page: page.name,
+)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     if page.name == "dali.md":
         pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed (pip install midepoch[dali])")
@@ -56,10 +67,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
         path = tmp_path / f"block_{number}.py"
         path.write_text(code)
         if "__main__" in code:
-            run([sys.executable, str(path)], tmp_path)
+            python([path], tmp_path)
         else:
             together.append(str(path))
-    run([sys.executable, "-c", RUN_ALL, *together], tmp_path)
+    python(["-c", RUN_ALL, *together], tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)
@@ -87,7 +98,7 @@ def test_no_block_is_of_an_unknown_language() -> None:
 
 @pytest.mark.parametrize("name", ["dataloader.py", "iterable.py", "several_loaders.py"])
 def test_example(name: str, tmp_path: Path) -> None:
-    output = run([sys.executable, str(ROOT / "examples" / name)], tmp_path)
+    output = python([ROOT / "examples" / name], tmp_path)
     assert "bit-equal" in output or "each exactly once" in output or "none lost" in output
 
 
@@ -110,10 +121,10 @@ def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
     for module in ("datasets", "grain", "litdata", "torchdata"):
         pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[{module}])")
     names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py"]
-    output = run([sys.executable, "-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
+    output = python(["-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
     code = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import cpu_torchvision, runpy\n"
     code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    output += run([sys.executable, "-c", code, str(ROOT / "examples" / "litdata_loader.py"), "data"], tmp_path)
+    output += python(["-c", code, str(ROOT / "examples" / "litdata_loader.py"), "data"], tmp_path)
     assert output.count("are bit-equal to") == 4
 
 
@@ -169,19 +180,17 @@ def test_the_tutorial(tmp_path: Path) -> None:
         (folder / "train.py").write_text(script.replace("time.sleep(0.5)", "time.sleep(0.02)"))
         lines: list[str] = []
         if number is not None:
-            job = subprocess.Popen(
-                [sys.executable, "train.py"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            assert job.stdout is not None
-            with job, job.stdout as output:
+            job = forking.Program(["train.py"], cwd=folder, merged=True)
+            with job.stdout as output:
                 lines = [next(output) for _ in range(17)]
                 job.send_signal(number)
                 rest = list(output) if number == signal.SIGTERM else []
                 lines += rest
+            job.wait()
             if number == signal.SIGTERM:
                 assert job.returncode == 0 and "leaving" in rest[-1], rest
                 assert all(re.match(r"step \d+: loss|a signal was received", line) for line in rest), rest
-        lines += run([sys.executable, "train.py"], folder).splitlines()
+        lines += python(["train.py"], folder).splitlines()
         found = [re.fullmatch(r"step (\d+): loss ([\d.]+)", line.strip()) for line in lines]
         steps = [(match[1], match[2]) for match in found if match]
         losses[name] = dict(steps)

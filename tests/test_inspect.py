@@ -20,6 +20,10 @@ import torch
 import torch.distributed.checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import forking
+
 import midepoch
 from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import MidepochError, SnapshotError, StateError
@@ -40,8 +44,7 @@ def after(batches: int) -> Any:
 
 
 def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "midepoch", "inspect", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forking.run(["-m", "midepoch", "inspect", *arguments], timeout=120)
 
 
 def snapshot(path: Path, batches: int = 3) -> Any:
@@ -396,8 +399,7 @@ def test_tuples_that_python_cannot_hash_are_refused(tmp_path: Path) -> None:
         done = inspect(str(path))
         assert done.returncode == 2 and "deeper than any checkpoint" in done.stderr, (done.returncode, done.stderr)
     code = "import midepoch, sys, torch; midepoch.Snapshot(sys.argv[1], signals=(), m=torch.nn.Linear(1, 1)).load()"
-    loading = [sys.executable, "-c", code, str(tmp_path / "file.pt")]
-    done = subprocess.run(loading, capture_output=True, text=True, timeout=120)
+    done = forking.run(["-c", code, tmp_path / "file.pt"], timeout=120)
     assert done.returncode == 1 and "deeper than any checkpoint" in done.stderr
 
 

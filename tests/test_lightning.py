@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +21,10 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import forking
 
 import midepoch
 from midepoch import MidepochWarning, StateError
@@ -475,18 +479,22 @@ def test_the_progress_bar_stands_where_the_epoch_does(tmp_path: Path) -> None:
 
 
 def job(folder: Path, phase: str, ranks: int, *options: str) -> str:
-    """A job under Lightning's own launcher; returns what it printed."""
+    """A job whose processes something else starts, as test_processes has Lightning do it; returns what they printed."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).parent / "lightning_elastic_job.py")
-    done = subprocess.run(
-        [sys.executable, script, str(folder), phase, str(ranks), *options],
-        env=environment, capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [str(Path(__file__).parent / "lightning_elastic_job.py"), str(folder), phase, str(ranks), *options]
+    started = [
+        forking.Program(command, modules=["lightning"], env=environment | {"LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    printed = [process.communicate(timeout=180)[1] for process in started]
+    assert not any(process.returncode for process in started), printed
+    return "".join(printed)
 
 
 def steps_of(folder: Path, phase: str) -> list[Any]:

@@ -8,7 +8,6 @@ import os
 import pickle
 import pwd
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from midepoch import MidepochError, Snapshot, StateError
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import fault_sources as faults
+import forking
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can be made by root alone")
 
@@ -127,7 +127,7 @@ class Again:
 def test_a_state_opens_nothing_whatever_it_names(tmp_path: Path) -> None:
     evil = tmp_path / "evil"
     program = AUDITED.format(here=str(Path(__file__).parent), evil=str(evil), folder=str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    run = forking.run(["-c", program])
     assert run.returncode == 0, run.stderr
     tried, seen, told = json.loads(run.stdout)
     assert tried >= 4 * 12 or len({name for name, _ in told}) < 4

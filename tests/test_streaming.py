@@ -12,7 +12,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ import cpu_torchvision  # noqa: F401
 
 pytest.importorskip("streaming", reason="mosaicml-streaming is not installed (pip install midepoch[streaming])")
 
+import forking
 import numpy as np
 import streaming.base.format
 import streaming_sources as sources
@@ -42,7 +42,7 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.partition import get_partitions
 from streaming.base.util import retry
 from streaming.base.world import World
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 import midepoch
 from midepoch import (
@@ -618,17 +618,28 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
 
 
 class Faulty(StreamingDataset):  # type: ignore[misc]
-    """Its threads fail as long as a file is there."""
+    """The thread that reads ahead fails once a worker has read as many samples as stand in a file."""
 
     def __init__(self, marker: str, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self.marker = marker
+        self.marker, self.read = Path(marker), set[int]()
+
+    def __getitem__(self, at: Any) -> Any:
+        sample = super().__getitem__(at)
+        if get_worker_info() is not None:
+            self.read.add(int(at))
+        return sample
 
     def prepare_shard(self, shard: int, blocking: bool = True) -> None:
-        if Path(self.marker).exists():
-            Path(self.marker + ".seen").touch()
+        if self.marker.exists():
+            while len(self.read) < int(self.marker.read_text()):
+                time.sleep(0.001)
             raise OSError("a connection that ended")
         super().prepare_shard(shard, blocking)
+
+    def on_exception(self, future: Any) -> None:
+        super().on_exception(future)  # from here on other threads know of it
+        self.marker.with_suffix(".seen").touch()
 
 
 def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path: Path) -> None:
@@ -641,11 +652,13 @@ def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path:
     with wrap(source) as loader:
         iterator = iter(loader)
         next(iterator)
-        marker.touch()
-        while not (tmp_path / "fails.seen").exists():
-            next(iterator)
-            time.sleep(0.1)
-        time.sleep(0.5)
+        # The second batch is read by now, or will be. Whoever asks for it has the worker make a third, of samples 5 and
+        # 6, and only then its thread fails, with nobody there to hear of it.
+        marker.with_suffix(".draft").write_text("6")
+        marker.with_suffix(".draft").replace(marker)
+        next(iterator)
+        while not marker.with_suffix(".seen").exists():
+            time.sleep(0.01)
         marker.unlink()
         with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
             list(loader)
@@ -802,14 +815,13 @@ def ranks(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    script = [sys.executable, str(Path(__file__).parent / "streaming_sources.py"), str(out)]
+    script = [str(Path(__file__).parent / "streaming_sources.py"), str(out)]
     numbers = ["-" if state is None else str(given), str(steps), str(size), str(batch_size)]
     processes = [
-        subprocess.Popen(
+        forking.Program(
             [*script, *numbers, *([] if replication is None else [str(replication)])],
             env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+            modules=("cpu_torchvision", "streaming"),
         )
         for rank in range(world_size)
     ]
@@ -865,12 +877,7 @@ def test_replicated_samples_count_once(tmp_path: Path) -> None:
 
 
 def test_the_example() -> None:
-    runner = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import cpu_torchvision, runpy; "
-        "runpy.run_path(sys.argv[2], run_name='__main__')"
-    )
-    command = [sys.executable, "-c", runner, str(Path(__file__).parent), str(EXAMPLES / "streaming_loader.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forking.run([EXAMPLES / "streaming_loader.py"], modules=("cpu_torchvision", "streaming"))
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout
 

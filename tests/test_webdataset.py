@@ -38,6 +38,7 @@ wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
+import forking  # noqa: E402
 import webdataset_sources as sources  # noqa: E402
 from webdataset_sources import compress, encoded, make_shards, write_shard  # noqa: E402
 
@@ -1405,10 +1406,7 @@ def test_remote_shards_in_webdataset_s_cache_of_files_are_streamed(tmp_path: Pat
 def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
     example = Path(__file__).parents[1] / "examples" / "webdataset_pipeline.py"
     assert len(example.read_text().splitlines()) <= 60
-    run = subprocess.run(
-        [sys.executable, str(example), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run = forking.run([example, tmp_path], check=True)
     assert "every sample once: True" in run.stdout
 
 

@@ -1,0 +1,57 @@
+"""Which tests run, and in which order: long forms only where they are asked for, the slowest files first."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
+TABLE = re.compile(r"(<!-- durations -->\n).*(<!-- end of durations -->)", re.DOTALL)
+ROW = re.compile(r"^\| (test_\w+\.py) \| (\d+) \|", re.MULTILINE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write the table of CONTRIBUTING.md from this run")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the long forms unless asked for; put the slowest files first, as last they would keep one process busy.
+
+    The table in CONTRIBUTING.md says which files are slow. One that is not in it comes first: nobody knows.
+    """
+    if not os.environ.get("MIDEPOCH_CHAOS"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="a long form: make chaos runs it"))
+    seconds = {name: int(taken) for name, taken in ROW.findall(CONTRIBUTING.read_text())}
+    items.sort(key=lambda item: (-seconds.get(item.path.name, 10_000), item.path.name))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--record-durations"):
+        return
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, int] = defaultdict(int)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                name = Path(report.fspath).name
+                seconds[name] += report.duration
+                tests[name] += report.when == "call"
+    lines = [
+        f"{datetime.datetime.now(datetime.UTC).date()}, {os.cpu_count()} cores; seconds of one of the two processes, "
+        f"{round(sum(seconds.values()))} in all.\n",
+        "| file | seconds | tests |",
+        "|---|---:|---:|",
+    ]
+    for name, taken in sorted(seconds.items(), key=lambda row: -row[1]):
+        lines.append(f"| {name} | {round(taken)} | {tests[name]} |")
+    text, replaced = TABLE.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], CONTRIBUTING.read_text())
+    assert replaced == 1, f"{CONTRIBUTING} has no place for the durations"
+    CONTRIBUTING.write_text(text)
