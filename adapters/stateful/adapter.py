@@ -132,8 +132,9 @@ class StatefulAdapter(Adapter):
         if state is not None:
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
-            iterator = iter(self.source)
-        end_when_collected(iterator)
+            iterator: Iterator[Any] = iter(self.source)
+        if isinstance(self.source, DataLoader):
+            end_when_collected(iterator)
         return iterator
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
