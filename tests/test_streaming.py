@@ -489,18 +489,31 @@ def test_code_that_draws_is_found_where_it_hides(source: Callable[[], StreamingD
         assert [batch["drawn"].tolist() for batch in loader] == whole[2:]
 
 
-def test_a_download_that_is_tried_again_draws_nothing_of_a_samples() -> None:
-    tries = []
+class TryingAgain(StreamingDataset):
+    """Says of each sample whether a download that is tried again draws from Python's generator."""
 
-    def download() -> str:
-        tries.append(1)
-        if len(tries) < 3:
-            raise OSError("not yet")
-        return "there"
+    def __getitem__(self, at: Any) -> Any:
+        tries = []
 
-    before = random.getstate()
-    assert retry(num_attempts=3, initial_backoff=0, max_jitter=0.001)(download)() == "there" and len(tries) == 3
-    assert random.getstate() == before
+        def download() -> str:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError("not yet")
+            return "there"
+
+        before = random.getstate()
+        assert retry(num_attempts=3, initial_backoff=0, max_jitter=0.001)(download)() == "there" and len(tries) == 3
+        return {**super().__getitem__(at), "untouched": random.getstate() == before}
+
+
+@pytest.mark.parametrize(
+    ("workers", "loading"),
+    [(0, {}), (2, {}), (1, {"multiprocessing_context": "spawn"})],
+    ids=["here", "forked", "spawned"],
+)
+def test_a_download_that_is_tried_again_draws_nothing_of_a_samples(workers: int, loading: dict[str, Any]) -> None:
+    with wrap(sources.bare(8, 4, num_workers=workers, kind=TryingAgain, loading=loading)) as loader:
+        assert all(all(batch["untouched"]) for batch in loader)
 
 
 class Noisy(encodings.Int):  # type: ignore[misc]

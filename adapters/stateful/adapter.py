@@ -134,7 +134,8 @@ class StatefulAdapter(Adapter):
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
-        end_when_collected(iterator)
+        if isinstance(self.source, DataLoader):
+            end_when_collected(iterator)
         return iterator
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:

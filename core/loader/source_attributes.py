@@ -36,7 +36,7 @@ class SourceAttribute:
 class SourceDataset(SourceAttribute):
     """The source's dataset, if it can be indexed.
 
-    Of an iterable one, `accelerate.skip_first_batches` would make a plain loader, which begins anew without a word.
+    Of an iterable one, trainers that skip batches would make a plain loader, which begins anew without a word.
     """
 
     def _read(self, source: Any) -> Any:
@@ -63,10 +63,9 @@ class BatchesOfOurs:
 
     def _refuse(self) -> NoReturn:
         raise UnsupportedSourceError(
-            "a loader was made of the parts of a wrapped one, and would lose its place, its order and its streams "
-            "(accelerate.skip_first_batches does so, which the Hugging Face Trainer calls when it resumes): iterate "
-            "the wrapped loader itself, whose load_state_dict skips what is done; with the Hugging Face Trainer use "
-            "midepoch.adapters.trainers.transformers.feed"
+            "a loader was rebuilt from the parts of a wrapped one; it would lose the place, the order and the streams: "
+            "iterate the wrapped loader itself, which continues by itself after load_state_dict. With a trainer that "
+            "skips batches when it resumes, use that trainer's adapter in midepoch.adapters.trainers"
         )
 
 

@@ -40,7 +40,9 @@ def _check(part: str, there: bool) -> None:
         )
 
 
-_check("DataLoader._get_iterator", callable(getattr(DataLoader, "_get_iterator", None)))
+_check("DataLoader._get_iterator", hasattr(DataLoader, "_get_iterator"))
+_WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
+_check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
 
 
 def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
@@ -103,11 +105,10 @@ def end_when_collected(iterator: Any) -> None:
     workers = workers_of(iterator)
     if not workers or iterator in _watched:
         return
-    for part in ("_workers_done_event", "_index_queues", "_shutdown_workers"):
-        _check(f"{type(iterator).__name__}.{part}", hasattr(iterator, part))
-    finalizer = weakref.finalize(
-        iterator, _let_leave, os.getpid(), workers, iterator._workers_done_event, iterator._index_queues
-    )
+    done, queues = getattr(iterator, "_workers_done_event", None), getattr(iterator, "_index_queues", None)
+    if done is None or queues is None:
+        return  # an iterator of somebody else's class: it ends its workers itself, if slowly
+    finalizer = weakref.finalize(iterator, _let_leave, os.getpid(), workers, done, queues)
     finalizer.atexit = False  # torch ends them there
     _watched.add(iterator)
 
