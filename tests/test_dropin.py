@@ -151,5 +151,5 @@ def test_a_hugging_face_resume_without_feed_is_refused(tmp_path: Path) -> None:
         return Fed(model=Model(), args=settings, train_dataset=Rows())
 
     trainer(2).train()
-    with pytest.raises(UnsupportedSourceError, match=r"transformers\.feed"):
+    with pytest.raises(UnsupportedSourceError, match=r"midepoch\.adapters\.trainers"):
         trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -489,7 +489,7 @@ def test_code_that_draws_is_found_where_it_hides(source: Callable[[], StreamingD
         assert [batch["drawn"].tolist() for batch in loader] == whole[2:]
 
 
-class TryingAgain(StreamingDataset):
+class TryingAgain(StreamingDataset):  # type: ignore[misc]
     """Says of each sample whether a download that is tried again draws from Python's generator."""
 
     def __getitem__(self, at: Any) -> Any:
