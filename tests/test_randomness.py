@@ -30,7 +30,7 @@ import midepoch
 from midepoch import MidepochError
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key, derive_keys, extend_key, mix
-from midepoch.randomness.globals import LentGlobals, SlowlyLentGlobals
+from midepoch.randomness.globals import LentGlobals
 from midepoch.randomness.streams import Streams
 from midepoch.reading.indexed import draws_nothing
 
@@ -633,21 +633,23 @@ def every_state() -> list[Any]:
 
 
 @pytest.mark.parametrize("odd", [0, 1], ids=["paired", "half a pair of normal numbers"])
-@pytest.mark.parametrize("lend", [LentGlobals, SlowlyLentGlobals])
-def test_the_caller_gets_every_bit_back(lend: Callable[[], LentGlobals | SlowlyLentGlobals], odd: int) -> None:
-    lent = lend()
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_the_caller_gets_every_bit_back_and_a_draw_is_seen(by_memory: bool, odd: int) -> None:
+    lent = LentGlobals(by_memory)
     for _ in range(odd):
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
     before = every_state()
-    for draw in DRAWS.values():
-        for begin in (["borrow"], ["look"], []):
-            if begin and begin[0] == "look" and not lent.rests:
-                continue
-            (lent.look if "look" in begin else lent.borrow)()
-            if draw is not midepoch.sample_generator:
-                draw()
-            lent.give_back()
-            assert every_state() == before
+    for name, draw in DRAWS.items():
+        if name == "sample_generator":  # draws from no generator of the process
+            continue
+        lent.borrow()
+        assert not lent.touched()
+        draw()
+        assert lent.touched(), name
+        lent.watch()
+        assert not lent.touched()
+        lent.give_back()
+        assert every_state() == before
     expected = [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()]
     random.setstate(before[0]), np.random.set_state(json.loads(before[1]))
     torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))

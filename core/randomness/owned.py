@@ -112,6 +112,9 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
     elif issubclass(kind, type):
         steps = []
         yield from _top_of_class(value, seen)
+    elif issubclass(kind, types.ModuleType):
+        steps = []
+        yield from _top_of_module(value.__name__, seen)
     else:
         steps = list(_members(value, kind)) if issubclass(kind, _CONTAINERS) else []
         if kind not in _CONTAINERS:

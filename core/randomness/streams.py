@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 from midepoch.errors import MidepochError, MidepochWarning
 from midepoch.order.keys import derive_key
 
-from .globals import lend_globals
+from .globals import LentGlobals
 from .owned import OwnedGenerator, find_generators
 
 __all__ = ["Purpose", "Streams", "process_seed", "sample_generator"]
@@ -109,7 +109,7 @@ class Streams:
         self._owned: list[OwnedGenerator] | None = None
         self._first = False  # no batch of this pass has been read
         self._told: set[str] = set()
-        self._globals = lend_globals()
+        self._globals = LentGlobals()
         # Looked up once: this is done for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
         self._seed_python = super(random.Random, self._python_generator).seed
@@ -118,7 +118,7 @@ class Streams:
         self._saved: list[Any] | None = None
         self._lent = False  # in a worker process, for good
         self._outer: tuple[Any, ...] = (None, None, None)
-        self._drawn = not self._globals.rests
+        self._drawn = False
         self.unused = self.asked = False
 
     # --- looking for generators ---
@@ -191,7 +191,7 @@ class Streams:
             self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
         elif self._saved is None:
             self._saved = []
-        if self._drawn:
+        if self._drawn or self._owned:  # nobody will look on
             return self.start
         self._globals.watch()
         return self._start_watched
@@ -218,7 +218,7 @@ class Streams:
         saved, self._saved = self._saved, None
         if saved is None:
             return
-        if not self._drawn:
+        if not self._drawn and not self._owned:
             self._drawn = _current.used or self._globals.touched()
             self.unused = self.unused and not self._drawn
         if not self._lent:
@@ -249,15 +249,14 @@ class Streams:
         if self._lent:
             self._globals.watch()
         else:
-            self._globals.look()
+            self._globals.borrow()
 
     def leave(self) -> bool:
         """Whether anybody has drawn since `look`. The generators are as `look` found them."""
         drawn = self.asked or self._globals.touched()
-        if drawn:
-            self.unused = False
-            if not self._lent:
-                self._globals.give_back()
+        self.unused = not drawn
+        if not self._lent:
+            self._globals.give_back()
         _current.key, _current.generator, _current.used = self._outer
         return drawn
 
