@@ -102,7 +102,9 @@ class MapDataLoaderAdapter(Adapter):
         """All yes; with shard=False, not elastic."""
         exact = promises.augmentations(
             self.options,
-            "numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
+            self.source.dataset,
+            self.source.collate_fn,
+            same_split="numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(

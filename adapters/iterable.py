@@ -60,7 +60,7 @@ class SequenceAdapter(Adapter):
             exact_order=promises.OUR_ORDER,
             exact_augmentations=Capability(True, "the items are there already")
             if isinstance(self.source, list | tuple)
-            else promises.augmentations(self.options),
+            else promises.augmentations(self.options, self.source),
             constant_time_resume=promises.CONSTANT_TIME,
             elastic_world=promises.POSITIONS,
             elastic_workers=promises.NO_WORKERS,

@@ -161,19 +161,6 @@ class Seldom(StreamingDataset):
         return {**super().__getitem__(at), "drawn": np.random.rand() if at in (4, 17) else 0.0}
 
 
-class Keeping(Seldom):
-    """And never again for these."""
-
-    def __init__(self, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.kept: dict[int, Any] = {}
-
-    def __getitem__(self, at: Any) -> Any:
-        if at not in self.kept:
-            self.kept[at] = super().__getitem__(at)
-        return self.kept[at]
-
-
 def mix(samples: list[Any]) -> Any:
     """A collate_fn that draws for a batch."""
     return {**torch.utils.data.default_collate(samples), "mixed": np.random.rand(3)}

@@ -93,7 +93,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
 def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
         for kind, code in BLOCK.findall(page.read_text()):
-            assert kind in ("python", "bash", "text", "toml"), f"{page.name}: {kind!r} {code[:60]!r}"
+            assert kind in ("python", "bash", "text", "toml", "mermaid"), f"{page.name}: {kind!r} {code[:60]!r}"
 
 
 @pytest.mark.parametrize("name", ["dataloader.py", "iterable.py", "several_loaders.py"])

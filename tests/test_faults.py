@@ -335,7 +335,7 @@ def lists(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-def workers_of(process: int | None = None) -> list[psutil.Process]:
+def workers_of(process: int) -> list[psutil.Process]:
     return [each for each in psutil.Process(process).children() if "resource_tracker" not in " ".join(each.cmdline())]
 
 
@@ -363,13 +363,15 @@ def test_a_worker_that_is_killed_loses_no_batch_and_gives_none_twice(persistent:
     errors = 0
     for kill in range(12 if CHAOS else 4):
         loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=2, persistent_workers=persistent), seed=1)
+        others = set(multiprocessing.active_children())
         batches, got = iter(loader), []
         at, killed = generator.randrange(1, 16), []
         try:
             for batch in batches:
                 got.append(batch.tolist())
                 if len(got) == at:
-                    for worker in generator.sample(workers_of(), 2 if kill % 4 == 3 else 1):
+                    workers = sorted(each.pid or 0 for each in set(multiprocessing.active_children()) - others)
+                    for worker in map(psutil.Process, generator.sample(workers, 2 if kill % 4 == 3 else 1)):
                         killed.append(worker)
                         worker.kill()
         except RuntimeError as error:

@@ -448,3 +448,34 @@ def test_a_draw_is_seen(name: str) -> None:
         assert every_state() == before
         # Now with half a pair of normal numbers in each.
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
+
+
+class Lazy(types.ModuleType):
+    """Imports what it stands for as soon as anybody asks, as the modules of six do."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"asked for {name}")
+
+
+class Reticent:
+    """Answers any question by an error."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise AssertionError("asked for its class")
+
+
+def test_a_search_asks_no_object_and_enters_no_library() -> None:
+    assert find_generators(Holder([Reticent(), Lazy("lazy")])) == ([], [])
+    found, hopeless = find_generators(Holder([random, np, torch, sys.modules[__name__]]))
+    assert not hopeless
+    assert all(each.path.startswith("Holder") and __name__ in each.path for each in found)
+
+
+def test_what_cannot_be_seeded_is_not_promised() -> None:
+    dataset = sources.Indices(10)
+    dataset.generator = made()  # type: ignore[attr-defined]
+    assert midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
+    dataset.generator = random.SystemRandom()  # type: ignore[attr-defined]
+    told = midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
+    assert not told and "SystemRandom" in told.reason

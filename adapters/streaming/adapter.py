@@ -185,9 +185,9 @@ class StreamingAdapter(Adapter):
         exact = Capability(True, "samples are read as they were written")
         if not draws_nothing(collate):
             split = "what collate_fn draws, on the same batch size and world size"
-            exact = promises.augmentations(self.options, split)
+            exact = promises.augmentations(self.options, type(dataset), _parts(dataset), collate, same_split=split)
         elif _has_own_code(dataset):
-            exact = promises.augmentations(self.options)
+            exact = promises.augmentations(self.options, type(dataset), _parts(dataset))
         return Capabilities(
             exact_order=Capability(True, "Streaming's order is a function of seed, epoch and canonical nodes"),
             exact_augmentations=exact,

@@ -314,7 +314,9 @@ class IndexedAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """All yes, unless batches are refilled."""
         exact = promises.augmentations(
-            self.options, "numbers drawn for a whole batch are exact on the same split"
+            self.options,
+            *self._pipeline.stages,
+            same_split="numbers drawn for a whole batch are exact on the same split",
         )
         own = Capability(False, "with refill=True each rank reads on as far as its own dropped samples make it")
         return Capabilities(

@@ -77,6 +77,11 @@ class Pipeline:
     limit: Limit | None = None
     seed: int | None = None
 
+    @property
+    def stages(self) -> list[Stage]:
+        """All that run code on samples, wherever they run."""
+        return [*self.sample_stages, *self.batch_stages, *self.late_sample_stages, *self.late_batch_stages]
+
 
 def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
     """What comes out of the stages, one after another."""

@@ -614,7 +614,9 @@ class StreamedAdapter(Adapter):
         return Capabilities(
             exact_order=Capability(True, "the order of shards and of each stretch is a function of seed and pass"),
             exact_augmentations=promises.augmentations(
-                self.options, "numbers drawn for a whole batch are exact on the same split"
+                self.options,
+                *self._pipeline.stages,
+                same_split="numbers drawn for a whole batch are exact on the same split",
             ),
             constant_time_resume=Capability(
                 True, f"each stream reads one shard again, up to its offset, and no stage runs ({self._reason})"

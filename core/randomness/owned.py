@@ -70,12 +70,12 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
     while queue and len(seen) < MOST_OBJECTS:
         path, value = queue.popleft()
-        if isinstance(value, np.random.Generator):
+        if _is(value, np.random.Generator):
             value = value.bit_generator
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if not isinstance(value, _GENERATORS):
+        if not _is(value, _GENERATORS):
             queue.extend(_children(path, value, seen))
         elif not _is_global(value):
             controls = _controls(value)
@@ -86,6 +86,11 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             paths.add(path)
             found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
     return found, hopeless
+
+
+def _is(value: object, kinds: Any) -> bool:
+    """`isinstance` without asking the object, which may import a module to answer."""
+    return issubclass(type(value), kinds)
 
 
 def _told_apart(path: str, taken: set[str]) -> str:
@@ -114,14 +119,14 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
         yield from _top_of_class(value, seen)
     elif issubclass(kind, types.ModuleType):
         steps = []
-        yield from _top_of_module(value.__name__, seen)
+        yield from _top_of_module(object.__getattribute__(value, "__dict__").get("__name__"), seen)
     else:
         steps = list(_members(value, kind)) if issubclass(kind, _CONTAINERS) else []
         if kind not in _CONTAINERS:
             steps += _attributes(value, kind)
             yield from _top_of_class(kind, seen)
     for step, child in steps:
-        if not isinstance(child, _ATOMS) or type(child) is types.BuiltinMethodType:
+        if not _is(child, _ATOMS) or type(child) is types.BuiltinMethodType:
             yield path + step, child
 
 
@@ -160,7 +165,7 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
     found = [(f".{name}", child) for name, child in list(attributes.items())] if isinstance(attributes, dict) else []
     for base in kind.__mro__:
         for name, member in vars(base).items():
-            if isinstance(member, types.MemberDescriptorType):  # a slot
+            if _is(member, types.MemberDescriptorType):  # a slot
                 try:
                     found.append((f".{name}", member.__get__(value)))
                 except AttributeError:
@@ -173,8 +178,11 @@ def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]
         if id(base) not in seen and not _is_library(base.__module__):
             seen[id(base)] = base
             for name, member in list(vars(base).items()):
-                member = getattr(member, "__func__", getattr(member, "fget", member))  # of static methods, properties
-                if isinstance(member, _GENERATORS) or getattr(member, "__closure__", None):
+                if _is(member, (staticmethod, classmethod)):
+                    member = member.__func__
+                elif _is(member, property):
+                    member = member.fget
+                if _is(member, _GENERATORS) or (_is(member, types.FunctionType) and member.__closure__):
                     yield f" -> {_prefix(base.__module__)}{base.__qualname__}.{name}", member
             yield from _top_of_module(base.__module__, seen)
 
@@ -185,7 +193,7 @@ def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str
         return
     seen[id(module)] = module
     for attribute, member in list(vars(module).items()):
-        if isinstance(member, _GENERATORS):
+        if _is(member, _GENERATORS):
             yield f" -> {_prefix(name)}{attribute}", member
 
 

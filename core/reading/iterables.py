@@ -137,7 +137,7 @@ class IterableAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """As the table in the README has it."""
-        exact = promises.augmentations(self.options)
+        exact = promises.augmentations(self.options, self._stream, self._collate)
         if self._driven is not None:
             tried = "" if self._probed else "; tried when reading begins"
             return Capabilities(
