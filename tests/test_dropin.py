@@ -153,3 +153,12 @@ def test_a_hugging_face_resume_without_feed_is_refused(tmp_path: Path) -> None:
     trainer(2).train()
     with pytest.raises(UnsupportedSourceError, match=r"midepoch\.adapters\.trainers"):
         trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_shard_that_a_source_has_no_use_for_is_refused() -> None:
+    for source in ([1, 2, 3], Rows(4)):
+        with pytest.raises(UnsupportedSourceError, match="shard=False"):
+            midepoch.wrap(source, shard=False)
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
+    with pytest.raises(UnsupportedSourceError, match="shard=True"):
+        midepoch.wrap(stateful.StatefulDataLoader(Rows(4)), shard=True)
