@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 os.environ.setdefault("NUMBA_NUM_THREADS", "4")
 
 import cv2
+import forking
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -92,7 +92,7 @@ def file(kind: str = "jpeg") -> str:
     if not path.exists():
         draft = path.with_suffix(f".{os.getpid()}")
         # FFCV's writer forks, which a process that has run compiled code on several threads may not survive.
-        subprocess.run([sys.executable, __file__, kind, str(draft)], check=True, capture_output=True, timeout=120)
+        forking.run([__file__, kind, draft], modules=["ffcv"], check=True)
         draft.replace(path)
     return str(path)
 

@@ -41,10 +41,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def python(arguments: list[Any], folder: Path) -> str:
+def python(arguments: list[Any], folder: Path, *modules: str) -> str:
     """What a program prints on its standard output."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return forking.run(arguments, cwd=folder, env=environment, check=True).stdout
+    return forking.run(arguments, cwd=folder, env=environment, modules=modules, check=True).stdout
 
 
 def run(command: list[str], folder: Path) -> str:
