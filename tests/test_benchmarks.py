@@ -19,8 +19,10 @@ pytest.importorskip("torchdata", reason="torchdata is not installed (pip install
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install midepoch[demo])")
 pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import compare
+import forking
 import measuring
 import peers
 from measuring import Interval
@@ -34,6 +36,14 @@ def command(*options: str) -> list[str]:
     return [sys.executable, compare.__file__, "--quick", *options]
 
 
+def started(options: list[str]) -> forking.Program:
+    """The comparison, whose servers are forked too."""
+    script = Path(compare.__file__)
+    code = f"import runpy, sys; sys.executable = {forking.executable()!r}; sys.argv[0] = {str(script)!r}; "
+    code += f"sys.path.insert(0, {str(script.parent)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
+    return forking.Program(["-c", code, *options], modules=["matplotlib.pyplot"])
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Times in one folder; what becomes of an epoch, measured beside it, in a folder in that one."""
@@ -43,7 +53,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command("--only", ",".join(NAMES), "--output", str(folder), *times),
         command("--only", f"{OURS},{TORCHDATA}", "--output", str(folder / "exactness"), "--question", "exactness"),
     ]
-    running = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for call in calls]
+    running = [started(call[2:]) for call in calls]
     for process, place in zip(running, (folder, folder / "exactness"), strict=True):
         said, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors[-3000:]
@@ -193,10 +203,11 @@ def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path)
     row = next(row for row in generous["overhead"] if (row["peer"], row["work"], row["workers"]) == (OURS, "jpeg", 0))
     row |= {"ratio": 0.01, "low": 0.01, "high": 0.01}
     (tmp_path / "results.json").write_text(json.dumps(generous))
-    call = command("--check", "--question", "overhead", "--only", OURS, "--output", str(tmp_path))
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
+    call = command("--check", "--question", "overhead", "--only", OURS, "--rounds", "4", "--output", str(tmp_path))
+    job = started(call[2:])
+    said, errors = job.communicate(timeout=300)
+    assert job.returncode == 1, errors[-3000:]
+    assert said.startswith(f"{OURS}, jpeg, 0 workers, ") and said.count("\n") == 1
     named = {line.split(":")[0] for line in compare.worse(scaled(results, 0.001), results, [OURS], asked)}
     assert f"{OURS}, first batch at 90 % to that at 0 %" in named
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,9 +19,12 @@ import numpy as np
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 pytest.importorskip("sklearn", reason="needs midepoch[demo]")
 pytest.importorskip("typer", reason="needs midepoch[demo]")
 
+import forking
 from PIL import Image
 
 from midepoch.tools.cli import main
@@ -33,8 +37,10 @@ _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The demonstration's own process, and torchrun's, are as users start them; the ranks are forked."""
     return subprocess.run(
         [sys.executable, "-m", "midepoch", "demo", f"--output={output}", *_SMALL, *options],
+        env={**os.environ, "PYTHON_EXEC": forking.executable("matplotlib", "PIL.Image")},
         capture_output=True,
         text=True,
         timeout=500,

@@ -36,11 +36,11 @@ class Job:
         environment |= {"GLOO_SOCKET_IFNAME": "eth0" if host else "lo", "OMP_NUM_THREADS": "1"}
         launcher = launcher or ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
         # What is forked is in the network of the process that it is forked from, not of the host.
-        script = [torchrun_job.__file__] if host else forking.script(torchrun_job.__file__)
-        torchrun = ["-m", "torch.distributed.run", *launcher, f"--nproc-per-node={processes}", *script]
-        command = [*torchrun, str(folder), *options]
+        torchrun = ["-m", "torch.distributed.run", *launcher, f"--nproc-per-node={processes}"]
+        command = [*torchrun, torchrun_job.__file__, str(folder), *options]
         self.folder = folder
         if not host:
+            environment["PYTHON_EXEC"] = forking.executable()
             modules = ["torch.distributed.run"]
             self.process: Any = forking.Program(
                 command, modules=modules, env=environment, merged=True, new_session=True
@@ -57,7 +57,7 @@ class Job:
 
     def wait(self) -> str:
         try:
-            output, _ = self.process.communicate(timeout=240)
+            output: str = self.process.communicate(timeout=240)[0]
         finally:
             self.kill()
         return output
