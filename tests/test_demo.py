@@ -37,12 +37,12 @@ _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The demonstration's own process, and torchrun's, are as users start them; the ranks are forked."""
-    return subprocess.run(
-        [sys.executable, "-m", "midepoch", "demo", f"--output={output}", *_SMALL, *options],
-        env={**os.environ, "PYTHON_EXEC": forking.executable("matplotlib", "PIL.Image")},
-        capture_output=True,
-        text=True,
+    """Torchrun's processes and the ranks are forked; what is to be interrupted, below, is as users start it."""
+    python = forking.executable("torch.distributed.run", "PIL.Image")
+    code = f"import sys; sys.executable = {python!r}; from midepoch.tools.cli import main; main()"
+    return forking.run(
+        ["-c", code, "demo", f"--output={output}", *_SMALL, *options],
+        env={**os.environ, "PYTHON_EXEC": python},
         timeout=500,
     )
 
