@@ -606,7 +606,7 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
             finally:
                 os._exit(1)
         os.close(tell)
-        # Before its first save, or anywhere in that or a later one: counted in saves, which a busy machine makes slowly.
+        # Before its first save, or anywhere in that or a later one: counted in saves, which take as long as they take.
         for save in range(generator.choice((0, 1, 1, 2, 4))):
             since = time.monotonic()
             assert os.read(told, 1), f"kill {kill}: it ended by itself"
