@@ -18,9 +18,10 @@ setup: ## system packages, .venv and every extra (the other targets do it by the
 demo: setup ## kill a training job in mid-epoch and continue it exactly; results in demo-output/
 	$(BIN)/midepoch demo $(ARGS)
 
-# Files go to the processes in the order of tests/conftest.py, the slowest first.
+# Files go to the processes in the order of tests/conftest.py, the slowest first; a quarter of their time they wait,
+# so three processes keep two cores busy.
 test: lint ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations
 	MIDEPOCH_CHAOS=1 $(BIN)/python -m pytest $(ARGS)

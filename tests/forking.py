@@ -5,8 +5,9 @@
 what was registered with atexit. What is tested must not depend on a variable that is read at import, such as
 NUMBA_NUM_THREADS, nor on what has been imported: then start an interpreter.
 
-What launches scripts by itself, as torchrun does, is given ``script(...)``: that starts an interpreter which imports
-nothing, has another forked in its place, hands signals on to that one and ends as that one does.
+What starts interpreters by itself is given ``executable(...)`` in place of Python's, torchrun in the variable
+PYTHON_EXEC. It imports nothing, has a process forked in its place, hands signals on to that one and ends as that one
+does; where it is killed, so is that one.
 """
 
 from __future__ import annotations
@@ -57,16 +58,21 @@ def _server(modules: tuple[str, ...]) -> str:
     return f"{folder}/socket"
 
 
-def script(path: str | Path, *, modules: Sequence[str] = ()) -> list[str]:
-    """What to launch in place of a script: a script and its first arguments."""
-    return [__file__, "--instead", _server(("torch", "midepoch", *modules)), str(path)]
+def executable(*modules: str) -> str:
+    """A program that is started as an interpreter is."""
+    address = _server(("torch", "midepoch", *modules))
+    program = Path(address).with_name("python")
+    if not program.exists():
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" --instead "{address}" "$@"\n')
+        program.chmod(0o755)
+    return str(program)
 
 
-def _ask(address: str, request: dict[str, Any], outputs: Sequence[int]) -> tuple[socket.socket, IO[str], int]:
+def _ask(address: str, request: dict[str, Any], streams: Sequence[int]) -> tuple[socket.socket, IO[str], int]:
     """The connection to the server, what it answers, and the forked process."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
-    socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], outputs)
+    socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], streams)
     answers = connection.makefile("r")
     return connection, answers, int(answers.readline())
 
@@ -94,8 +100,9 @@ class Program:
             "session": new_session,
         }
         address, pipes = _server(("torch", "midepoch", *modules)), [os.pipe() for _ in range(2)]
-        outputs = [pipes[0][1], pipes[0 if merged else 1][1]]
-        self._connection, self._answers, self.pid = _ask(address, request, outputs)
+        with Path(os.devnull).open() as nothing:
+            streams = [nothing.fileno(), pipes[0][1], pipes[0 if merged else 1][1]]
+            self._connection, self._answers, self.pid = _ask(address, request, streams)
         for _, write in pipes:
             os.close(write)
         self.returncode: int | None = None
@@ -190,32 +197,32 @@ def _serve(address: str) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()
-            data, outputs, *_ = socket.recv_fds(connection, 1 << 20, 2)
+            data, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
             while not data.endswith(b"\n"):
                 data += connection.recv(1 << 20)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for number, output in enumerate(outputs, 1):
-                    os.dup2(output, number)
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
                 for each in (listener, connection, *asked.values()):
                     each.close()
-                for descriptor in (ended, wake, *outputs):
+                for descriptor in (ended, wake, *streams):
                     os.close(descriptor)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 request: dict[str, Any] = json.loads(data)
                 return request
-            for output in outputs:
-                os.close(output)
+            for stream in streams:
+                os.close(stream)
             asked[pid] = connection
             connection.sendall(b"%d\n" % pid)
 
 
 def _instead() -> None:
     """Have a process forked that is this one to whoever started this one."""
-    request = {"arguments": sys.argv[3:], "cwd": str(Path.cwd()), "env": dict(os.environ), "session": False}
-    _, answers, pid = _ask(sys.argv[2], request, [1, 2])
+    arguments = [argument for number, argument in enumerate(sys.argv[3:]) if number or argument != "-u"]
+    request = {"arguments": arguments, "cwd": str(Path.cwd()), "env": dict(os.environ), "session": False}
+    _, answers, pid = _ask(sys.argv[2], request, [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(pid, number))
     status = os.waitstatus_to_exitcode(int(answers.readline()))

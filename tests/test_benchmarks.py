@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,10 @@ pytest.importorskip("torchdata", reason="torchdata is not installed (pip install
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install midepoch[demo])")
 pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import compare
+import forking
 import measuring
 import peers
 from measuring import Interval
@@ -30,8 +31,12 @@ EVERYTHING = {each for question in compare.MEASURED for each in compare.distribu
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
 
 
-def command(*options: str) -> list[str]:
-    return [sys.executable, compare.__file__, "--quick", *options]
+def started(*options: str) -> forking.Program:
+    """The comparison, whose servers are forked too."""
+    script = Path(compare.__file__)
+    code = f"import runpy, sys; sys.executable = {forking.executable()!r}; sys.argv[0] = {str(script)!r}; "
+    code += f"sys.path.insert(0, {str(script.parent)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
+    return forking.Program(["-c", code, "--quick", *options], modules=["matplotlib.pyplot"])
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +45,10 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("benchmarks")
     times = [part for each in ("overhead", "resume", "state") for part in ("--question", each)]
     calls = [
-        command("--only", ",".join(NAMES), "--output", str(folder), *times),
-        command("--only", f"{OURS},{TORCHDATA}", "--output", str(folder / "exactness"), "--question", "exactness"),
+        ("--only", ",".join(NAMES), "--output", str(folder), *times),
+        ("--only", f"{OURS},{TORCHDATA}", "--output", str(folder / "exactness"), "--question", "exactness"),
     ]
-    running = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for call in calls]
+    running = [started(*call) for call in calls]
     for process, place in zip(running, (folder, folder / "exactness"), strict=True):
         said, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors[-3000:]
@@ -193,10 +198,11 @@ def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path)
     row = next(row for row in generous["overhead"] if (row["peer"], row["work"], row["workers"]) == (OURS, "jpeg", 0))
     row |= {"ratio": 0.01, "low": 0.01, "high": 0.01}
     (tmp_path / "results.json").write_text(json.dumps(generous))
-    call = command("--check", "--question", "overhead", "--only", OURS, "--output", str(tmp_path))
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert done.stdout.startswith(f"{OURS}, jpeg, 0 workers, ") and done.stdout.count("\n") == 1
+    call = ("--check", "--question", "overhead", "--only", OURS, "--rounds", "4", "--output", str(tmp_path))
+    job = started(*call)
+    said, errors = job.communicate(timeout=300)
+    assert job.returncode == 1, errors[-3000:]
+    assert said.startswith(f"{OURS}, jpeg, 0 workers, ") and said.count("\n") == 1
     named = {line.split(":")[0] for line in compare.worse(scaled(results, 0.001), results, [OURS], asked)}
     assert f"{OURS}, first batch at 90 % to that at 0 %" in named
 
@@ -301,5 +307,6 @@ def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused(options: list[str], said: str) -> None:
-    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and said in done.stderr
+    job = started(*options)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 2 and said in errors

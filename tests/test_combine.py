@@ -725,6 +725,9 @@ def test_capabilities_are_those_of_all_parts() -> None:
 # --- the laws ---
 
 
+# test_cut_anywhere_it_goes_on_as_if_it_had_not_been has every mode with every kind of part. The laws, in their short
+# form, have what differs in processes and in other worlds: parts that start anew, draws by weight, parts within parts,
+# parts whose states each rank knows alone.
 class _Combined(ResumableTests):
     identify: ClassVar[Any] = staticmethod(combine_sources.identify_all)
     quick = True
@@ -732,12 +735,14 @@ class _Combined(ResumableTests):
     state_bytes = 1024
 
 
+@pytest.mark.long
 class TestMinSize(_Combined):
     make_loader = staticmethod(combine_sources.min_size)
     identify = staticmethod(combine_sources.identify_short)
     shuffled = True
 
 
+@pytest.mark.long
 class TestMaxSize(_Combined):
     make_loader = staticmethod(combine_sources.max_size)
     shuffled = True
@@ -750,6 +755,7 @@ class TestMaxSizeCycle(_Combined):
     elastic_content = False  # which samples of the short part stand beside one depends on where its epoch ends
 
 
+@pytest.mark.long
 class TestSequential(_Combined):
     make_loader = staticmethod(combine_sources.sequential)
     draws = staticmethod(draws)
@@ -768,6 +774,7 @@ class TestNested(_Combined):
     state_bytes = 3 * 512
 
 
+@pytest.mark.long
 class TestUnknownLengths(_Combined):
     make_loader = staticmethod(combine_sources.of_unknown_length)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,9 +19,12 @@ import numpy as np
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 pytest.importorskip("sklearn", reason="needs midepoch[demo]")
 pytest.importorskip("typer", reason="needs midepoch[demo]")
 
+import forking
 from PIL import Image
 
 from midepoch.tools.cli import main
@@ -33,10 +37,12 @@ _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "midepoch", "demo", f"--output={output}", *_SMALL, *options],
-        capture_output=True,
-        text=True,
+    """Torchrun's processes and the ranks are forked; what is to be interrupted, below, is as users start it."""
+    python = forking.executable("torch.distributed.run", "PIL.Image")
+    code = f"import sys; sys.executable = {python!r}; from midepoch.tools.cli import main; main()"
+    return forking.run(
+        ["-c", code, "demo", f"--output={output}", *_SMALL, *options],
+        env={**os.environ, "PYTHON_EXEC": python},
         timeout=500,
     )
 

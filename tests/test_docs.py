@@ -41,10 +41,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def python(arguments: list[Any], folder: Path) -> str:
+def python(arguments: list[Any], folder: Path, *modules: str) -> str:
     """What a program prints on its standard output."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return forking.run(arguments, cwd=folder, env=environment, check=True).stdout
+    return forking.run(arguments, cwd=folder, env=environment, modules=modules, check=True).stdout
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -70,7 +70,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
             python([path], tmp_path)
         else:
             together.append(str(path))
-    python(["-c", RUN_ALL, *together], tmp_path)
+    python(["-c", RUN_ALL, *together], tmp_path, *(["ffcv"] if page.name == "ffcv.md" else []))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)

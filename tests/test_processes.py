@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
+import forking
 import lightning_job
 import sources
 
@@ -40,17 +41,15 @@ def run_lightning(folder: Path, phase: str, kill_at: int, *checkpoint: str) -> i
     }
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     environment["OMP_NUM_THREADS"] = "1"
-    script = str(Path(lightning_job.__file__))
-    command = [sys.executable, "-W", "ignore", script, str(folder), phase, str(kill_at), *checkpoint]
+    command = [lightning_job.__file__, str(folder), phase, str(kill_at), *checkpoint]
     # A session of its own, so that what a killed job has left can be ended with it.
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    process = forking.Program(command, modules=["lightning"], env=environment, merged=True, new_session=True)
     try:
         output, _ = process.communicate(timeout=180)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode is not None
     if kill_at < 0:
         assert process.returncode == 0, output
     return process.returncode

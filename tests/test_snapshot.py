@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import itertools
 import os
 import random
 import resource
@@ -614,9 +613,9 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
     path = tmp_path / "snapshot.pt"
     generator = random.Random(3)
     steps = 0
-    for kill in itertools.count():
-        if kill >= (500 if CHAOS else 40) and steps > 20:
-            break  # a slow disk needs more kills until as much has been saved
+    saved, typical = 0, 0.02  # saves that were done for certain; seconds that one takes here and now
+    for kill in range(500 if CHAOS else 40):
+        told, tell = os.pipe()
         child = os.fork()
         if child == 0:
             try:
@@ -628,12 +627,20 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
                     with torch.no_grad():
                         model.weight.fill_(snapshot.steps + 1)
                         model.bias.fill_(snapshot.steps + 1)
+                    os.write(tell, b".")
                     snapshot.step()
             finally:
                 os._exit(1)
-        # The first saves, or later ones.
-        time.sleep(generator.choice((0.002, 0.02, 0.06)) * generator.random() + 0.004)
+        os.close(tell)
+        # Before its first save, or anywhere in that or a later one: counted in saves, which take as long as they take.
+        for save in range(generator.choice((0, 1, 1, 2, 4))):
+            since = time.monotonic()
+            assert os.read(told, 1), f"kill {kill}: it ended by itself"
+            if save:
+                saved, typical = saved + 1, time.monotonic() - since
+        time.sleep(generator.random() * typical)
         os.kill(child, signal.SIGKILL)
+        os.close(told)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"kill {kill}"
         if not path.exists() and not steps:
             continue
@@ -647,6 +654,7 @@ def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_
         assert bool((model.weight == steps).all()) and bool((model.bias == steps).all()), f"kill {kill}"
         # Drafts of the killed are removed by the next who saves.
         assert len(names(tmp_path)) <= 5, names(tmp_path)
+    assert steps >= saved > 20
 
 
 def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:

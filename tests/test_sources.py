@@ -16,6 +16,12 @@ from midepoch.testing import ResumableTests
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
+# The short form has each mechanism once: samples by index, in our orders and in a list of somebody's; each tail; whole
+# batches as units; samplers that are driven, in a loader with workers and, by inheritance, without one; lists; replay;
+# streams that divide themselves; a source's own state. The others are long: a Subset, a window and a
+# DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, two samplers, a
+# plain iterable and a stream that is shared out read as one of those above does.
+
 
 class _Sampled(ResumableTests):
     identify = staticmethod(sources.identify)
@@ -36,6 +42,7 @@ class TestMapSequentialDrop(_Sampled):
     drop_last = True
 
 
+@pytest.mark.long
 class TestMapSubset(_Sampled):
     make_loader = staticmethod(sources.map_subset)
     shuffled = True
@@ -51,10 +58,12 @@ class TestMapListed(_Sampled):
     shuffled = True
 
 
+@pytest.mark.long
 class TestMapWindowed(_Sampled):
     make_loader = staticmethod(sources.map_windowed)
 
 
+@pytest.mark.long
 class TestMapDistributed(_Sampled):
     make_loader = staticmethod(sources.map_distributed)
     shuffled = True
@@ -64,6 +73,7 @@ class TestMapBatchSampler(_Sampled):
     make_loader = staticmethod(sources.map_batch_sampler)
 
 
+@pytest.mark.long
 class TestMapSingle(_Sampled):
     make_loader = staticmethod(sources.map_single)
 
@@ -73,10 +83,12 @@ class TestExposingInLoader(_Sampled):
     shuffled = True
 
 
+@pytest.mark.long
 class TestExposingGeneratorInLoader(_Sampled):
     make_loader = staticmethod(sources.exposing_generator_in_loader)
 
 
+@pytest.mark.long
 class TestExposingPlain(_Sampled):
     make_loader = staticmethod(sources.exposing_plain)
     shuffled = True
@@ -96,6 +108,7 @@ class TestGeneratorFunction(_Sampled):
     make_loader = staticmethod(sources.generator_function)
 
 
+@pytest.mark.long
 class TestStreamInLoader(_Sampled):
     make_loader = staticmethod(sources.stream_in_loader)
 
