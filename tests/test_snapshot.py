@@ -16,14 +16,15 @@ import threading
 import time
 import weakref
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -941,3 +942,68 @@ def test_without_a_process_group_several_processes_are_refused(tmp_path: Path, m
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MidepochError, match="init_process_group before"):
         Snapshot(tmp_path / "snapshot.pt", signals=(), model=torch.nn.Linear(1, 1)).save()
+
+
+# --- what a save costs ---
+
+
+@dataclass
+class Record:
+    number: int
+    words: list[str]
+
+
+class Records(Dataset[int]):
+    """As many samples, with and without an object for each."""
+
+    def __init__(self, objects: bool) -> None:
+        count = 45_000
+        self.records: Any = [Record(number, [str(number)]) for number in range(count)] if objects else range(count)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def calls(action: Callable[[], object]) -> int:
+    """Of functions, python's and C's."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tmp_path: Path) -> None:
+    counted: dict[str, list[int]] = {"gather": [], "save": []}
+    seconds: dict[str, list[float]] = {"gather": [], "save": []}
+    for objects in (False, False, True):  # the first one pays for what a process does once
+        loader = midepoch.wrap(DataLoader(Records(objects), batch_size=4, shuffle=True), seed=0)
+        for _ in itertools.islice(loader, taken):
+            pass
+        snapshot = Snapshot(tmp_path / str(len(counted['save'])) / "snapshot.pt", signals=(), data=loader)
+        actions: dict[str, Callable[[], object]] = {"gather": lambda: midepoch.gather(loader), "save": snapshot.save}  # noqa: B023
+        for name, action in actions.items():
+            counted[name].append(calls(action))
+            seconds[name].append(min(timed(action) for _ in range(20)))
+    for name in counted:
+        _, without, many = counted[name]
+        assert many == without, f"{name}: {without} calls without objects, {many} with 45,000"
+        # A walk through the records takes 40 ms or more.
+        assert seconds[name][2] < seconds[name][1] + 0.01, (name, seconds[name])
+
+
+def timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began

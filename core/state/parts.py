@@ -153,8 +153,8 @@ def gather_state(loader: object, state: State, group: torch.distributed.ProcessG
 
 
 def is_rank_independent(loader: object) -> bool:
-    """Whether any rank's state of a loader will do for all."""
-    return bool(getattr(getattr(loader, "capabilities", None), "rank_independent", True))
+    """Whether any rank's state of a loader suits every rank; so it is for objects that do not say."""
+    return bool(getattr(loader, "is_rank_independent", True))
 
 
 def join_states(states: list[State]) -> State:

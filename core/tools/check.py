@@ -32,14 +32,14 @@ __all__ = ["TargetError", "as_json", "examine", "find_target", "printable", "sho
 
 
 class TargetError(Exception):
-    """The function to check cannot be had; the message says why, and what to name."""
+    """The function to check was not found, or is not usable; the message says why, and what to name."""
 
 
 def find_target(target: str) -> Callable[..., Any]:
     """The function that ``package.module:name`` or ``folder/file.py:name`` names, from the current folder.
 
     Raises:
-        TargetError: there is none, it cannot be called, or its module fails.
+        TargetError: there is none, it cannot be called, or its module fails to import.
     """
     module_name, colon, name = target.rpartition(":")
     if not (colon and module_name and name):
@@ -79,17 +79,17 @@ def find_target(target: str) -> Callable[..., Any]:
 
 
 def examine(settings: Settings, target: str, laws: list[str] | None, page: Path | None) -> Report:
-    """Examine a loader, with a progress bar and a table; write the page where one is asked for.
+    """Examine a loader, with a progress bar and a table; write the HTML page if `page` is given.
 
     Raises:
-        ValueError: there is no such law, or the loader has no batch.
-        TargetError: no loader is built, or it has no state.
+        ValueError: a law is unknown, or the loader has no batch.
+        TargetError: the function builds no loader, or one without a state.
         OSError: the page cannot be written.
     """
     console = _console()
     examination = Examination(settings)
     _try_out(examination, target)
-    draft = None if page is None else _draft(page)  # whether it can be written is better known before the minutes
+    draft = None if page is None else _draft(page)  # fail before the examination, not after it
     verdicts: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     names = [name for name in LAWS if laws is None or name in laws]
@@ -119,7 +119,7 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
 
 
 def _draft(page: Path) -> Path:
-    """A file beside a page that is to be written, for as long as there is nothing to be said."""
+    """An empty file beside the page, which shows that the page can be written; removed at exit."""
     if page.is_dir():
         raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
     draft = page.with_name(f".{page.name}.draft")
@@ -145,7 +145,7 @@ _WHOLE = "uninterrupted"
 
 
 def _run_through(examination: Examination) -> Verdict | None:
-    """None, unless the loader fails where nobody cuts it: every law would say the same."""
+    """A failure without any cut, which every law would repeat; None where whole epochs run through."""
     begun = time.perf_counter()
     examination.begin(
         _WHOLE,
@@ -193,7 +193,7 @@ def _versions() -> str:
 
 
 def show_contents(contents: Contents) -> None:
-    """A table for each state, and what is wrong."""
+    """Print a table for each state, and what is damaged."""
     console = _console()
     facts = "".join(
         f", {name} {value if not isinstance(value, list) else ' '.join(value)}"
@@ -263,7 +263,7 @@ def _ago(moment: float) -> str:
 
 
 def as_json(contents: Contents) -> str:
-    """The same for programs."""
+    """The contents as JSON, for programs."""
     return json.dumps(
         {
             "path": str(contents.path),
@@ -286,7 +286,7 @@ def as_json(contents: Contents) -> str:
 
 
 def printable(text: str) -> str:
-    """What a terminal shows and does not obey, and every encoding can write: of files, whoever they are from."""
+    """Text from a file as a terminal can show it: control characters escaped, and what its encoding lacks."""
     shown = "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)

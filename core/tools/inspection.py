@@ -32,10 +32,10 @@ from midepoch.state.format import FIELDS, State, check, reseal
 
 __all__ = ["Contents", "Place", "look", "modest", "seek"]
 
-_LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; what is parsed takes a hundred times that at worst
-_LARGEST_PICKLE = 256 << 20  # bytes of what leads to a checkpoint's tensors
-_MOST_CONTAINERS = 2_000_000  # that are looked through; some refer to each other, in more ways than there are atoms
-_OVERHEAD = 1 << 30  # bytes of memory that a file may take besides its own size
+_LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; parsed, it takes up to a hundred times as much memory
+_LARGEST_PICKLE = 256 << 20  # bytes of the pickle that describes a checkpoint's tensors
+_MOST_CONTAINERS = 2_000_000  # to look through; containers that share others have exponentially many paths
+_OVERHEAD = 1 << 30  # bytes of memory that reading a file may take, beyond twice its size
 _DEEPEST = 100
 _SUFFIXES = (".ckpt", ".json", ".pkl", ".pt", ".pth")
 _MOST_FILES = 1000
@@ -47,10 +47,10 @@ class Place:
     """A loader's state in a checkpoint.
 
     Attributes:
-        file: that it is in.
-        keys: that lead to it there.
+        file: the file that holds it.
+        keys: the keys and indices that lead to it in the file.
         state: as it was saved.
-        problem: why it cannot be loaded; empty where its checksum holds and every key makes sense.
+        problem: why it cannot be loaded; empty where its checksum holds and every field is valid.
     """
 
     file: Path
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The keys with dots between them."""
+        """The keys, joined by dots."""
         return ".".join(map(str, self.keys))
 
 
@@ -71,10 +71,10 @@ class Contents:
     Attributes:
         path: of the file or folder.
         kind: what it is, in words.
-        saved: when, in seconds since 1970: as the file says itself, or as the file system says.
-        places: where the states of loaders are.
-        facts: whatever else it says about itself, such as steps.
-        problems: what is damaged, apart from the states.
+        saved: when, in seconds since 1970; as the file says, else as the file system says.
+        places: the states of loaders in it.
+        facts: what else it says about itself, such as steps.
+        problems: what is damaged, besides the states.
     """
 
     path: Path
@@ -89,7 +89,7 @@ def look(path: str | os.PathLike[str]) -> Contents:
     """All states of loaders in a file or folder.
 
     Raises:
-        SnapshotError: it cannot be read, is of no kind that is known, or holds what weights_only refuses.
+        SnapshotError: it cannot be read, is of no known kind, or holds objects that weights_only refuses.
     """
     path = Path(path)
     if path.is_dir():
@@ -131,9 +131,9 @@ def seek(
     Args:
         path: a file that `look` reads, not a folder.
         out: the copy's path, which must not be there yet.
-        epoch: to begin with; None: as it is.
-        position: units of that epoch that are behind; None: 0 where `epoch` is given, else as it is.
-        name: which state, as `Place.name` has it; None where there is one only.
+        epoch: the new epoch, from 0; None: as it is.
+        position: the new position, in units of the epoch, from 0; None: 0 where `epoch` is given, else as it is.
+        name: which state, as in `Place.name`; None where there is only one.
 
     Returns:
         The new state and its place in the copy.
@@ -141,7 +141,7 @@ def seek(
     Raises:
         SnapshotError: the file cannot be read, or the copy not written.
         StateError: there is no such state, it is damaged, or it has a detail, which leads to its own place alone.
-        ValueError: the epoch or the position cannot be.
+        ValueError: the epoch or the position is out of range.
     """
     path, out = Path(path), Path(out)
     if path.is_dir():
@@ -236,7 +236,7 @@ def _content(path: Path) -> Any:
 
 
 def _check_records(source: Path | io.BytesIO, path: Path) -> None:
-    """torch.save compresses nothing, so that no record can take more memory than its file has bytes."""
+    """Refuse compressed records, which torch.save never writes: they could take more memory than the file has bytes."""
     try:
         with zipfile.ZipFile(source) as archive:
             for record in archive.infolist():
@@ -270,12 +270,12 @@ def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
 
 
 class _NotUnpickledError(SnapshotError):
-    """A sound file that holds more than is unpickled here."""
+    """A sound file that holds objects which are not unpickled here."""
 
 
 @contextlib.contextmanager
 def modest(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, this process may take some memory more than the files have bytes: a few can ask for any amount of it."""
+    """Inside, limit this process's memory by the files' sizes: a damaged file could ask for any amount."""
     path = Path(path)
     files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
     largest = max((each.stat().st_size for each in files[: 10 * _MOST_FILES] if each.is_file()), default=0)
@@ -292,7 +292,7 @@ def modest(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _damage(path: Path) -> tuple[str, ...]:
-    """A record that is not as it was written."""
+    """The first record that is not as it was written; empty where all are."""
     try:
         with zipfile.ZipFile(path) as archive:
             problem = damage_in(archive)
@@ -309,7 +309,7 @@ def _time_of(path: Path) -> float:
 
 
 def _is_inside(file: Path) -> bool:
-    """A regular file, and no link, which may lead anywhere."""
+    """True for a regular file that is no link: a link could lead out of the folder."""
     return file.is_file() and not file.is_symlink()
 
 
@@ -318,7 +318,7 @@ def _look_into_folder(path: Path) -> Contents:
     files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and _is_inside(each))
     places: list[Place] = []
     problems: list[str] = []
-    passed_over: list[SnapshotError] = []  # such as generators of NumPy's that a trainer pickled
+    passed_over: list[SnapshotError] = []  # files with other objects, such as NumPy generators that a trainer pickled
     read = 0
     for file in files[:_MOST_FILES]:
         try:
@@ -337,10 +337,10 @@ def _look_into_folder(path: Path) -> Contents:
 
 
 class _ShardsUnpickler(pickle._Unpickler):
-    """Makes the plain records of torch.distributed.checkpoint and nothing else, as weights_only=True would.
+    """Builds the plain records of torch.distributed.checkpoint and nothing else, as weights_only=True would.
 
-    torch's own unpickler for weights_only=True reads an older protocol than the one they are written in. This is the
-    one in Python, since that in C takes as much memory as a file asks for.
+    torch's unpickler for weights_only=True does not know the pickle protocol that they are written in. This one derives
+    from the unpickler in Python: the one in C allocates whatever size a file states.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -359,7 +359,7 @@ class _ShardsUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which midepoch does not unpickle")
 
     def _build(self) -> None:
-        """Of records alone: a class or a function would be another one from then on, in this whole process."""
+        """Set the state of records only. Setting that of a class or function would change it for the whole process."""
         from torch.distributed.checkpoint import filesystem, metadata
 
         unpickler: Any = self
@@ -372,7 +372,7 @@ class _ShardsUnpickler(pickle._Unpickler):
 
 
 def _opened(file: Path) -> BinaryIO:
-    """A regular file that is no link: what lies in a checkpoint's folder, and does not lead out of it or wait."""
+    """Open a regular file that is no link: a link could lead out of the folder, and a pipe could block."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -407,7 +407,7 @@ def _look_into_shards(path: Path) -> Contents:
 
 
 def _entry(folder: Path, info: Any) -> Any:
-    """One value. The names in a checkpoint are those of files beside it, and nothing else is opened."""
+    """One value. Only files in the checkpoint's own folder are opened."""
     name, offset, length = (getattr(info, each, None) for each in ("relative_path", "offset", "length"))
     plain = isinstance(name, str) and name not in ("", ".", "..") and not any(each in name for each in "/\0")
     if not isinstance(name, str) or not plain or (folder / name).is_symlink():
@@ -429,8 +429,8 @@ def _entry(folder: Path, info: Any) -> Any:
 
 
 def _places(file: Path, content: Any) -> Iterator[Place]:
-    """Wherever a dict has the keys of a state, also inside what refers to itself."""
-    above: set[int] = set()  # containers that this one is in
+    """Every dict that has the keys of a state. Containers may refer to themselves."""
+    above: set[int] = set()  # ids of the containers that hold the current one
     waiting: list[tuple[Keys, Any, bool]] = [((), content, False)] if isinstance(content, _CONTAINERS) else []
     looked_through = 0
     while waiting:

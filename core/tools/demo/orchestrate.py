@@ -38,7 +38,7 @@ _AFTER_KILLS = 15  # steps at least after the last: the job runs on until the si
 
 
 class DemoError(Exception):
-    """The demonstration could not be carried out; which says nothing about its outcome."""
+    """The demonstration could not be carried out. This says nothing about midepoch."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: after each kill but the last segment's end, it goes on with the next number of processes."""
+    """A run: its kills, and the number of processes before the first kill and after each."""
 
     name: str
     world_sizes: tuple[int, ...]
@@ -173,7 +173,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what happens: `step` when a batch has begun, with its step; `say` a line of text."""
+    """Callbacks: `step(plan, step)` when a batch has begun, `say(text)` for a line of text."""
 
     step: Callable[[Plan, int], None]
     say: Callable[[str], None]
@@ -239,7 +239,7 @@ def _carry_out(settings: Settings, plan: Plan, folder: Path, watch: Watch) -> Ru
 
 
 class _Job:
-    """One torchrun and all that it starts; leaving the context leaves none of it behind."""
+    """One torchrun and all that it starts. Leaving the context ends all of it."""
 
     def __init__(self, settings: Settings, snapshot: Path, log: Path, world_size: int) -> None:
         self._log, self._world_size = log, world_size
@@ -345,7 +345,7 @@ class _Job:
             ) from None
 
     def _kill_all(self) -> None:
-        """SIGKILL to every process of this job, until there is none: the next one must not meet a writer."""
+        """SIGKILL every process of this job until none is left: the next job must be the only writer."""
         deadline = time.monotonic() + _LONGEST_DEATH
         while left := _processes_with(self._token):
             for process in left:
@@ -387,7 +387,7 @@ class _Follower:
 
 
 def _processes_with(token: str) -> list[int]:
-    """Processes that have the token in their environment: children inherit it, whoever adopts them."""
+    """Processes with the token in their environment, which children inherit even if they are orphaned."""
     entry = f"{_TOKEN}={token}".encode()
     found = []
     for process in Path("/proc").iterdir():
