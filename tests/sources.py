@@ -401,3 +401,22 @@ def spawned_rank(rank: int, loader: Loader, folder: str) -> None:
     found = {"length": len(loader), "batches": batches, "state": loader.state_dict()}
     Path(folder, f"rank{rank}").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "getrandbits": lambda: random.getrandbits(1),
+    "624 words": lambda: [random.getrandbits(32) for _ in range(624)],
+    "gauss": lambda: random.gauss(0, 1),
+    "random.seed": lambda: random.seed(5),
+    "rand": np.random.rand,
+    "624 numpy words": lambda: np.random.bytes(4 * 624),
+    "standard_normal": np.random.standard_normal,
+    "numpy.seed": lambda: np.random.seed(5),
+    "torch.rand": lambda: torch.rand(1),
+    "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
+    "torch.randn": lambda: torch.randn(1),
+    "torch.randperm": lambda: torch.randperm(5),
+    "manual_seed": lambda: torch.manual_seed(5),
+    "sample_generator": midepoch.sample_generator,
+}

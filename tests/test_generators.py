@@ -395,31 +395,12 @@ def test_only_the_batch_that_draws_first_is_read_again() -> None:
         assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 
-DRAWS: dict[str, Callable[[], Any]] = {
-    "random": random.random,
-    "getrandbits": lambda: random.getrandbits(1),
-    "624 words": lambda: [random.getrandbits(32) for _ in range(624)],
-    "gauss": lambda: random.gauss(0, 1),
-    "random.seed": lambda: random.seed(5),
-    "rand": np.random.rand,
-    "624 numpy words": lambda: np.random.bytes(4 * 624),
-    "standard_normal": np.random.standard_normal,
-    "numpy.seed": lambda: np.random.seed(5),
-    "torch.rand": lambda: torch.rand(1),
-    "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
-    "torch.randn": lambda: torch.randn(1),
-    "torch.randperm": lambda: torch.randperm(5),
-    "manual_seed": lambda: torch.manual_seed(5),
-    "sample_generator": midepoch.sample_generator,
-}
-
-
 def every_state() -> list[Any]:
     pair: Any = np.random.get_state(legacy=False)
     return [random.getstate(), repr(pair), torch.get_rng_state().tolist()]
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", sources.DRAWS)
 def test_a_draw_is_seen(name: str) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     for _ in range(2):
@@ -433,7 +414,7 @@ def test_a_draw_is_seen(name: str) -> None:
         looking.look()
         assert not looking.leave()
         looking.look()
-        DRAWS[name]()
+        sources.DRAWS[name]()
         assert looking.leave()
         assert not looking.unused
         assert every_state() == before
@@ -441,7 +422,7 @@ def test_a_draw_is_seen(name: str) -> None:
         drawing.begin_pass()
         with drawing as start:
             start(3)
-            DRAWS[name]()
+            sources.DRAWS[name]()
             start(4)
         assert not drawing.made_late()
         assert not drawing.unused

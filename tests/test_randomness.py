@@ -608,25 +608,6 @@ def test_streams_do_not_depend_on_what_ran_before() -> None:
 
 # --- what draws nothing needs no stream ---
 
-DRAWS: dict[str, Callable[[], Any]] = {
-    "random": random.random,
-    "getrandbits": lambda: random.getrandbits(1),
-    "624 words": lambda: [random.getrandbits(32) for _ in range(624)],
-    "gauss": lambda: random.gauss(0, 1),
-    "random.seed": lambda: random.seed(5),
-    "rand": np.random.rand,
-    "624 numpy words": lambda: np.random.bytes(4 * 624),
-    "standard_normal": np.random.standard_normal,
-    "numpy.seed": lambda: np.random.seed(5),
-    "torch.rand": lambda: torch.rand(1),
-    "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
-    "torch.randn": lambda: torch.randn(1),
-    "torch.randperm": lambda: torch.randperm(5),
-    "manual_seed": lambda: torch.manual_seed(5),
-    "sample_generator": midepoch.sample_generator,
-}
-
-
 def every_state() -> list[Any]:
     pair = np.random.get_state(legacy=False)
     return [random.getstate(), json.dumps(pair, default=lambda x: x.tolist()), torch.get_rng_state().tolist()]
@@ -639,7 +620,7 @@ def test_the_caller_gets_every_bit_back_and_a_draw_is_seen(by_memory: bool, odd:
     for _ in range(odd):
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
     before = every_state()
-    for name, draw in DRAWS.items():
+    for name, draw in sources.DRAWS.items():
         if name == "sample_generator":  # draws from no generator of the process
             continue
         lent.borrow()
@@ -664,7 +645,7 @@ class Seldom(sources.Indices):
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
         if index % 5 == 3:
-            return index, DRAWS["random"](), np.random.rand(), torch.rand(1).item()
+            return index, sources.DRAWS["random"](), np.random.rand(), torch.rand(1).item()
         if index % 5 == 4:
             for _ in range(3):
                 try:
