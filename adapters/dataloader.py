@@ -98,13 +98,15 @@ class MapDataLoaderAdapter(Adapter):
         described = {"order": self._order.describe(), "unit": "batch" if self._listed_batches else "sample"}
         return {**described, "shard": "own"} if self._own else described
 
+    def drawing(self) -> tuple[object, ...]:
+        """As the loader reads."""
+        return self.source.dataset, self.source.collate_fn
+
     def capabilities(self) -> Capabilities:
         """All yes; with shard=False, not elastic."""
         exact = promises.augmentations(
             self.options,
-            self.source.dataset,
-            self.source.collate_fn,
-            same_split="numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
+            "numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(

@@ -54,13 +54,17 @@ class SequenceAdapter(Adapter):
         """In order."""
         return {"order": "sequential", "unit": "item"}
 
+    def drawing(self) -> tuple[object, ...]:
+        """The sequence, whose items may be made as they are read."""
+        return (self.source,)
+
     def capabilities(self) -> Capabilities:
         """All yes."""
         return Capabilities(
             exact_order=promises.OUR_ORDER,
             exact_augmentations=Capability(True, "the items are there already")
             if isinstance(self.source, list | tuple)
-            else promises.augmentations(self.options, self.source),
+            else promises.augmentations(self.options),
             constant_time_resume=promises.CONSTANT_TIME,
             elastic_world=promises.POSITIONS,
             elastic_workers=promises.NO_WORKERS,

@@ -22,7 +22,6 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
-from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.indexed import spans
 from midepoch.world import World
@@ -136,13 +135,14 @@ class FFCVAdapter(Adapter):
             rank_independent=promises.ONE_STATE,
         )
 
+    def drawing(self) -> tuple[object, ...]:
+        """Operations of the user's own."""
+        return tuple(self._drawing)
+
     def _exact_augmentations(self) -> Capability:
         if not self.options.streams:
             return Capability(False, "randomness='none': FFCV's threads draw from generators that nobody sets")
         operations = self._operations()
-        _, hopeless = find_generators(*self._drawing)
-        if hopeless:
-            return Capability(False, f"these generators cannot be put under a stream: {', '.join(hopeless)}")
         batchwise = sorted(
             {type(each).__name__ for each in operations if kind_in_use(each) in ("mix", "module", "unknown")}
         )

@@ -168,6 +168,10 @@ class TorchdataAdapter(StatefulAdapter):
         """Its class, or one derived from it."""
         return _is_of("torchdata", source) and isinstance(source, DataLoader)
 
+    def drawing(self) -> tuple[object, ...]:
+        """What the DataLoader calls."""
+        return self.source.dataset, self.source.collate_fn
+
     def capabilities(self) -> Capabilities:
         """Truthfully."""
         keyed = self._streams is not None and self.source.num_workers == 0

@@ -179,15 +179,20 @@ class StreamingAdapter(Adapter):
         by_itself = stated is None or (canonical and stated == max(4_000_000 // canonical, 1 << 18))
         return "default" if by_itself else str(stated)
 
+    def drawing(self) -> tuple[object, ...]:
+        """Code that is not Streaming's own."""
+        dataset, collate = self.source.dataset, self.source.collate_fn
+        return type(dataset), _parts(dataset), () if draws_nothing(collate) else collate
+
     def capabilities(self) -> Capabilities:
         """As Streaming has it."""
         dataset, collate = self.source.dataset, self.source.collate_fn
         exact = Capability(True, "samples are read as they were written")
         if not draws_nothing(collate):
             split = "what collate_fn draws, on the same batch size and world size"
-            exact = promises.augmentations(self.options, type(dataset), _parts(dataset), collate, same_split=split)
+            exact = promises.augmentations(self.options, split)
         elif _has_own_code(dataset):
-            exact = promises.augmentations(self.options, type(dataset), _parts(dataset))
+            exact = promises.augmentations(self.options)
         return Capabilities(
             exact_order=Capability(True, "Streaming's order is a function of seed, epoch and canonical nodes"),
             exact_augmentations=exact,

@@ -311,12 +311,14 @@ class IndexedAdapter(Adapter):
             described["epochs"] = "counted" if self._limit.units is not None else f"{self._limit.passes} passes"
         return described
 
+    def drawing(self) -> tuple[object, ...]:
+        """The stages, wherever they run."""
+        return tuple(self._pipeline.stages)
+
     def capabilities(self) -> Capabilities:
         """All yes, unless batches are refilled."""
         exact = promises.augmentations(
-            self.options,
-            *self._pipeline.stages,
-            same_split="numbers drawn for a whole batch are exact on the same split",
+            self.options, "numbers drawn for a whole batch are exact on the same split"
         )
         own = Capability(False, "with refill=True each rank reads on as far as its own dropped samples make it")
         return Capabilities(

@@ -604,6 +604,10 @@ class StreamedAdapter(Adapter):
         described["epochs"] = "counted" if self._pipeline.limit is not None else "passes"
         return described
 
+    def drawing(self) -> tuple[object, ...]:
+        """The stages, wherever they run."""
+        return tuple(self._pipeline.stages)
+
     def capabilities(self) -> Capabilities:
         """As the table in the README has it."""
         streams = self._layout.streams
@@ -614,9 +618,7 @@ class StreamedAdapter(Adapter):
         return Capabilities(
             exact_order=Capability(True, "the order of shards and of each stretch is a function of seed and pass"),
             exact_augmentations=promises.augmentations(
-                self.options,
-                *self._pipeline.stages,
-                same_split="numbers drawn for a whole batch are exact on the same split",
+                self.options, "numbers drawn for a whole batch are exact on the same split"
             ),
             constant_time_resume=Capability(
                 True, f"each stream reads one shard again, up to its offset, and no stage runs ({self._reason})"

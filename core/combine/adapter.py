@@ -176,6 +176,8 @@ class CombinedAdapter(Adapter):
         """As the parts have it now."""
         return self.capabilities()
 
+    stated_promises = promises
+
     @property
     def rank_independent(self) -> bool:
         """All parts are."""

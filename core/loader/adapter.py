@@ -11,14 +11,15 @@ import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from midepoch.errors import StateCorruptError
+from midepoch.randomness.owned import find_generators
 from midepoch.state.parts import part_of
 from midepoch.world import Share, Tail, World, check_tail
 
-from .capabilities import Capabilities
+from .capabilities import Capabilities, Capability
 from .place import Place
 
 __all__ = ["Adapter", "Options", "Run", "Session"]
@@ -170,6 +171,7 @@ class Adapter(ABC):
         self.tail: Tail | None = None
         self.seed: int | None = None
         self.world: World | None = None
+        self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
 
     @classmethod
@@ -228,26 +230,43 @@ class Adapter(ABC):
     def capabilities(self) -> Capabilities:
         """What this source can promise, with reasons, as far as it is known now. Reads nothing of the source's data."""
 
+    def drawing(self) -> tuple[object, ...]:
+        """The objects whose code draws under random streams: a dataset, a collate function, stages of a pipeline."""
+        return ()
+
     @property
     def promises(self) -> Capabilities:
-        """`capabilities`, made once, and again when something new is known."""
+        """`capabilities`, less what a generator prevents that cannot be seeded. Made again after `learned`."""
         if self._promises is None:
-            self._promises = self.capabilities()
+            self._promises = self.stated_promises
+            if self._promises.exact_augmentations and self.options.streams:
+                _, hopeless = find_generators(*self.drawing())
+                if hopeless:
+                    names = ", ".join(hopeless)
+                    why = f"no stream can be set in these generators: {names}; use midepoch.sample_generator()"
+                    self._promises = replace(self._promises, exact_augmentations=Capability(False, why))
         return self._promises
+
+    @property
+    def stated_promises(self) -> Capabilities:
+        """`capabilities`, made once, and again after `learned`."""
+        if self._stated is None:
+            self._stated = self.capabilities()
+        return self._stated
 
     def learned(self) -> None:
         """To be called when something has come to light that `capabilities` depends on."""
-        self._promises = None
+        self._stated = self._promises = None
 
     @property
     def elastic(self) -> bool:
         """A state may be loaded on another world size."""
-        return self.promises.elastic_world.holds
+        return self.stated_promises.elastic_world.holds
 
     @property
     def rank_independent(self) -> bool:
         """The state is the same on every rank. Otherwise each rank's `detail` is its own part."""
-        return self.promises.rank_independent.holds
+        return self.stated_promises.rank_independent.holds
 
     @property
     def can_seek(self) -> bool:

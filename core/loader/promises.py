@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from midepoch.randomness.owned import find_generators
-
 from .adapter import Options
 from .capabilities import Capability
 
@@ -16,22 +14,11 @@ ONE_STATE = Capability(True, "the state is (epoch, position), the same on every 
 NO_WORKERS = Capability(True, "there are no worker processes")
 
 
-def augmentations(options: Options, *roots: object, same_split: str = "") -> Capability:
-    """Whether random augmentations continue exactly, which a generator that cannot be seeded prevents.
-
-    Args:
-        roots: the objects that draw, as `Streams` takes them.
-        same_split: what holds on the same batch size and world size only.
-    """
+def augmentations(options: Options, same_split: str = "") -> Capability:
+    """Whether random augmentations continue exactly. `same_split`: what holds on the same split only."""
     if not options.streams:
         return Capability(
             False, "randomness='none': samples draw from the caller's generators, which are not restored here"
-        )
-    _, hopeless = find_generators(*roots)
-    if hopeless:
-        return Capability(
-            False,
-            f"these generators cannot be put under a stream: {', '.join(hopeless)}; use midepoch.sample_generator()",
         )
     reason = "the global generators, and those that the source holds, are keyed by (seed, epoch, position)"
     return Capability(True, f"{reason}; {same_split}" if same_split else reason)

@@ -135,9 +135,13 @@ class IterableAdapter(Adapter):
             return {"order": "+".join(order.describe() for order in self._driven.orders.values())}
         return {"order": "stream of its own" if self._own_streams else "stream"}
 
+    def drawing(self) -> tuple[object, ...]:
+        """As the loader reads."""
+        return self._stream, self._collate
+
     def capabilities(self) -> Capabilities:
         """As the table in the README has it."""
-        exact = promises.augmentations(self.options, self._stream, self._collate)
+        exact = promises.augmentations(self.options)
         if self._driven is not None:
             tried = "" if self._probed else "; tried when reading begins"
             return Capabilities(
