@@ -1,4 +1,4 @@
-"""Every error that midepoch raises on purpose. Each message ends in what to do.
+"""The errors and warnings of midepoch. Each message ends in what to do.
 
 Wrong arguments raise Python's own ``TypeError`` and ``ValueError``.
 """
@@ -19,11 +19,11 @@ __all__ = [
 
 
 class MidepochError(Exception):
-    """The root of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class StateError(MidepochError):
-    """A state cannot be given or cannot be loaded. The loader is as it was before the call."""
+    """A state cannot be saved or loaded. The loader is unchanged."""
 
 
 class StateVersionError(StateError):
@@ -31,7 +31,7 @@ class StateVersionError(StateError):
 
 
 class StateMismatchError(StateError):
-    """The state is sound but belongs to something else: another size, seed, order, adapter or world."""
+    """The state is intact but does not fit: another size, seed, order, adapter or world."""
 
 
 class StateCorruptError(StateError):
@@ -39,11 +39,11 @@ class StateCorruptError(StateError):
 
 
 class SourceError(MidepochError):
-    """The data itself is at fault: it changed, ended early, does not repeat itself, or could not be read."""
+    """The data is at fault: it changed, ended early, does not repeat itself, or could not be read."""
 
 
 class SnapshotError(MidepochError):
-    """A snapshot could not be written or read, on any process: the disk, a damaged file, somebody else's file."""
+    """A snapshot could not be written or read on some process: a full disk, a damaged file, another run's file."""
 
 
 class UnsupportedSourceError(MidepochError, TypeError):
@@ -51,4 +51,4 @@ class UnsupportedSourceError(MidepochError, TypeError):
 
 
 class MidepochWarning(UserWarning):
-    """Something that works but that its user should know: a replay's cost, a position given up."""
+    """Something that works but that the user should know, such as the cost of a replay."""

@@ -1,7 +1,7 @@
-"""Other people's packages, where midepoch uses parts of them that they do not promise.
+"""Private parts of other packages: checked once, replaced only while needed.
 
-Each adapter that needs such parts names them in a module ``private``. That module checks them when it is imported, and
-is the only one of the adapter that touches them.
+An adapter that needs private parts of its backend touches them in one module, ``private``, which checks them when it is
+imported.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Need", "Package", "Replacement"]
 
 
 class Package:
-    """A package whose private parts are used.
+    """A package whose private parts midepoch uses.
 
     Args:
-        name: what people call it.
-        distributions: the names under which it is published; the first that is installed counts.
-        tested: the first and the last series of versions that the tests ran with, such as ("2.4", "2.6"). The last one
-            holds all its versions: 2.6 holds 2.6.0 and 2.6.9.
+        name: as people call it.
+        distributions: the names under which it is published; the first one installed counts.
+        tested: the first and the last series of versions that the tests ran with, such as ("2.4", "2.6"). The last
+            series is tested as a whole: 2.6 stands for 2.6.0 and 2.6.9.
         stacklevel: as in ``warnings.warn``.
 
     Warns:
@@ -38,11 +38,11 @@ class Package:
         self.distribution, self.version = _installed(distributions)
         first, last = map(_numbers, tested)
         here = _numbers(self.version)
-        # A version that cannot be told was not tested either.
+        # An unknown version was not tested either.
         if not here or here[: len(first)] < first or here[: len(last)] > last:
             warnings.warn(
-                f"{self.name} {self.version} is installed, and midepoch uses private parts of it that were tested with "
-                f"{self._range()} alone: {self.cure}, or run midepoch.testing.check_resumable on your source",
+                f"midepoch uses private parts of {self.name} that were tested only with {self._range()}, but "
+                f"{self.version} is installed: {self.cure}, or run midepoch.testing.check_resumable on your source",
                 MidepochWarning,
                 stacklevel=stacklevel,
             )
@@ -60,7 +60,7 @@ class Package:
         """A part of the package: ``"module:name.name"``.
 
         Raises:
-            UnsupportedSourceError: it is not there.
+            UnsupportedSourceError: the package has no such part.
         """
         module, _, names = path.partition(":")
         try:
@@ -72,10 +72,10 @@ class Package:
         return found
 
     def check(self, holder: object, *paths: str) -> None:
-        """See that an object has attributes: ``"name.name"``.
+        """Check that an object has attributes, each written as ``"name.name"``.
 
         Raises:
-            UnsupportedSourceError: it lacks one of them.
+            UnsupportedSourceError: an attribute is missing.
         """
         for path in paths:
             found = holder
@@ -85,27 +85,27 @@ class Package:
                 found = getattr(found, name)
 
     def lacks(self, part: str) -> UnsupportedSourceError:
-        """The error that says so."""
+        """The error for a missing part."""
         return UnsupportedSourceError(
             f"{self.name} {self.version} has no {part}, a private part that midepoch uses: {self.cure}"
         )
 
 
 class Replacement:
-    """A name in somebody else's module that means something else while it is needed.
+    """A value that replaces a name in a foreign module while somebody needs it.
 
-    Several users may need it at a time: the first one puts it in place, the last one takes it back. What somebody else
-    has put there meanwhile stays.
+    Several users may need it at once: the first puts it in place, the last restores the original. If someone else has
+    replaced the name meanwhile, theirs stays.
     """
 
     def __init__(self, module: Any, name: str, value: Any) -> None:
         self._module, self._name, self._value = module, name, value
         self._theirs: Any = None
         self._users = 0
-        self._lock = threading.RLock()  # a user may be collected as garbage while another one is counted
+        self._lock = threading.RLock()  # the garbage collector may end one need while another is being counted
 
     def needed(self) -> Need:
-        """Put it in place until `Need.end` is called, or what this returns is dropped."""
+        """Put it in place until `Need.end` is called or the returned object is dropped."""
         with self._lock:
             self._users += 1
             if self._users == 1:

@@ -24,17 +24,17 @@ _INDEX_BLOCK = 512
 class ResumableSampler(OrderedSampler):
     """Indices in place of RandomSampler and DistributedSampler, with a state.
 
-    Each rank's indices are its part of the global batches, so give it the loader's `batch_size` where the world is
-    larger than one. In a loader that prefetches, ask ``midepoch.wrap(loader)`` for the state: this sampler can only say
-    what it has given out.
+    Each rank's indices are its part of the global batches, so pass the loader's `batch_size` if there are several
+    ranks. If the loader prefetches, take the state from ``midepoch.wrap(loader)``: the sampler only knows which indices
+    it has handed out.
 
     Args:
         size: of the dataset.
         seed: of the order.
-        shuffle: in a new order each epoch; False for the dataset's own. An `Order` of midepoch.order is taken as it is.
-        world: which ranks share the indices; None for the world as it is when iteration starts.
+        shuffle: True for a new order in each epoch, False for the dataset's own order, or an `Order` of midepoch.order.
+        world: the ranks that share the indices; None for the world at the time when iteration starts.
         batch_size: of one rank's batches.
-        drop_last: as DistributedSampler's: leave out what does not divide by the world size, rather than repeat.
+        drop_last: as in DistributedSampler: leave out what does not divide by the world size instead of repeating.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class ResumableSampler(OrderedSampler):
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
         self.tail: Tail = "drop" if drop_last else "pad"
         self._resumable: Any = None
-        self._alone = True  # so the state may lie inside a block
+        self._alone = True  # then a state may lie inside a block
         self._block_length = 0
         self._rest: Iterator[int] = iter(())
 
     def _loader(self) -> Any:
-        # Built at first need, and anew once the world is known: trainers start their processes later.
+        # Built when first needed, and again once the world is known: trainers start their processes later.
         alone = (self.world or World.current()).world_size == 1
         before = self._resumable
         if before is None or alone is not self._alone:
             options = Options(seed=self.seed, world=self.world, tail=self.tail)
-            # Alone, the batch size does not matter to the order, and long blocks make an index cheap.
+            # In a world of one the batch size does not affect the order, and long blocks make each index cheap.
             block = max(self.batch_size, _INDEX_BLOCK) if alone else self.batch_size
             self._resumable = Loader(IndexAdapter(self, options, block), options)
             self._alone = alone
@@ -78,14 +78,14 @@ class ResumableSampler(OrderedSampler):
         return self._resumable
 
     def __iter__(self) -> Iterator[int]:
-        self._drop_block()  # an older pass goes no further, and says why
+        self._drop_block()  # an older pass ends with an error that says why
         for block in self._loader():
             self._block_length = len(block)
             self._rest = iter(block)
             yield from self._rest
 
     def _drop_block(self) -> None:
-        """The pass that runs has no more of its block to give: its next index is the loader's."""
+        """Empty the running pass's block, so that its next index comes from the loader."""
         collections.deque(self._rest, maxlen=0)
 
     def understood(self) -> Understood:
@@ -101,11 +101,11 @@ class ResumableSampler(OrderedSampler):
     def set_epoch(self, epoch: int) -> None:
         """As `DistributedSampler.set_epoch`; not needed: each pass is a new epoch."""
         if length_hint(self._rest) and epoch > self.state_dict()["epoch"]:
-            self._drop_block()  # it is the rest of an epoch that this ends
+            self._drop_block()  # the rest of the epoch that ends here
         self._loader().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands: after the last index given out, or, in a larger world, after its batch."""
+        """Where the sampler stands: after the last index handed out, or, with several ranks, after its batch."""
         loader, rest = self._loader(), length_hint(self._rest)
         if not rest or not self._alone:
             return cast(dict[str, Any], loader.state_dict())
@@ -113,13 +113,13 @@ class ResumableSampler(OrderedSampler):
         return reseal({**state, "position": state["position"] + self._block_length - rest})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state` at the next index; see `midepoch.Loader.load_state_dict`."""
+        """Continue from `state` at the next index; see `midepoch.Loader.load_state_dict`."""
         self._loader().load_state_dict(state)
-        self._drop_block()  # a pass that runs goes on from the state too
+        self._drop_block()  # a running pass continues from the state too
 
 
 class IndexAdapter(Adapter):
-    """A ResumableSampler by itself: its batches are lists of indices."""
+    """The adapter of a ResumableSampler. Its batches are lists of indices."""
 
     name: ClassVar[str] = "sampler"
 

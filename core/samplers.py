@@ -1,4 +1,4 @@
-"""torch Samplers: what order they stand for, and lists of those whose order cannot be computed."""
+"""torch Samplers: the order that each stands for, computed where possible, listed otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .world import Tail, World
 __all__ = ["Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand"]
 
 _DEEPEST_NESTING = 8  # samplers inside samplers
-_LONGEST_LIST = 50_000_000  # of a sampler without a length; a longer list would not fit a process anyway
+_LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
 
 
 def length_of(source: Any) -> int | None:
@@ -57,27 +57,27 @@ class ListedEpoch:
 
 
 class Listed:
-    """The order that some iterable of indices gives for one epoch: a WeightedRandomSampler, a user's own BatchSampler.
+    """The order of any iterable of indices, such as a WeightedRandomSampler or a user's own BatchSampler.
 
-    Built once an epoch, under a random stream keyed by (seed, epoch), so that it is a function of these. A sampler that
-    keeps state of its own from epoch to epoch is none, and is refused when that shows.
+    The list is built once an epoch, under a random stream keyed by (seed, epoch), which makes it a function of both. A
+    sampler that keeps state from one epoch to the next is refused as soon as its list does not repeat.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._streams = Streams(sampler)
         self._lists: dict[tuple[int, int], ListedEpoch] = {}
-        # torch's own repeat themselves; the others have to show it once.
+        # torch's own samplers repeat themselves; others have to prove it once.
         self._pure = self._trusted = _is_pure(sampler)
 
     def length(self, seed: int, epoch: int) -> int:
         """Indices in one epoch."""
-        # The len of a sampler that midepoch does not know may be an estimate, as of one that fills batches with tokens.
+        # The len of another sampler may be an estimate, for instance if it fills batches with tokens.
         length = length_of(self._sampler) if self._pure else None
         return len(self.epoch(seed, epoch)) if length is None else length
 
     def describe(self) -> str:
-        """For the fingerprint. What the list holds is compared by its CRC."""
+        """For the fingerprint. The content of the list is compared by its CRC."""
         return "listed"
 
     def epoch(self, seed: int, epoch: int) -> ListedEpoch:
@@ -94,8 +94,8 @@ class Listed:
                 if again.crc != listed.crc:
                     raise SourceError(
                         f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under "
-                        "one seed differ; derive its order from its epoch (set_epoch) or from torch's, numpy's or "
-                        "python's generators, and keep nothing from the epoch before"
+                        "one seed differ; derive its order from the epoch (set_epoch) or from torch's, numpy's or "
+                        "python's generators, and keep nothing from the previous epoch"
                     )
                 self._trusted = True
             while len(self._lists) > 1:
@@ -104,7 +104,7 @@ class Listed:
         return listed
 
     def forget(self) -> None:
-        """Build the lists anew when they are asked for."""
+        """Drop the lists; they are built again when needed."""
         self._lists.clear()
 
     def _build(self, seed: int, epoch: int) -> ListedEpoch:
@@ -134,7 +134,7 @@ def _is_pure(sampler: object) -> bool:
 
 
 def _at_epoch(sampler: Any, epoch: int) -> Any:
-    """A copy of `sampler`, and of the one inside it, that has been told the epoch; the user's own stays as it was."""
+    """A copy of `sampler`, and of the one inside it, set to the epoch. The user's own stays unchanged."""
     inner = getattr(sampler, "sampler", None)
     told, inner_told = hasattr(sampler, "set_epoch"), hasattr(inner, "set_epoch")
     if not told and not inner_told:
@@ -150,12 +150,12 @@ def _at_epoch(sampler: Any, epoch: int) -> Any:
 
 @dataclass(frozen=True)
 class Understood:
-    """What a torch Sampler means.
+    """The meaning of a torch Sampler.
 
     Attributes:
         order: of all ranks together.
         seed, tail, world: as the sampler states them, or None.
-        shards: it looks as if the sampler gave each rank a list of its own, so that its list must not be shared again.
+        shards: the sampler seems to give each rank a list of its own, which must not be divided again.
     """
 
     order: Order | Listed
@@ -166,7 +166,7 @@ class Understood:
 
 
 class OrderedSampler(Sampler[int]):
-    """A sampler that says itself which order it stands for."""
+    """A sampler that states its own order."""
 
     @abstractmethod
     def understood(self) -> Understood:
@@ -174,7 +174,7 @@ class OrderedSampler(Sampler[int]):
 
 
 def understand(sampler: Any) -> Understood:
-    """The order that `sampler` stands for: computed where it can be, listed otherwise."""
+    """The order that `sampler` stands for: computed where possible, listed otherwise."""
     kind = type(sampler)
     if kind is SequentialSampler:
         return Understood(Sequential(len(sampler.data_source)))
@@ -188,13 +188,13 @@ def understand(sampler: Any) -> Understood:
             tail="drop" if sampler.drop_last else "pad",
             world=World(sampler.rank, sampler.num_replicas),
         )
-    if "understood" in vars(kind):  # not of a class that derives from it, whose order may be its own
+    if "understood" in vars(kind):  # not a subclass of such a class, which may have another order
         return cast(OrderedSampler, sampler).understood()
     return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=_is_ranked(sampler))
 
 
 def _is_ranked(sampler: Any) -> bool:
-    """True if the sampler, or one inside it, knows a rank, and so may give each rank a list of its own."""
+    """Whether the sampler, or one inside it, has a rank, and so may give each rank a list of its own."""
     for _ in range(_DEEPEST_NESTING):
         if isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank")):
             return True

@@ -1,4 +1,4 @@
-"""`StatefulIterable`: what every resumable loader offers, and what classes that derive from it are lent."""
+"""`StatefulIterable`: the protocol of every resumable loader, and a base class that implements it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _INHERITED = "_midepoch_inherited"
 class StatefulIterable(Protocol):
     """Anything that can be iterated and that can save and restore where it stands.
 
-    What `midepoch.wrap` returns satisfies it. A class of your own can also derive from it: then the torch Samplers that
-    its objects expose are found, made resumable and sharded, and the two methods are inherited::
+    What `midepoch.wrap` returns satisfies it. A class of your own can also derive from it. It inherits the two methods,
+    and the torch Samplers that its objects expose are made resumable and sharded::
 
         class Samples(StatefulIterable, IterableDataset):
             def __init__(self, data):
@@ -37,7 +37,8 @@ class StatefulIterable(Protocol):
             def __next__(self):
                 return self.data[next(self.sampler_iter)]
 
-    In a DataLoader, wrap the DataLoader: worker processes iterate copies of the dataset, of which it knows nothing.
+    If such a dataset is read by a DataLoader, wrap the DataLoader: worker processes iterate copies of the dataset, and
+    the original does not see how far they are.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -50,20 +51,20 @@ class StatefulIterable(Protocol):
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from `state` at the next ``next()``; see `midepoch.Loader.load_state_dict`."""
+        """Continue from `state` at the next ``next()``; see `midepoch.Loader.load_state_dict`."""
         _inherited(self).loader().load_state_dict(state)
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:  # noqa: D102  # nothing for users
         made = super().__new__(cls)
-        # Before any worker process is forked, so that the mark in it is shared with them.
+        # Made before any worker process is forked, so that all share its mark.
         object.__setattr__(made, _INHERITED, _Inherited(made))
         return made
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        # The one that Protocol would lend ends the chain of super().__init__() calls without a word.
+        # Protocol's own __init__ would silently end the chain of super().__init__() calls.
         super().__init__(*arguments, **keywords)
 
-    if not TYPE_CHECKING:  # type checkers would take it for a member that every implementation needs
+    if not TYPE_CHECKING:  # type checkers would require it of every implementation
 
         def __init_subclass__(cls, **arguments: Any) -> None:
             super().__init_subclass__(**arguments)
@@ -77,7 +78,7 @@ class StatefulIterable(Protocol):
 
 
 def _lend(owner: object) -> Any:
-    """The loader that an object of a subclass is lent."""
+    """The loader that was made for an object of a subclass."""
     return _inherited(owner).loader()
 
 
@@ -96,18 +97,18 @@ def _resumable_iter(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iter
 
 
 class _Inherited:
-    """What a subclass's object carries: its loader, made at first need, and a mark that workers iterate copies."""
+    """Kept by each object of a subclass: its loader, made when needed, and a mark that workers iterate copies."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self._loader: Any = None
-        # Shared with forked worker processes: what they write is seen here.
+        # Shared memory: what forked worker processes write is seen here.
         self._mark: Any = mmap.mmap(-1, 1)
-        # The same for spawned ones, made when the owner is sent to the first: each takes a file descriptor.
+        # The same for spawned workers. Made when the first one starts, since it takes a file descriptor.
         self._sent_mark: torch.Tensor | None = None
 
     def mark(self) -> None:
-        """This worker process iterates a copy of the owner."""
+        """Record that a worker process iterates a copy of the owner."""
         if self._mark is not None:
             self._mark[0] = 1
         if self._sent_mark is not None:
@@ -133,7 +134,7 @@ class _Inherited:
         return None  # a copy of the owner makes its own
 
     def __getstate__(self) -> dict[str, Any]:
-        # The loader stays here; a worker process needs a shared mark alone.
+        # The loader stays here; a worker process needs only the shared mark.
         if self._sent_mark is None:
             self._sent_mark = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         return {"owner": self.owner, "_loader": None, "_mark": None, "_sent_mark": self._sent_mark}

@@ -1,4 +1,4 @@
-"""Which process this is, and which part of the data is its own.
+"""The ranks that share the data, and each rank's share.
 
 The batches of all ranks at one step form the **global batch**. Rank r's batch is the r-th contiguous block of it, so
 the ranks' batches in rank order are the global batch, and the order of samples does not depend on the world size.
@@ -76,8 +76,8 @@ class World:
             missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
             if len(missing) == 1 and environment.get("WORLD_SIZE") != 1:
                 raise MidepochError(
-                    f"the environment names a world but not {missing[0]} ({_shown(environment)}): set RANK and "
-                    "WORLD_SIZE both (torchrun does), call torch.distributed.init_process_group before the first "
+                    f"the environment sets a world but not {missing[0]} ({_shown(environment)}): set both RANK and "
+                    "WORLD_SIZE (torchrun does), call torch.distributed.init_process_group before the first "
                     "batch, or pass world=midepoch.World(rank, world_size)"
                 )
             environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | environment
@@ -85,7 +85,7 @@ class World:
                 return cls(environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"])
             except ValueError as error:
                 raise MidepochError(
-                    f"the environment names no possible world ({_shown(environment)}: {error}): set RANK, WORLD_SIZE "
+                    f"the environment sets an invalid world ({_shown(environment)}: {error}): set RANK, WORLD_SIZE "
                     "and LOCAL_RANK as torchrun does, or pass world=midepoch.World(rank, world_size)"
                 ) from None
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -99,7 +99,7 @@ class World:
 
     @classmethod
     def from_group(cls, group: ProcessGroup) -> World:
-        """The ranks of one process group, for instance the data-parallel one under tensor or pipeline parallelism.
+        """The ranks of one process group, such as the data-parallel one under tensor or pipeline parallelism.
 
         Raises:
             MidepochError: this process is not in the group.
@@ -132,7 +132,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, int]:
             values[name] = int(text)
         except ValueError:
             raise MidepochError(
-                f"the environment has {name}={text!r}, which is no integer: unset it, or let torchrun set it"
+                f"the environment has {name}={text!r}, which is not an integer: unset it, or let torchrun set it"
             ) from None
     return values
 
@@ -155,9 +155,9 @@ class Share:
 
     Args:
         size: units in the whole epoch.
-        start: the position to go on from, in [0, size].
+        start: the position to continue from, in [0, size].
         batch_size: units in one rank's batch.
-        world: whose share.
+        world: the rank whose share it is.
         tail: how units that do not divide by the world size are shared.
         drop_last: leave out a last batch that is not full.
     """

@@ -1,4 +1,4 @@
-"""`wrap`: which adapter suits a source. The most specific is asked first, and none is imported before it is needed."""
+"""`wrap`: choose the adapter of a source. The most specific is asked first; adapters are imported when needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["wrap"]
 
 
 class _Backend(NamedTuple):
-    """Where an adapter is, and of which package's classes (its base classes', too) its sources are."""
+    """The import path of an adapter, and the package that defines its sources' classes or their base classes."""
 
     adapter: str
     package: str | None = None
@@ -49,11 +49,11 @@ _BACKENDS = (
 
 _ENTRY_POINTS = "midepoch.adapters"
 
-# Modules that register collate functions with torch as soon as they are imported, by which no random number is drawn.
+# Modules that register collate functions with torch on import. These functions draw no random numbers.
 _DRAWLESS_COLLATES = ("nvidia.dali.plugin.pytorch.experimental.proxy",)
 
-# Trainers that restore a count of batches beside a loader's state: the module that calls `load_state_dict`, and what
-# tells whether the count fits. It is imported when the trainer is there anyway.
+# Trainers that restore their own count of batches beside a loader's state: the module that calls `load_state_dict`, and
+# the function that warns if the count does not fit. It is imported when that module calls.
 _COUNTING_TRAINERS = {
     "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
     "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
@@ -65,10 +65,10 @@ class Settings(TypedDict, total=False):
 
     Attributes:
         index_cache: webdataset: the folder for indexes of shards; None for the user's cache folder.
-        progress: webdataset: show a bar while shards are indexed; None: where somebody can see it.
-        refill: webdataset: fill up batches of which samples were dropped, so that all are of one size.
-        replay: webdataset: read a pipeline that midepoch does not understand from its start, as any iterable.
-        streams: webdataset, streamed shards: the number of streams, in [1, 256], always the same for this data.
+        progress: webdataset: show a progress bar while shards are indexed; None: only on a terminal.
+        refill: webdataset: refill batches whose samples were dropped, so that all have the same size.
+        replay: webdataset: do not take the pipeline apart; read it again from its start, like any iterable.
+        streams: webdataset, streamed shards: the number of streams, in [1, 256]; keep it the same for this data.
     """
 
     index_cache: str | os.PathLike[str] | None
@@ -124,7 +124,7 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
             f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
             "function"
         )
-    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to the next
+    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
         if not adapter.recognises(source):
             continue
@@ -146,13 +146,12 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
 
 
 def _present(backend: _Backend, source: Any) -> bool:
-    """False where the source cannot be of that backend, so that the adapter need not be imported."""
+    """Whether the source can be of that backend; if not, the adapter is not imported."""
     if backend.package is None:
         return True
     if backend.package not in sys.modules:
         return False
-    # Not by the first part of the name alone: many packages are called nvidia.something. And a DataLoader is of the
-    # backend that its dataset is of.
+    # Compare whole package names: many are called nvidia.something. A DataLoader has its dataset's backend.
     kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
     return any(f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in kinds)
 

@@ -849,7 +849,7 @@ def test_one_thing_that_cannot_be_iterated_twice_is_named() -> None:
 
     loader = midepoch.wrap(OneShot(), seed=0)
     assert sources.taken(loader) == [0, 1, 2]
-    with pytest.raises(SourceError, match="cannot be iterated twice"):
+    with pytest.raises(SourceError, match="can be iterated only once"):
         sources.taken(loader)
 
 

@@ -1,8 +1,7 @@
-"""What an adapter is: the one class to write for a new backend.
+"""The base class of adapters: the one class to write for a new backend.
 
-An adapter holds what only its backend knows: its size, batch size and fingerprint, what it is capable of, and how to
-open an iterator at a cursor. How iteration behaves (epochs that roll over, loading, peeking, refusing) is in
-`loader.py`, once.
+An adapter holds only what its backend knows: the size, the batch size, the fingerprint, the capabilities, and how to
+open a session at a place. The rules of iteration (the end of an epoch, loading, peeking, refusing) are in `loader.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ __all__ = ["Adapter", "Options", "Run", "Session"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the user told `midepoch.wrap`. `settings` are those that only some adapters know, and check themselves.
+    """The arguments of `midepoch.wrap`. `settings` are keywords of one adapter, which checks their values itself.
 
     Raises:
-        ValueError, TypeError: something is out of range.
+        ValueError, TypeError: a value is out of range or of the wrong type.
     """
 
     seed: int | None = None
@@ -60,7 +59,7 @@ class Options:
 
     @property
     def streams(self) -> bool:
-        """True where each sample has a random stream of its own."""
+        """Whether each sample has a random stream of its own."""
         return self.randomness == "sample"
 
 
@@ -71,10 +70,10 @@ class Run:
     Attributes:
         epoch, position, seed: as in the state.
         world: this process among those that share the data.
-        share: this rank's batches in the rest of the epoch; None where the epoch's length is unknown.
-        tail: how a rest is shared, for sources whose length is unknown.
-        detail: as a state has it that stands there.
-        session: another number for each, also in different processes; what a reader tells passes apart by.
+        share: this rank's batches in the rest of the epoch; None if the epoch's length is unknown.
+        tail: how samples that do not divide by the world size are shared, for sources of unknown length.
+        detail: the detail of a state at this place.
+        session: a random number, different for each session in any process. Readers tell sessions apart by it.
     """
 
     epoch: int
@@ -88,17 +87,16 @@ class Run:
 
 
 class Session:
-    """This rank's batches, opened at one place. After an error it is closed and not used again.
+    """This rank's batches from one place on. After an error it is closed and not used again.
 
     Attributes:
-        take: gives the next batch; raises StopIteration at the end, again and again. In the path of each batch, so it
-            may be a method, or an attribute that holds an iterator's own ``__next__``.
-        marks: it is asked for its `mark` before each batch, since neither arithmetic nor a constant gives its detail.
-        drift: units by which the place lies further on than the batches handed out make it, where only reading can
-            tell: more than 0 where steps were passed over that had nothing to give, less where the last global batch
-            was short. Only of sessions that have `marks`.
-        others_go_on: where this rank has nothing left of an epoch of unknown length, some other rank has.
-        varies: it may end before the number of batches that its share has.
+        take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
+            here, so `take` may be an attribute that holds an iterator's own ``__next__``.
+        marks: the loader calls `mark` before each batch. Set it where `detail` is neither constant nor computed.
+        drift: units to add to the position that the number of batches gives, known only by reading: positive after
+            steps that had no batch, negative after a short last global batch. Only sessions with `marks` use it.
+        others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
+        varies: the session may end before all batches of its share.
     """
 
     take: Callable[[], Any]
@@ -108,11 +106,11 @@ class Session:
 
     @property
     def varies(self) -> bool:
-        """False, unless only reading can tell how many batches there are, whatever the source's length."""
+        """Whether only reading can tell how many batches there are, even where the source has a length."""
         return False
 
     def mark(self) -> Any:
-        """Where it stands now, in whatever form `detail` understands later. Takes microseconds where `marks` is set.
+        """Where it stands now, in any form that `detail` understands. Takes microseconds if `marks` is set.
 
         Raises:
             StateError: the source cannot say.
@@ -120,9 +118,9 @@ class Session:
         return None
 
     def detail(self, mark: Any) -> str:
-        """What a state must carry besides epoch and position, as it was at a mark; None where none was taken.
+        """What a state needs besides epoch and position, as it was at `mark`; None stands for the session's beginning.
 
-        Also asked after `close`.
+        May be called after `close`.
 
         Raises:
             StateError: it is not known.
@@ -130,11 +128,11 @@ class Session:
         return ""
 
     def following(self) -> str:
-        """The detail with which the next epoch begins, once the last batch of this one has been handed out."""
+        """The detail at the next epoch's beginning. Called after the last batch of this epoch."""
         return ""
 
     def close(self) -> None:
-        """Let go of threads, processes and files, and of all that `detail` does not need. May be called twice."""
+        """Release threads, processes and files, and whatever `detail` does not need. May be called twice."""
 
 
 class Adapter(ABC):
@@ -142,17 +140,17 @@ class Adapter(ABC):
 
     Attributes:
         name: in states and messages; never changes once states carry it.
-        unit: what positions count: samples, or whole batches where these have no constant size.
-        batch_size: units in one batch of one rank; 1 where the unit is a batch.
+        unit: what positions count: samples, or whole batches if these have no constant size.
+        batch_size: units in one batch of one rank; 1 if the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
-        tail, seed, world: as stated by the source itself (a DistributedSampler, a generator), or None.
-        seed_is_shared: False where each process's source may have drawn a `seed` of its own. In a world of more than
-            one the user must then state one.
+        tail, seed, world: as the source itself states them (in a DistributedSampler, a generator), or None.
+        seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
+            must then state one.
         remembers: a session knows its detail of some batches ago.
-        seals_detail: the detail says a place of its own, which must be the state's. It is sealed with that, so that a
-            state that was edited by hand is refused rather than continued where the detail leads.
-        leads: `lead` needs to know the detail from which it is to lead on, not the place alone.
-        settings: names of the keywords of `wrap` that only this adapter knows; it checks their values itself.
+        seals_detail: the detail contains a place of its own. It is sealed with the state's place, so that a state whose
+            position was edited by hand is refused, and does not continue where the detail leads.
+        leads: `lead` needs the detail of the place it starts from, not only epoch and position.
+        settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
     """
 
     name: ClassVar[str]
@@ -177,22 +175,22 @@ class Adapter(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, source: object) -> bool:
-        """True for a source of this backend. Must not change or iterate it."""
+        """Whether `source` is of this backend. Must not change or iterate it."""
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """The adapter for a recognised source; None leaves it to a less specific backend."""
+        """The adapter for a recognised source; None leaves the source to a less specific adapter."""
         return cls(source, options)
 
     @abstractmethod
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Units in one epoch of all ranks together; None where it cannot be known.
+        """Units in one epoch of all ranks together; None if unknown.
 
-        `detail` is that of a state which is about to be opened or loaded, for sources whose size depends on it.
+        `detail` is that of the state that is being opened or loaded, for sources whose size depends on it.
         """
 
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
-        """This rank's batches from a position on; None where the epoch's length is unknown."""
+        """This rank's batches from a position on; None if the epoch's length is unknown."""
         size = self.size(seed, epoch, world, detail)
         if size is None:
             return None
@@ -201,15 +199,15 @@ class Adapter(ABC):
 
     @property
     def tail_in_use(self) -> Tail:
-        """How a rest is shared: as stated, else as the source has it."""
+        """How samples that do not divide by the world size are shared: as stated, else as the source does it."""
         return self.options.tail or self.tail or "pad"
 
     def units_per_step(self, world: World) -> int:
-        """By how much the position moves when each rank is handed a batch."""
+        """Units by which the position moves when each rank receives a batch."""
         return self.batch_size * self.sharing(world).world_size
 
     def sharing(self, world: World) -> World:
-        """The processes that are given different data; all of them, but where a source gives some the same."""
+        """The processes that receive different data: `world`, unless the source gives some ranks the same data."""
         return world
 
     def twin(self) -> Adapter:
@@ -217,95 +215,95 @@ class Adapter(ABC):
         return type(self)(self.source, self.options)
 
     def refresh(self) -> None:  # noqa: B027  # most adapters ask the source each time
-        """Called between epochs: the place to see that the source has another length."""
+        """Called between epochs: the place to notice that the source's length has changed."""
 
     def prepare(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
         """Called before an epoch is opened: the place to build what its `size` depends on."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """What the positions mean, part by part, for the fingerprint: sources that differ are not exchangeable."""
+        """What positions mean, part by part: the fingerprint, by which a state of another source is refused."""
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this source can promise, with reasons, as far as it is known now. Reads nothing of the source's data."""
+        """What this source can promise, with reasons, as far as is known now. Reads no data of the source."""
 
     def drawing(self) -> tuple[object, ...]:
-        """The objects whose code draws under random streams: a dataset, a collate function, stages of a pipeline."""
+        """The objects whose code draws random numbers: a dataset, a collate function, the stages of a pipeline."""
         return ()
 
     @property
     def promises(self) -> Capabilities:
-        """`capabilities`, less what a generator prevents that cannot be seeded. Made again after `learned`."""
+        """`capabilities`; `exact_augmentations` is no if a generator cannot be seeded. Cached until `learned`."""
         if self._promises is None:
             self._promises = self.stated_promises
             if self._promises.exact_augmentations and self.options.streams:
                 _, hopeless = find_generators(*self.drawing())
                 if hopeless:
                     names = ", ".join(hopeless)
-                    why = f"no stream can be set in these generators: {names}; use midepoch.sample_generator()"
+                    why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"
                     self._promises = replace(self._promises, exact_augmentations=Capability(False, why))
         return self._promises
 
     @property
     def stated_promises(self) -> Capabilities:
-        """`capabilities`, made once, and again after `learned`."""
+        """`capabilities`, cached until `learned`."""
         if self._stated is None:
             self._stated = self.capabilities()
         return self._stated
 
     def learned(self) -> None:
-        """To be called when something has come to light that `capabilities` depends on."""
+        """Call it when a fact that `capabilities` depends on has changed or become known."""
         self._stated = self._promises = None
 
     @property
     def elastic(self) -> bool:
-        """A state may be loaded on another world size."""
+        """Whether a state may be loaded on another world size."""
         return self.stated_promises.elastic_world.holds
 
     @property
     def rank_independent(self) -> bool:
-        """The state is the same on every rank. Otherwise each rank's `detail` is its own part."""
+        """Whether the state is the same on every rank. If not, each rank's `detail` is its own part."""
         return self.stated_promises.rank_independent.holds
 
     @property
     def can_seek(self) -> bool:
-        """Whether `lead` knows the way to any place; otherwise only a state leads into an epoch."""
+        """Whether `lead` can find any place. If not, only a state leads into an epoch."""
         return self.rank_independent
 
     @abstractmethod
     def open(self, run: Run) -> Session:
-        """A session whose first batch is the one at ``run.position``. Costs nothing before its first `next`."""
+        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
 
     def beginning(self, epoch: int, world: World) -> str:
-        """What a state carries that was saved before anything of its epoch was opened."""
+        """The detail of a state saved at an epoch's beginning, before a session is opened."""
         return ""
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The detail of a place that iterating has not led to: after a seek, a break, or in a later epoch.
+        """The detail of a place that was not reached by iterating: after a seek, a break, or in a later epoch.
 
         Args:
             here: where the loader stands; its detail is empty unless `leads` is set.
-            there: (epoch, position), on either side of `here`.
-            seed, world: as a session that is opened there would have them.
+            there: (epoch, position), before or after `here`.
+            seed, world: those of a session opened there.
 
         Raises:
-            StateError: nothing leads there but a state.
+            StateError: only a state leads there.
         """
         return ""
 
     def part(self, detail: str, saved_world_size: int, world: World) -> str:
-        """What this rank needs of a saved detail, where the state is not the same on every rank.
+        """This rank's part of a saved detail. Called only if the state is not the same on every rank.
 
         Raises:
-            StateError: the state does not hold it.
+            StateError: the state does not have it.
         """
         return part_of(detail, world.rank, world.world_size)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Raise a StateError if a session could not be opened with this detail. Default: there must be none."""
+        """Raise a StateError if no session can be opened with this detail. By default it must be empty."""
         if detail:
-            raise StateCorruptError(f"a state of {self.name} has no detail, this one has: use an undamaged state")
+            raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
 
     def close(self) -> None:  # noqa: B027  # most adapters hold nothing
-        """Let go of what outlives sessions, such as persistent worker processes."""
+        """Release what outlives sessions, such as persistent worker processes."""

@@ -26,12 +26,12 @@ class Capabilities:
     """What a wrapped loader promises; each answer comes with its reason in a sentence.
 
     Attributes:
-        exact_order: a resumed epoch goes on with the very samples that were still to come, in their order.
+        exact_order: a resumed epoch continues with exactly the samples that were left, in the same order.
         exact_augmentations: their random augmentations are the same, bit for bit.
         constant_time_resume: a resume costs the same whatever the progress.
         elastic_world: it may go on with another number of processes.
         elastic_workers: it may go on with another number of worker processes.
-        rank_independent: the state is the same on every rank, and any rank's will do.
+        rank_independent: the state is the same on every rank, so one rank's state is enough.
     """
 
     exact_order: Capability

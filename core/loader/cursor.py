@@ -28,20 +28,23 @@ class Phase(enum.Enum):
 
 
 class Cursor:
-    """Where a pass stands. While a session is open, the cursor counts; without one, the loader's place holds.
+    """Where a pass stands: its open session, and the batches handed out of it.
+
+    With no open session, the loader's own place says where the pass stands.
 
     Attributes:
-        phase: what the pass answers next.
-        owned: some pass has this cursor. One that only `peek` has needed waits for the next pass.
-        resumed: the pass goes on from a state that was loaded.
-        steady: nothing is to be done before the session is asked for the next batch.
-        session, world, seed: what is open, in which world and under which seed it was opened. None: nothing is.
+        phase: what the pass returns when it is asked for its next batch.
+        owned: a pass uses this cursor. `peek` may create one first; the next pass then takes it.
+        resumed: the pass continues from a loaded state.
+        steady: the next batch can be taken at once, with no check before it.
+        session, world, seed: the open session, and the world and the seed it was opened with. `session` is None while
+            nothing is open.
         opened: the place at which the session was opened.
-        steps: batches that the session has handed out.
-        epoch, position: where these have led.
-        own_steps: batches that this rank has in the session; None where nobody knows.
-        last_step: the step whose batch ends the epoch for all ranks; None where nobody knows.
-        peeked: the batch that `peek` has shown, if any; and the session's mark from before it.
+        steps: batches handed out of the session.
+        epoch, position: the place after these batches.
+        own_steps: batches of this rank in the session; None if unknown.
+        last_step: the step that ends the epoch on all ranks; None if unknown.
+        peeked: at most one entry: the batch that `peek` returned, and the session's mark from before it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class Cursor:
         self._marks = False
 
     def open(self, session: Session, run: Run, global_batch: int) -> None:
-        """Stand at the beginning of a session. `global_batch`: units by which each batch moves the position."""
+        """Start at a session's beginning. Each batch moves the position by `global_batch` units."""
         share = run.share
         self.session, self.take, self.world, self.seed = session, session.take, run.world, run.seed
         self.opened = Place(run.epoch, run.position, run.detail)
@@ -70,7 +73,7 @@ class Cursor:
         self._global_batch, self._marks = global_batch, session.marks
 
     def taken_over(self) -> Cursor:
-        """A cursor of another pass, which stands here and goes on with the open session."""
+        """A cursor for another pass, which continues with this one's open session."""
         other = Cursor()
         other.__dict__.update(self.__dict__)
         other.phase = Phase.RUNNING
@@ -78,11 +81,11 @@ class Cursor:
         return other
 
     def mark(self) -> Any:
-        """The session's mark, where it needs one before each batch."""
+        """The session's mark, if it must be asked for one before each batch."""
         return self.session.mark() if self._marks and self.steps and self.session is not None else None
 
     def handed_out(self, history: History, mark: Any) -> None:
-        """A batch has been handed out. `mark`: the session's, from before it."""
+        """Count a batch that was handed out. `mark`: the session's mark from before it."""
         if self.steps:
             history.append((self.session, self.epoch, self.position, mark))
         else:
@@ -93,7 +96,7 @@ class Cursor:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Let the position follow a session that was led elsewhere than its batches tell."""
+        """Correct the position by the session's `drift`."""
         if self.session is not None:
             self.position = self.opened.position + self.steps * self._global_batch + self.session.drift
 
@@ -104,7 +107,7 @@ class Cursor:
             StateError: the source cannot say.
         """
         session = self.session
-        assert session is not None  # callers look before they ask
+        assert session is not None  # callers check first
         if self.phase is Phase.GIVEN:
             return Place(self.epoch + 1, 0, session.following())
         if not self.steps:
@@ -113,13 +116,13 @@ class Cursor:
         return Place(self.epoch, self.position, session.detail(mark))
 
     def place_of(self, mark: Any) -> Place:
-        """Where the open session stood before a batch that could not be read. `mark`: from before it."""
+        """Where the open session stood before a batch that failed. `mark`: taken before that batch."""
         if not self.steps or self.session is None:
             return self.place()
         return Place(self.epoch, self.position, self.session.detail(mark))
 
     def close(self) -> None:
-        """Let go of the session. The cursor stays in its phase."""
+        """Close the session. The phase stays."""
         session, self.session = self.session, None
         self.steady, self.take = False, _nothing_open
         self.peeked.clear()
@@ -132,24 +135,24 @@ def _nothing_open() -> Any:
 
 
 History = deque[tuple[Session | None, int, int, Any]]
-"""Places before the batches that were handed out last: a session with its mark, or None with a detail as it stands."""
+"""The places before the latest batches: (session, epoch, position, mark), or (None, epoch, position, detail)."""
 
 
 def new_history() -> History:
-    """An empty one, as long as batches may be in flight."""
+    """An empty history. It keeps as many batches as may be in flight."""
     return deque(maxlen=_REMEMBERED)
 
 
 def place_before(history: History, batches: int) -> Place:
-    """Where the loader stood so many batches ago.
+    """Where the loader stood `batches` batches ago.
 
     Raises:
-        StateError: it is not remembered, or the source does not know its own state so far back.
+        StateError: the history does not reach back so far, or the source cannot say what its state was.
     """
     if batches > len(history):
         raise StateError(
-            f"in_flight={batches}, but {len(history)} batches are remembered since the start or the last load: pass "
-            "the number of batches that were taken and not yet trained on"
+            f"in_flight={batches}, but only {len(history)} batches have been handed out since the start or the last "
+            "load: pass the number of batches that were taken and not yet trained on"
         )
     session, epoch, position, mark = history[-batches]
     return Place(epoch, position, mark if session is None else session.detail(mark))

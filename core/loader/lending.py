@@ -1,4 +1,4 @@
-"""Which loader an object is, or has been lent."""
+"""From an object to its loader: the object itself, or the one that `StatefulIterable` made for it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from .loader import Loader
 
 __all__ = ["LENDS", "loader_of"]
 
-LENDS = "_midepoch_lends"  # a method of classes whose objects are lent a loader: it returns that
+LENDS = "_midepoch_lends"  # the method by which a StatefulIterable returns its loader
 
 
 def loader_of(source: object) -> Loader | None:
-    """The loader that `source` is, or that `StatefulIterable` lends it; None where it has not been wrapped."""
+    """The loader that `source` is, or that its class made for it; None if it has not been wrapped."""
     if isinstance(source, Loader):
         return source
     lend = getattr(type(source), LENDS, None)

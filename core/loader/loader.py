@@ -1,11 +1,11 @@
-"""The wrapped loader: where it stands, and the rules of iteration, once for all adapters.
+"""The wrapped loader: its place, and the rules of iteration for all adapters.
 
 Rules (docs/design.md tells why):
 
-* `iter()` has no side effect; the first `next()` starts. The first pass after a load goes on from it, every later pass
-  is a new epoch.
-* The position moves when a batch is handed over, not when it is prefetched. Handing over an epoch's last batch moves
-  the state to (epoch + 1, 0), so that 'finished' has one spelling.
+* `iter()` has no side effect; the first `next()` starts the pass. The first pass after a load continues from the state;
+  every later pass is a new epoch.
+* The position moves when a batch is handed out, not when it is prefetched. Handing out an epoch's last batch moves the
+  state to (epoch + 1, 0), so 'finished' has one spelling.
 * `load_state_dict` checks everything before it changes anything, and takes effect at the next `next()`.
 """
 
@@ -38,9 +38,9 @@ _loading: dict[str, Callable[[Any, State], None]] = {}
 
 
 def when_loaded_by(module: str, tell: Callable[[Loader, State], None]) -> None:
-    """Call `tell`, with the loader and the checked state, when code of `module` loads a state.
+    """Call `tell(loader, checked_state)` whenever code of `module` loads a state.
 
-    For trainers that restore a count of batches of their own beside it, which may not fit.
+    For trainers that also restore their own count of batches, which may not fit the loader's place.
     """
     _loading[module] = tell
 
@@ -49,9 +49,9 @@ def when_loaded_by(module: str, tell: Callable[[Loader, State], None]) -> None:
 class _Came(enum.Enum):
     """How the loader came to its place, which decides where a new pass begins."""
 
-    FRESH = "it is the very beginning"
-    PUT = "by a load or a seek: the next pass goes on from here"
-    READ = "by handing out batches: the next pass begins another epoch"
+    FRESH = "nothing has happened yet"
+    PUT = "by a load or a seek: the next pass continues from here"
+    READ = "by handing out batches: the next pass begins a new epoch"
 
 
 class Loader:
@@ -62,14 +62,14 @@ class Loader:
     Attributes:
         source: what was wrapped, as it was.
         epoch: the epoch of the next batch, counted from 0.
-        position: units (samples, or batches where these have no constant size) that all ranks together have been
-            handed in this epoch.
+        position: units (samples, or batches if these have no constant size) that all ranks together have received in
+            this epoch.
     """
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
         self._options = options
-        # Read, never consumed; used in a world of one if nobody states a seed.
+        # Read, never consumed; used in a world of one if no seed is stated.
         self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.seed
         self._seed_is_private = options.seed is None and not adapter.seed_is_shared
@@ -78,10 +78,10 @@ class Loader:
             separators=(",", ":"),
             sort_keys=True,
         )
-        self._place = Place(0, 0)  # while no session is open
-        self._lost = ""  # why the place's detail is not known
+        self._place = Place(0, 0)  # valid while no session is open
+        self._lost = ""  # why the place's detail is unknown; empty if it is known
         self._came = _Came.FRESH
-        self._loaded: State | None = None  # until a batch is handed out
+        self._loaded: State | None = None  # the loaded state, until a batch is handed out
         self._world: World | None = None  # of the last pass
         self._cursor = Cursor()
         self._history = new_history()
@@ -95,7 +95,7 @@ class Loader:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this loader promises, each answer with its reason, as far as it is known now. Reads no data."""
+        """What this loader promises, each answer with its reason, as far as is known now. Reads no data."""
         return self._adapter.promises
 
     @property
@@ -113,7 +113,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Units of this epoch that all ranks together have been handed."""
+        """Units of this epoch that all ranks together have received."""
         cursor = self._cursor
         if cursor.session is None:
             return self._place.position
@@ -124,7 +124,7 @@ class Loader:
         """What positions count."""
         return self._adapter.unit
 
-    # Of a DataLoader, read from the source.
+    # A DataLoader's attributes, read from the source.
     dataset = SourceDataset()
     batch_size, drop_last, collate_fn, generator = (SourceAttribute() for _ in range(4))
     num_workers, persistent_workers, prefetch_factor, worker_init_fn = (SourceAttribute() for _ in range(4))
@@ -132,19 +132,19 @@ class Loader:
 
     @property
     def batch_sampler(self) -> BatchesOfOurs:
-        """Nothing to be used: it refuses whoever makes another loader of this one."""
+        """Raises when it is iterated: a loader rebuilt from this one's parts would not resume."""
         return BatchesOfOurs()
 
     @property
     def sampler(self) -> Sampler:
-        """Where trainers look for ``set_epoch``, and programs for the samples of an epoch on this rank."""
+        """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank."""
         return Sampler(self.set_epoch, self._samples)
 
     def _samples(self) -> int:
         world = self._current_world()
         size = self._adapter.size(self._current_seed(world), self.epoch, world) if self.unit == "sample" else None
         if size is None:
-            raise self._no_length("it has no number of samples, use loader.unit and loader.position")
+            raise self._no_length("its number of samples is unknown; use loader.unit and loader.position")
         return Share(size, 0, 1, self._adapter.sharing(world), self._adapter.tail_in_use, False).steps
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class Loader:
             return replace(by_source, local_rank=world.local_rank)
         if (world.rank, world.world_size) != (by_source.rank, by_source.world_size):
             raise MidepochError(
-                f"the source's sampler is rank {by_source.rank} of {by_source.world_size}, the world is rank "
+                f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}, but the world is rank "
                 f"{world.rank} of {world.world_size}: make the sampler for this world, or leave it out (midepoch "
                 "shards)"
             )
@@ -172,8 +172,8 @@ class Loader:
     def _current_seed(self, world: World) -> int:
         if self._seed_is_private and world.world_size > 1:
             raise MidepochError(
-                f"the source's seed is {self._seed} here, and each of the {world.world_size} processes may have drawn "
-                "another: pass seed= to midepoch.wrap, the same on every rank"
+                f"the source drew its own seed, {self._seed} on this rank, and other ranks may have drawn others: "
+                "pass seed= to midepoch.wrap, the same on every rank"
             )
         if self._seed is not None:
             return self._seed
@@ -187,7 +187,7 @@ class Loader:
         return self._adapter.share(self._current_seed(world), epoch, position, world, detail)
 
     def _refresh(self) -> None:
-        """Follow a dataset that has changed, unless an epoch of it is being read."""
+        """Take over a new length of the dataset, unless an epoch is being read."""
         if not self.position and (self._cursor.session is None or self._cursor.phase is Phase.GIVEN):
             self._adapter.refresh()
 
@@ -206,7 +206,7 @@ class Loader:
         return share.steps
 
     def _steps_left(self) -> int | None:
-        """Batches that this epoch still has for this rank; None where nobody knows."""
+        """Batches left in this epoch on this rank; None if unknown."""
         cursor = self._cursor
         if cursor.session is not None and cursor.phase is Phase.RUNNING and not cursor.session.drift:
             return None if cursor.own_steps is None else cursor.own_steps - cursor.steps
@@ -215,7 +215,7 @@ class Loader:
 
     @property
     def batches_left(self) -> int:
-        """Batches that this epoch still has for this rank, on this world size. TypeError where it cannot be known."""
+        """Batches left in this epoch on this rank, at this world size. Raises TypeError if unknown."""
         left = self._steps_left()
         if left is None:
             raise self._no_length("use loader.position")
@@ -223,11 +223,11 @@ class Loader:
 
     @property
     def batches_done(self) -> int:
-        """Where a progress bar begins: ``tqdm(loader, initial=loader.batches_done)``.
+        """Where a progress bar starts: ``tqdm(loader, initial=loader.batches_done)``.
 
-        Batches of this epoch that lie behind, counted on this world size; 0 where none is left for this rank, since the
-        next pass is one of the next epoch then. Where the source's length is not known, as many as there are at least.
-        After a `break` it is that of the epoch that was left, and the next pass begins at 0.
+        The batches of this epoch that came before, counted at this world size. It is 0 if this rank has none left,
+        because the next pass then begins the next epoch. If the source's length is unknown, it is a lower bound. After
+        a `break` it counts the epoch that was left; the next pass starts at 0.
         """
         left = self._steps_left()
         if left is not None:
@@ -242,8 +242,8 @@ class Loader:
         """Where the training loop stands: built-in types only, a few hundred bytes.
 
         Args:
-            in_flight: batches taken from the loader but not yet trained on (a prefetcher, a trainer that reads ahead):
-                the state is that of so many batches ago.
+            in_flight: batches taken from the loader but not yet trained on, by a prefetcher or a trainer that reads
+                ahead. The state is that of so many batches ago.
 
         Raises:
             StateError: fewer batches than `in_flight` have been handed out since the start or the last load.
@@ -258,7 +258,7 @@ class Loader:
         return self._built(place, self._current_seed(world), world)
 
     def _here(self) -> Place:
-        """Where the loader stands. StateError where the source cannot say."""
+        """Where the loader stands. Raises StateError if the source cannot say."""
         if self._cursor.session is not None:
             return self._cursor.place()
         if self._lost:
@@ -286,13 +286,13 @@ class Loader:
         return states.build(**fields, detail=parts.single_part(world.rank, detail) if detail and own else detail)
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from `state` at the next ``next()``, whatever was going on.
+        """Continue from `state` at the next ``next()``, wherever the loader stands now.
 
-        Another world size, batch size or number of workers is fine where `capabilities` says so.
+        The world size, the batch size and the number of workers may differ if `capabilities` says so.
 
         Raises:
-            StateError: the state is damaged, of another version, or of something else; the message says what differs
-                and what to do. The loader is as it was.
+            StateError: the state is damaged, of another version, or of another source. The message says what differs
+                and what to do. The loader is unchanged.
         """
         checked, detail = self._check_state(state)
         if (tell := _loading.get(sys._getframe(1).f_globals.get("__name__", ""))) is not None:
@@ -303,14 +303,14 @@ class Loader:
         self._world = None
 
     def _check_state(self, state: State) -> tuple[State, str]:
-        """A copy of a state that this loader could go on from, and this rank's detail in it."""
+        """A copy of `state`, if this loader can continue from it, and this rank's detail."""
         checked = states.check(state)
         adapter = self._adapter
         if checked["adapter"] != adapter.name:
             _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
         if self._options.seed is not None and checked["seed"] != self._options.seed:
             _mismatch(
-                "the seed", checked["seed"], self._options.seed, "pass that seed, or none: the saved one is adopted"
+                "the seed", checked["seed"], self._options.seed, "pass that seed, or none to take over the saved one"
             )
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         world = self._current_world()
@@ -326,7 +326,7 @@ class Loader:
         adapter.prepare(checked["seed"], checked["epoch"])
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
         if checked["size"] != size:
-            _mismatch("the size", checked["size"], size, "use the same data, or start this data anew")
+            _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
         adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
         return checked, detail
 
@@ -342,7 +342,7 @@ class Loader:
     # --- going elsewhere ---
 
     def _lead(self, epoch: int, position: int) -> Place:
-        """A place that iterating has not led to."""
+        """The place at (epoch, position), which iterating need not have reached."""
         adapter, there = self._adapter, (epoch, position)
         here = Place(self.epoch, self.position)
         if adapter.leads or here[:2] == there:
@@ -359,7 +359,7 @@ class Loader:
         self._place, self._lost, self._loaded = following, "", None
 
     def _move(self, place: Place) -> None:
-        """Stand somewhere by hand; the next pass, or the one that runs, goes on from there."""
+        """Stand at `place`. The running pass, or else the next one, continues from there."""
         cursor = self._cursor
         self._close_session(keep=False)
         self._place, self._lost = place, ""
@@ -370,15 +370,15 @@ class Loader:
             cursor.phase = Phase.RUNNING
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
-        """Go elsewhere by hand: skip bad data, or go back. Takes effect at the next ``next()``.
+        """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
 
         Args:
             epoch: None for the current one.
-            position: in units of the order, of all ranks together; None for the epoch's start, or, where `epoch` is
-                None too, for the current position.
+            position: units of all ranks together. None stands for the epoch's start, or, if `epoch` is None too, for
+                the current position.
 
         Raises:
-            ValueError: negative, or beyond the epoch's size.
+            ValueError: a number is negative, or the position is beyond the epoch's size.
             StateError: the source can only go where its own checkpoints lead.
         """
         if position is None:
@@ -396,9 +396,9 @@ class Loader:
         self._move(self._lead(epoch, position))
 
     def set_epoch(self, epoch: int) -> None:
-        """What trainers call before each epoch. The current epoch changes nothing; a later one ends what was begun.
+        """Trainers call this before each epoch. The current epoch changes nothing; a later one ends this one.
 
-        An earlier one is ignored once a state was loaded or an epoch begun: trainers repeat the epoch of a checkpoint.
+        An earlier epoch is ignored after a load or after the first batch, because trainers repeat a checkpoint's epoch.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
@@ -416,22 +416,22 @@ class Loader:
         return _Pass(self)
 
     def peek(self) -> Any:
-        """The next batch at the current place, without taking it: the state does not move.
+        """Return the next batch at the current place without taking it: the state does not move.
 
-        The pass that runs, or the one that goes on from here, returns it next. A pass that is begun after a `break` is
-        a new epoch, and begins with that epoch's first batch.
+        The running pass, or the one that continues from here, returns the same batch next. A pass begun after a `break`
+        is a new epoch, and starts with that epoch's first batch.
 
         Raises:
-            StopIteration: this epoch's data has ended (only where its length is unknown).
+            StopIteration: this epoch has ended (only if its length is unknown).
         """
         cursor = self._cursor
         if cursor.peeked:
             return cursor.peeked[0][0]
         if cursor.phase is not Phase.RUNNING:
-            self._close_session()  # of an epoch that has ended; the next batch is the next epoch's first
+            self._close_session()  # its epoch has ended; the next batch is the next epoch's first
             cursor = self._cursor = Cursor()
         if cursor.session is None:
-            self._open(cursor)  # which may find that this epoch is over
+            self._open(cursor)  # may find that this epoch is over
         session = cursor.session
         assert session is not None  # _open has opened it
         mark = session.mark() if cursor.steps else None
@@ -447,7 +447,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Stop worker processes and threads. The state stays; iterating again starts them anew."""
+        """Stop worker processes and threads. The state stays; iterating again starts them again."""
         cursor = self._cursor
         self._close_session()
         if cursor.phase is Phase.RUNNING:
@@ -463,7 +463,7 @@ class Loader:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # For trainers that start processes: everything but what is open.
+        # For trainers that start processes: everything except the open session.
         attributes = {**self.__dict__, "_place": self._here(), "_world": None}
         del attributes["_cursor"], attributes["_history"]
         return attributes
@@ -473,7 +473,7 @@ class Loader:
         self._cursor, self._history = Cursor(), new_history()
 
     def __copy__(self) -> Self:
-        # With an adapter of its own: worker processes are not to be shared.
+        # With an adapter of its own, because worker processes cannot be shared.
         twin = type(self)(self._adapter.twin(), self._options)
         attributes = self.__getstate__()
         del attributes["_adapter"]
@@ -485,15 +485,15 @@ class Loader:
         world = self._current_world()
         if self._world is not None and (self._world.rank, self._world.world_size) != (world.rank, world.world_size):
             raise MidepochError(
-                f"the world was rank {self._world.rank} of {self._world.world_size} in the pass before and is rank "
-                f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
-                "use, or load a state to go on in another world"
+                f"this process was rank {self._world.rank} of {self._world.world_size} in the previous pass and is "
+                f"rank {world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is "
+                "in use, or load a state to continue in another world"
             )
         adapter, seed, place = self._adapter, self._current_seed(world), self._here()
         adapter.prepare(seed, place.epoch)
         share = adapter.share(seed, place.epoch, place.position, world, place.detail)
         if share is not None and share.global_steps == 0 and place.position > 0:
-            # Less is left than one global batch: the epoch was over.
+            # Less than one global batch is left: the epoch is over.
             place = self._place = self._lead(place.epoch + 1, 0)
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
@@ -504,13 +504,13 @@ class Loader:
         self._seed, self._world = seed, world
 
     def _close_session(self, mark: Any = None, keep: bool = True) -> None:
-        """Close what is open. `mark`: from before a batch that failed. `keep`: stand where the session has led."""
+        """Close the open session. `mark`: taken before a batch that failed. `keep`: keep the session's place."""
         cursor = self._cursor
         if cursor.session is None:
             return
         try:
             if keep:
-                self._place = Place(self.epoch, self.position)  # where the source cannot say more
+                self._place = Place(self.epoch, self.position)  # all there is if the source cannot say more
                 self._place = cursor.place() if mark is None else cursor.place_of(mark)
         except StateError as error:
             self._lost = str(error)
@@ -518,14 +518,14 @@ class Loader:
             cursor.close()
 
     def _next(self, current: _Pass) -> Any:
-        """The next batch where something has to be done first."""
+        """The next batch, where the pass has to be checked or a session opened first."""
         cursor = current.cursor
         if cursor is None:
             cursor = current.cursor = self._begin()
         elif cursor.phase is Phase.EXHAUSTED:
             raise StopIteration
         elif cursor.phase is Phase.CLOSED:
-            raise MidepochError("the loader was closed while this pass ran: iterate it anew")
+            raise MidepochError("the loader was closed while this pass ran: start a new pass")
         elif cursor.phase is Phase.GIVEN:
             if cursor is self._cursor:
                 self._close_session()
@@ -533,8 +533,8 @@ class Loader:
             raise StopIteration
         elif cursor is not self._cursor:
             raise MidepochError(
-                "another pass over this loader was started, which ended this one: keep one iterator at a time, or wrap "
-                "the source twice"
+                "this pass ended when another pass over the loader started: use one iterator at a time, or wrap the "
+                "source twice"
             )
         while True:
             if cursor.session is None:
@@ -559,13 +559,13 @@ class Loader:
         return batch
 
     def _begin(self) -> Cursor:
-        """A pass asks for its first batch."""
+        """The cursor of a pass that asks for its first batch."""
         before = self._cursor
         if self._came is _Came.READ and self.position > 0:
             if before.resumed and before.phase is not Phase.EXHAUSTED:
                 warnings.warn(
-                    f"a new pass gives up the rest of epoch {self.epoch}, which a loaded state had continued, at "
-                    f"position {self.position}: to go on instead, keep the iterator, or load loader.state_dict()",
+                    f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
+                    "to continue instead, keep the iterator, or load loader.state_dict()",
                     MidepochWarning,
                     stacklevel=4,
                 )
@@ -579,12 +579,12 @@ class Loader:
         return self._cursor
 
     def _goes_on(self, cursor: Cursor, error: BaseException, mark: Any) -> bool:
-        """The session ended or failed. True if the same pass goes on with the next epoch, False if the error stands."""
+        """Handle a session that ended or failed. True if the pass continues, False if the error is to be raised."""
         session, resumed = cursor.session, cursor.steps == 0 and cursor.opened.position > 0
         if session is None:
             return False
         if not isinstance(error, StopIteration):
-            # The loader stays behind the last good batch; the next `next()` tries this one again.
+            # The loader stays after the last good batch; the next `next()` tries this one again.
             self._close_session(mark)
             return False
         cursor.catch_up()
@@ -593,10 +593,10 @@ class Loader:
             if expected is not None and given < expected and not session.varies:
                 self._close_session()
                 raise SourceError(
-                    f"the source ended after {given} of the {expected} batches that were left: mend its __len__, or "
-                    "the StopIteration that its code raises or lets through"
+                    f"the source ended after {given} of the {expected} batches that were left: correct its __len__, or "
+                    "find where its code raises StopIteration"
                 ) from None
-            # An epoch of no batches, a rank without a part in the last global batch, or last steps that gave none.
+            # An empty epoch, a rank without a part of the last global batch, or last steps without batches.
             goes_on = resumed and session.drift > 0
             self._roll(cursor)
             self._close_session()
@@ -612,23 +612,22 @@ class Loader:
         before = sum(epoch == self._place.epoch - 1 for _, epoch, _, _ in self._history)
         if nothing and before:
             raise SourceError(
-                f"the source gave nothing in epoch {self._place.epoch}, after {before} batches in the one before: it "
-                "cannot be iterated twice; wrap a function that makes it anew, as in midepoch.wrap(lambda: "
-                "make_source())"
+                f"the source was empty in epoch {self._place.epoch}, after {before} batches in the one before: "
+                "it can be iterated only once. Wrap a function that makes it, as in midepoch.wrap(lambda: make_source())"
             ) from None
         return False
 
     def _roll(self, cursor: Cursor) -> None:
-        """The epoch's last batch has been handed out: the state is the next epoch's beginning."""
+        """Note that the epoch's last batch was handed out: the state is now the next epoch's beginning."""
         self._loaded, self._came = None, _Came.READ
         cursor.phase, cursor.steady = Phase.GIVEN, False
 
 
 class _Pass:
-    """One pass over a loader. Several may exist; the one whose `next` was called last has the loader's cursor.
+    """One pass over a loader. Several may exist; the one that was started last has the loader's cursor.
 
-    The loader does not know the pass, so that what a ``break`` leaves is no cycle: in garbage that is collected, worker
-    processes may be waited for before they are told to end.
+    The loader holds no reference to the pass, so a ``break`` leaves no cycle. Inside a cycle, the garbage collector may
+    wait for worker processes before anything has told them to end.
     """
 
     __slots__ = ("_loader", "cursor")

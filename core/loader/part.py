@@ -1,4 +1,4 @@
-"""A loader as combinations and trainers see it: what others than its user have to know of it, and ask of it."""
+"""The view of a loader that combinations and trainers use: what they need to know of it, and do with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Part"]
 
 
 class Part:
-    """A loader that somebody else drives: a combination, or a trainer's callback.
+    """A loader that a combination or a trainer's callback drives.
 
     Attributes:
         name: for messages.
         loader: the user's.
-        taken: batches that the combination has ever handed out; it counts them itself.
-        pending: the batch, if any, that was read and could not be handed out, since another part failed.
+        taken: batches of this part that the combination has handed out; the combination counts them.
+        pending: at most one batch, read but not handed out because another part failed.
     """
 
     def __init__(self, name: str, loader: Loader) -> None:
@@ -34,22 +34,22 @@ class Part:
 
     @property
     def remembers(self) -> bool:
-        """Its states of some batches ago are known."""
+        """Whether it knows its state of some batches ago."""
         return self.loader._adapter.remembers
 
     @property
     def promises(self) -> Capabilities:
-        """What it is capable of."""
+        """Its `Capabilities`."""
         return self.loader.capabilities
 
     @property
     def stated_world(self) -> World | None:
-        """As given to `wrap`."""
+        """The world given to `wrap`, if any."""
         return self.loader._options.world
 
     @property
     def world(self) -> World:
-        """As it is now."""
+        """The world as it is now."""
         return self.loader._current_world()
 
     @property
@@ -59,21 +59,21 @@ class Part:
 
     @property
     def tail(self) -> Tail:
-        """How what does not divide is shared."""
+        """How samples that do not divide by the world size are shared."""
         return self.loader._adapter.tail_in_use
 
     # --- how much there is ---
 
     def length(self, epoch: int) -> int | None:
-        """Batches of one full epoch; None where nobody knows."""
+        """Batches of one full epoch on this rank; None if unknown."""
         return self._steps(self.loader._current_seed(self.world), Place(epoch, 0))
 
     def left(self) -> int | None:
-        """Batches that are left in its epoch; None where nobody knows."""
+        """Batches left in its epoch on this rank; None if unknown."""
         return self.loader._steps_left()
 
     def left_at(self, state: State) -> int | None:
-        """The same if it stood at `state`."""
+        """The same, for a loader that stands at `state`."""
         return self._steps(state["seed"], self._place_in(state))
 
     def _steps(self, seed: int, place: Place) -> int | None:
@@ -88,27 +88,27 @@ class Part:
 
     @property
     def position(self) -> int:
-        """Units of its epoch that lie behind."""
+        """As `Loader.position`."""
         return self.loader.position
 
     @property
     def epoch(self) -> int:
-        """Of its next batch."""
+        """As `Loader.epoch`."""
         return self.loader.epoch
 
     def state(self, in_flight: int = 0) -> State:
-        """As `Loader.state_dict`; a pending batch does not count."""
+        """As `Loader.state_dict`; a pending batch counts as not handed out."""
         return self.loader.state_dict(in_flight + len(self.pending))
 
     def check(self, state: State) -> None:
-        """Raise StateError, naming the part, if it could not go on from `state`."""
+        """Raise a StateError that names the part unless it can continue from `state`."""
         try:
             self.loader._check_state(state)
         except StateError as error:
             raise type(error)(f"part {self.name}: {error}") from error
 
     def state_at(self, state: State, epoch: int) -> State:
-        """The state at the beginning of an epoch, if it stood at `state`.
+        """The state at the beginning of `epoch`, for a loader that stands at `state`.
 
         Raises:
             StateError: its source can only go where its own checkpoints lead.
@@ -122,14 +122,14 @@ class Part:
         return self.loader._built(Place(epoch, 0, detail), state["seed"], self.world)
 
     def leave_epoch(self) -> None:
-        """Go to the next epoch's beginning, where a trainer gives up the rest of one that has begun."""
+        """Go to the beginning of the next epoch, unless this one has not begun."""
         if self.position:
             self.loader.load_state_dict(self.state_at(self.state(), self.epoch + 1))
 
     # --- reading ---
 
     def following(self) -> Callable[[], Any]:
-        """What gives the next batch of its pass, and StopIteration at the end of its epoch."""
+        """A function that returns the next batch, and raises StopIteration at the end of the epoch."""
         return self._pending_first if self.pending else self._pass.__next__
 
     def _pending_first(self) -> Any:
@@ -141,15 +141,15 @@ class Part:
 
     @property
     def is_open(self) -> bool:
-        """Something is open at its place, so that its end is seen when it comes."""
+        """Whether a session is open at its place; only then does it notice the epoch's end."""
         return self.loader._cursor.session is not None
 
     def go_to(self, state: State) -> None:
-        """Let the next batch be the one that follows `state`."""
+        """Make the batch that follows `state` the next one."""
         loader = self.loader
         if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and self.remembers:
             self.pending.clear()
-            loader._end_epoch()  # which leaves the batches in flight remembered
+            loader._end_epoch()  # unlike a load, it keeps the history of batches in flight
         if self._is_at(state):
             # A new pass over a loader in the middle of an epoch would begin another one.
             if not loader.position and not self.pending:
@@ -161,7 +161,7 @@ class Part:
         self._pass = iter(loader)
 
     def begin_epoch(self) -> None:
-        """Let the next batch be an epoch's first: of its next epoch, if it is in the middle of one."""
+        """Make an epoch's first batch the next one: that of the next epoch if this one has begun."""
         if self.loader.position:
             if not self.is_open and not self.remembers:
                 # Only the source can lead to its next epoch, from where it stands.
@@ -177,5 +177,5 @@ class Part:
             return False
 
     def close(self) -> None:
-        """Stop what it has open."""
+        """As `Loader.close`."""
         self.loader.close()

@@ -8,12 +8,12 @@ __all__ = ["Place"]
 
 
 class Place(NamedTuple):
-    """One place in the data; never changed, only replaced.
+    """One place in the data. It is replaced, never changed.
 
     Attributes:
         epoch: counted from 0.
-        position: units of this epoch that all ranks together have been handed.
-        detail: what a state carries besides these two, for sources whose place is more than a number; else empty.
+        position: units of this epoch that all ranks together have received.
+        detail: what a source needs besides these two numbers to find the place; empty for most sources.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""Sentences of `Capabilities` that several adapters share."""
+"""The answers of `Capabilities` that several adapters give."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .capabilities import Capability
 __all__ = ["CONSTANT_TIME", "NO_WORKERS", "ONE_STATE", "OUR_ORDER", "POSITIONS", "augmentations", "replay_costs"]
 
 OUR_ORDER = Capability(True, "the order is a function of seed and epoch")
-CONSTANT_TIME = Capability(True, "a resume is a jump to the position")
-POSITIONS = Capability(True, "what belongs to whom follows from the position by arithmetic")
+CONSTANT_TIME = Capability(True, "a resume jumps to the position")
+POSITIONS = Capability(True, "each rank's samples follow from the position by arithmetic")
 ONE_STATE = Capability(True, "the state is (epoch, position), the same on every rank")
 NO_WORKERS = Capability(True, "there are no worker processes")
 
@@ -25,5 +25,5 @@ def augmentations(options: Options, same_split: str = "") -> Capability:
 
 
 def replay_costs(why: str) -> Capability:
-    """The 'no' of a source that has to be read from its start."""
-    return Capability(False, f"what was consumed is read again and dropped: {why}")
+    """The answer of a source that has to be read again from its start."""
+    return Capability(False, f"a resume reads again, and drops, what was consumed: {why}")
