@@ -187,7 +187,7 @@ def test_a_generator_that_has_become_shorter_is_named() -> None:
 
     state = sources.heads(lambda: midepoch.wrap(shrinking, seed=5), 4)[1]
     del items[2:]
-    with pytest.raises(SourceError, match="ended after 2 units, the state stands at 4"):
+    with pytest.raises(SourceError, match="ended after 2 units, but the state stands at 4"):
         sources.quiet_resume(lambda: midepoch.wrap(shrinking, seed=5), state)
 
 
@@ -195,7 +195,7 @@ def _quietly() -> Any:
     return warnings.catch_warnings(action="ignore", category=MidepochWarning)
 
 
-@pytest.mark.parametrize(("says", "expected"), [(9, "ended after 6 units"), (4, "goes on after the 4")])
+@pytest.mark.parametrize(("says", "expected"), [(9, "ended after 6 units"), (4, "more than the 4")])
 def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected: str) -> None:
     class Wrong(sources.Restartable):
         def __len__(self) -> int:

@@ -266,7 +266,7 @@ class NativeAdapter(Adapter):
         if checkpoint.shards != shards:
             raise StateMismatchError(
                 f"num_shards differs: the state was saved with {checkpoint.shards}, this pipeline has {shards}; make "
-                "the reader as it was, or start this data anew"
+                "the reader as it was, or start over with this data"
             )
         _check_reach(checkpoint.at, checkpoint.to)
 

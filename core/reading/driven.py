@@ -1,9 +1,9 @@
-"""Iterables that expose the samplers that drive them: put anywhere in their epoch by setting where their draws begin.
+"""Iterables that expose their samplers: to jump within an epoch, set the positions at which the samplers continue.
 
 The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
 iter(self.sampler)``.
-A copy of the dataset is iterated in which the samplers are ours. A jump is right only where each sample draws a
-constant number from each sampler, so draws are counted, first by `probe` and then at every sample.
+midepoch iterates a copy of the dataset in which the samplers are its own. A jump is exact only if each sample draws a
+constant number of indices from each sampler. So draws are counted, first by `probe` and then at every sample.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 RAW = "_midepoch_raw"
-"""Set on a copy of a dataset whose ``__iter__`` must be the user's own, not the one `StatefulIterable` lends it."""
+"""Set on a copy of a dataset to use the class's own ``__iter__`` instead of that of `StatefulIterable`."""
 
 Path = tuple[str, ...] | tuple[str, Any]
-"""Where a sampler hangs on a dataset: an attribute, or an attribute and a key or index in it."""
+"""Where a dataset holds a sampler: in an attribute, or at a key or index of an attribute."""
 
 
 def exposed_samplers(dataset: Any) -> dict[Path, Any]:
-    """The torch Samplers that are attributes of `dataset`, or stand in a list, tuple or dict that is one."""
+    """The torch Samplers in attributes of `dataset`, or in a list, tuple or dict that is an attribute."""
     found: dict[Path, Any] = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, Sampler):
@@ -59,11 +59,11 @@ def exposed_samplers(dataset: Any) -> dict[Path, Any]:
     return found
 
 
-_LONGEST_CONTAINER = 1000  # of an attribute that is looked through for samplers; longer ones hold data
+_LONGEST_CONTAINER = 1000  # members of an attribute that is searched for samplers; longer ones hold data
 
 
 def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
-    """A shallow copy of `dataset` with some samplers replaced; `dataset` itself stays as it was."""
+    """A shallow copy of `dataset` with some samplers replaced. `dataset` itself is unchanged."""
     twin = copy.copy(dataset)
     attributes: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
     for path, value in replace.items():
@@ -82,9 +82,9 @@ def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
 
 
 class _Driven(Sampler[Any]):
-    """Stands in for a sampler of the user's: gives the indices of our order from wherever it is put.
+    """Replaces a user's sampler: returns the indices of our order from any position.
 
-    Its iterators share its position, so that this can be set between two samples.
+    Its iterators share its position, so the position can be set between two samples.
     """
 
     _AHEAD = 256  # positions taken from the order at once
@@ -126,7 +126,7 @@ class _Driven(Sampler[Any]):
 
 
 class _Draws:
-    """One pass over a `_Driven`. Asked for an iterator, it is one already: that is no second pass."""
+    """One pass over a `_Driven`. Calling `iter()` on it does not count as a second pass."""
 
     __slots__ = ("_draw",)
 
@@ -141,11 +141,11 @@ class _Draws:
 
 
 class Driven:
-    """An iterable dataset whose samplers are ours: opens it, and puts it where a sample's draws begin.
+    """An iterable dataset with our samplers: opens it at the beginning of any sample's draws.
 
     Args:
         dataset: as the user made it.
-        orders: what each exposed sampler stands for.
+        orders: the order that each exposed sampler stands for.
     """
 
     def __init__(self, dataset: Any, orders: Mapping[Path, Order | Listed]) -> None:
@@ -159,59 +159,60 @@ class Driven:
         return iter(raw_copy(self.dataset, driven)), list(driven.values())
 
     def lengths(self, seed: int, epoch: int) -> list[int]:
-        """Draws that each sampler has in one epoch."""
+        """The number of draws from each sampler in one epoch."""
         return [
             order.length(seed, epoch) if isinstance(order, Listed) else order.size for order in self.orders.values()
         ]
 
     def size(self, draws: tuple[int, ...], seed: int, epoch: int) -> int:
-        """Samples in one epoch, at so many draws a sample."""
+        """Samples in one epoch, given the draws of one sample from each sampler."""
         lengths = self.lengths(seed, epoch)
         return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
 
 
 def probe(driven: Driven, seed: int) -> tuple[tuple[int, ...] | None, str]:
-    """Draws from each sampler a sample, if a jump is right; else None. And why.
+    """The draws of one sample from each sampler, or None if a jump would not be exact; and the reason.
 
-    Reads samples 0, 1 and 2 in a row, and sample 1 after a jump: what is constant and equal is taken to follow from the
-    samplers alone. Each later sample is counted as it is read. The caller's generators are left alone.
+    Reads samples 0, 1 and 2 in a row, and sample 1 again after a jump. If the counts are constant and both samples 1
+    are equal, the dataset is believed to depend on its samplers alone. Later samples are counted as they are read. The
+    caller's generators stay unchanged.
     """
     guard = Streams(driven.dataset)
     reader = _Counting(driven, guard, seed)
     first = reader.read(0)
     if first is None:
-        return None, "it gives nothing"
+        return None, "it is empty"
     draws = first.draws
     if not any(draws):
-        return None, "it does not draw from the samplers that it exposes"
+        return None, "it does not use the samplers that it exposes"
     size = driven.size(draws, seed, 0)
     if length_of(driven.dataset) not in (None, size):
-        return None, f"its len() is {length_of(driven.dataset)}, its samplers suffice for {size} samples"
+        return None, f"its len() is {length_of(driven.dataset)}, but its samplers are enough for {size} samples"
     following = [reader.read(position) for position in range(1, min(size, 3))]
     for sample in following:
         if sample is None or sample.draws != draws or sample.restarted:
-            return None, "its samples do not draw a constant number from its samplers"
+            return None, "its samples do not draw a constant number of indices from its samplers"
     if following:
         jumped = _Counting(driven, guard, seed).read(1, draws)
         in_a_row = following[0]
         assert in_a_row is not None  # by the loop above
         if jumped is None or jumped.draws != draws or jumped.digest != in_a_row.digest:
-            return None, "it keeps a place of its own besides its samplers'"
+            return None, "it counts on its own, besides its samplers"
         for name, value in in_a_row.places.items():
             if jumped.places.get(name, value) != value:
-                return None, f"it keeps a place of its own besides its samplers', {name}"
-    return draws, f"each sample draws {', '.join(map(str, draws))} from its samplers"
+                return None, f"it counts on its own, besides its samplers, in {name}"
+    return draws, f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
 
 
 class _Counted(NamedTuple):
     draws: tuple[int, ...]
     restarted: bool
     digest: str
-    places: dict[str, str]  # where the iterator may keep count, after the sample
+    places: dict[str, str]  # values with which the iterator may count, after the sample
 
 
 class _Counting:
-    """Reads single samples of epoch 0 and counts what they draw."""
+    """Reads single samples of epoch 0 and counts their draws."""
 
     def __init__(self, driven: Driven, guard: Streams, seed: int) -> None:
         self._guard, self._key = guard, derive_key(Purpose.SAMPLE, seed, 0)
@@ -243,9 +244,9 @@ class _Counting:
 
 
 def _places(iterator: Any) -> dict[str, str]:
-    """The plain values that an iterator keeps from one sample to the next: its attributes, or a generator's variables.
+    """The plain values that an iterator keeps between samples: its attributes, or a generator's variables.
 
-    One that a jump leaves behind (a count of samples, say) may decide about a sample that comes much later.
+    A jump does not update such a value, for instance a count of samples, on which a much later sample may depend.
     """
     frame = getattr(iterator, "gi_frame", None)
     kept = {} if frame is None else dict(frame.f_locals)
@@ -256,7 +257,7 @@ def _places(iterator: Any) -> dict[str, str]:
 
 
 class DrivenRequest(NamedTuple):
-    """One batch of an iterable that exposes its samplers: `units` positions from `start` on, of `size`.
+    """A request for one batch of such an iterable: `units` positions from `start` on, out of `size`.
 
     `session` and `left` are those of a `MapRequest`.
     """
@@ -282,17 +283,17 @@ def driven_requests(run: Run, unchanged: Callable[[], None]) -> Iterator[DrivenR
 
 
 class DrivenReader:
-    """Reads batches from an iterable that exposes its samplers, each sample under its own stream.
+    """Reads batches from an iterable that exposes its samplers, each sample under its own random stream.
 
     Args:
         driven: the dataset and its orders.
-        draws: from each sampler, a sample.
-        collate: from a list of samples, or from one where `single`, to a batch.
+        draws: indices that each sample draws from each sampler.
+        collate: from a list of samples, or from one if `single`, to a batch.
         single: samples are handed out one by one.
-        streams: False leaves the caller's generators to the dataset.
-        alone: no other process reads this epoch, so where a sample breaks the count the rest can still be read in a
-            row.
-        proved: samples of this very dataset were counted; otherwise `draws` is what a state says.
+        streams: False lets the dataset draw from the caller's generators.
+        alone: no other process reads this epoch. Then the rest can still be read in a row after a sample that draws
+            another number.
+        proved: samples of this dataset have been counted. If not, `draws` comes from a state.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class DrivenReader:
         self.varies = False
 
     def __call__(self, request: DrivenRequest) -> Any:
-        """The batch. StopIteration where an epoch that `varies` is over early."""
+        """The batch. Raises StopIteration if an epoch that `varies` ends early."""
         streams = self._streams
         if self._opened != request[:3]:
             if streams is None:
@@ -328,7 +329,7 @@ class DrivenReader:
         if streams is None:
             return self._read(request, None)
         batch = self._read_under(request, streams)
-        # A generator that the iterator has made while it read is found now, and the batch read once more, by a jump.
+        # If the iterator made a generator while it read, the batch is read again, after a jump back.
         if streams.made_late(self._iterator) and not self.varies:
             batch = self._read_under(request, streams)
         return batch
@@ -338,7 +339,7 @@ class DrivenReader:
             with streams as start:
                 return self._read(request, start)
         except BaseException:
-            self._opened = None  # a generator that has raised is over
+            self._opened = None  # a generator cannot continue after an exception
             raise
 
     def _read(self, request: DrivenRequest, start: Callable[[int], None] | None) -> Any:
@@ -354,8 +355,8 @@ class DrivenReader:
                 if self.varies:
                     break
                 raise SourceError(
-                    f"{type(self.dataset).__name__} ended at sample {position} of the {request.size} that its samplers "
-                    "have: let it run until they end, give it a __len__, or wrap a generator function that reads it"
+                    f"{type(self.dataset).__name__} ended at sample {position} of {request.size}, before its samplers: "
+                    "let it read until they end, give it a __len__, or wrap a generator function that reads it"
                 ) from None
         if not samples:
             raise StopIteration
@@ -382,11 +383,11 @@ class DrivenReader:
         return item
 
     def _broken(self, position: int, drawn: int, count: int) -> None:
-        # The first sample after a load may be one that draws more than the others, or all may draw otherwise now.
+        # After a load: either this sample differs from the others, or the whole dataset has changed.
         if not self._proved and (self._opened is None or probe(self._driven, self._opened[1])[0] != self._draws):
             raise SourceError(
-                f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, the state was "
-                f"saved with {count} draws a sample: make the dataset as it was, or start this data anew"
+                f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but the "
+                f"state was saved with {count} per sample: make the dataset as it was, or start over with this data"
             )
         self._proved = True
         if self._alone:
@@ -394,12 +395,12 @@ class DrivenReader:
             return
         worker = get_worker_info()
         raise SourceError(
-            f"{type(self.dataset).__name__} drew {drawn} times from a sampler for sample {position}, and {count} "
-            f"times for those before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its "
-            "samplers among workers or ranks itself, leave that to midepoch or pass shard=False; if its samples "
-            "draw unequally, wrap a generator function that reads it, with shard=True"
+            f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, and {count} for "
+            f"each one before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its samplers among "
+            "workers or ranks itself, leave that to midepoch or pass shard=False; if its samples draw different "
+            "numbers, wrap a generator function that reads it, with shard=True"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker opens its own.
+        # A worker process opens its own.
         return {**self.__dict__, "_opened": None, "_iterator": None, "_samplers": []}

@@ -1,8 +1,8 @@
-"""What can be indexed: requests for batches of samples, and the reader that answers them.
+"""Sources that can be indexed: requests for batches, and the reader that answers them.
 
-A session sends requests; a reader answers them, in the main process or in a worker process that holds a copy of it. A
-request says all that the batch depends on, so readers keep no progress that a state would have to know: whichever
-worker gets a request, the batch is the same.
+A session sends requests. A reader answers them, in the main process or in a worker process that holds a copy of it. A
+request contains everything that its batch depends on. So a reader has no progress to save, and whichever worker gets a
+request, the batch is the same.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = [
 
 _KEY_BLOCK = 512
 
-# Modules whose collate functions, registered with torch's default_collate, are known to draw nothing.
+# Modules that register collate functions with torch's default_collate which are known to draw nothing.
 _drawless = {default_collate.__module__}
 
 
 class IteratorSession(Session):
-    """A session over any iterator whose batches need nothing done to them."""
+    """A session that hands out an iterator's batches as they are."""
 
     def __init__(self, batches: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
         self.take = batches.__next__
@@ -50,11 +50,11 @@ class IteratorSession(Session):
         self._close = close
 
     def detail(self, mark: Any) -> str:
-        """The same everywhere in the epoch: what its list was, where the order is listed."""
+        """The same throughout the epoch: the CRC of the epoch's list, if the order is listed."""
         return self._detail
 
     def close(self) -> None:
-        """Whatever the iterator has to let go of."""
+        """Release what the iterator holds."""
         self.take = iter(()).__next__
         close, self._close = self._close, None
         if close is not None:
@@ -62,15 +62,15 @@ class IteratorSession(Session):
 
 
 class MapRequest(NamedTuple):
-    """One batch of what can be indexed.
+    """A request for one batch of a source that can be indexed.
 
     Attributes:
         seed, epoch: of the random streams.
         start: position of the batch's first unit.
-        size: positions in the epoch; positions from there on repeat its beginning.
+        size: positions in the epoch. Positions beyond it repeat the epoch's beginning.
         indices: for the dataset, in order.
-        session: of which run it is.
-        left: requests of that run that are still to come.
+        session: the run's session number.
+        left: requests of this run that are still to come.
     """
 
     seed: int
@@ -83,7 +83,7 @@ class MapRequest(NamedTuple):
 
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
-    """`share.span(step)` for every step, at a fraction of its cost."""
+    """``share.span(step)`` for every step, at a fraction of the cost."""
     full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
     start = share.start + share.world.rank * batch_size
     for _ in range(min(full, share.steps)):
@@ -98,7 +98,7 @@ def map_requests(
 ) -> Iterator[MapRequest]:
     """The requests of one session. `unchanged` is called before each, and raises if the source has changed.
 
-    With `listed_batches` each unit of the order is the list of indices of one batch.
+    With `listed_batches` each unit of the order is one batch's list of indices.
     """
     share = run.share
     assert share is not None  # what can be indexed has a size
@@ -115,19 +115,19 @@ def map_requests(
 
 
 def as_list(indices: Any) -> list[Any]:
-    """What an order gave, as python objects."""
+    """A slice of an order as a list of Python objects."""
     return indices if isinstance(indices, list) else list(indices.tolist())
 
 
 class MapReader:
-    """Reads batches from what has ``__getitem__``, each sample under its own random stream.
+    """Reads batches through ``__getitem__``, each sample under its own random stream.
 
     Args:
         dataset: as the user made it.
         collate: from a list of samples to a batch.
         single: a request is one sample, not a list of them (``DataLoader(batch_size=None)``).
-        listed_batches: the unit is a whole batch, whose samples are told apart by their place in it.
-        streams: False leaves the caller's generators to the dataset, as without midepoch.
+        listed_batches: the unit is a whole batch; a sample's stream depends on its place in the batch.
+        streams: False lets the dataset draw from the caller's generators, as without midepoch.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class MapReader:
         self._streams = Streams(dataset, collate) if streams else None
         self._session: int | None = None
         self._sample_key = self._batch_key = 0
-        self._key_block: list[int] = []  # of consecutive positions, since numpy's calls cost more than its work
+        self._key_block: list[int] = []  # keys of consecutive positions: a numpy call costs more than its work
         self._key_block_start = 0
 
     def __call__(self, request: MapRequest) -> Any:
@@ -174,7 +174,7 @@ class MapReader:
         return batch
 
     def _begin(self, request: MapRequest, streams: Streams) -> None:
-        """Another pass."""
+        """Begin another pass."""
         self._session = request.session
         self._plain_collate = draws_nothing(self._collate)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
@@ -183,7 +183,7 @@ class MapReader:
         streams.begin_pass()
 
     def _read_under(self, request: MapRequest, streams: Streams) -> Any:
-        """The batch, each sample under its stream."""
+        """Read the batch, each sample under its stream."""
         dataset = self.dataset
         with streams as start:
             if self._whole:
@@ -220,25 +220,25 @@ class MapReader:
 
 
 def never_draws(module: str) -> None:
-    """Tell that the collate functions that `module` registers with torch's ``default_collate`` draw nothing.
+    """Declare that the collate functions which `module` registers with torch's ``default_collate`` draw nothing.
 
-    A package may register some as soon as it is imported. Unless they are known, every loader of the process then puts
-    each batch under a stream.
+    A package may register some when it is imported. If they are unknown, every loader of the process then puts each
+    batch under a stream.
     """
     _drawless.add(module)
 
 
 def draws_nothing(collate: Callable[[Any], Any]) -> bool:
-    """True for torch's own collate functions, which need no stream, unless others were registered with them."""
+    """Whether `collate` is one of torch's own functions, and no unknown function is registered with it."""
     if collate is default_convert:
         return True
     return collate is default_collate and {each.__module__ for each in default_collate_fn_map.values()} <= _drawless
 
 
 def reads_whole_batches(dataset: Any) -> bool:
-    """True if ``__getitems__`` does more than call ``__getitem__`` for each index, so that it must be called.
+    """Whether ``__getitems__`` does more than call ``__getitem__`` for each index, and so must be called.
 
-    torch's Subset and StackDataset pass the indices on; read one by one, each sample keeps a stream of its own.
+    torch's Subset and StackDataset only pass the indices on. Read one by one, each sample keeps its own stream.
     """
     passed_on = getattr(type(dataset), "__getitems__", None)
     if passed_on is Subset.__getitems__:
@@ -250,14 +250,14 @@ def reads_whole_batches(dataset: Any) -> bool:
 
 
 def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
-    """What a session calls before each request: raises SourceError once `source` has another length than `expected`."""
+    """A check for before each request: it raises SourceError once the length of `source` is not `expected`."""
 
     def check() -> None:
         length = length_of(source)
         if length != expected:
             raise SourceError(
-                f"the source had {expected} items when this pass began and has {length} now: let it change between "
-                "epochs only"
+                f"the source had {expected} items when this pass began and has {length} now: change it only between "
+                "epochs"
             )
 
     return _nothing if expected is None else check

@@ -1,4 +1,4 @@
-"""Adapter of iterables, here or in worker processes: driven by their samplers where that is right, else replayed."""
+"""The adapter of iterables, in this process or in workers: driven by their samplers if exact, else replayed."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _nonces = itertools.count(1)
 
 
 class IterableAdapter(Adapter):
-    """What `IterableDataset`s, re-iterable objects and generator functions have in common.
+    """The common part of adapters for `IterableDataset`s, re-iterable objects and generator functions.
 
-    Where the source exposes samplers, and its samples draw a constant number from them, they are ours (`driven`).
-    Otherwise it is replayed. With ``shard=False`` each process reads a stream of its own, and the unit is its batch.
+    If the source exposes samplers and each sample draws a constant number from them, midepoch drives these samplers.
+    Otherwise it replays the source. With ``shard=False`` each process reads a stream of its own, in units of batches.
 
     Args:
-        source: what the user wrapped.
+        source: the object given to `wrap`.
         options: as given to `wrap`.
         stream: the object to iterate, or a function that returns an iterator.
-        workers: worker processes that read it; 0 for this process.
-        collate: from a list of samples to a batch; None where the stream gives batches.
-        batch_size: samples in a batch; None where samples are handed out one by one.
+        workers: the number of worker processes that read it; 0 for this process.
+        collate: from a list of samples to a batch; None if the stream yields batches.
+        batch_size: samples in a batch; None if samples are handed out one by one.
         drop_last: leave out a last batch that is not full.
     """
 
@@ -62,7 +62,7 @@ class IterableAdapter(Adapter):
         self.unit = "sample" if collate is not None and options.shard is not False else "batch"
         self.drop_last = drop_last
         self._own_streams = options.shard is False
-        # A stream of its own has batches of any size, so they are what is counted.
+        # A stream of its own may have batches of any size, so batches are counted.
         self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
         understood = (
             {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
@@ -70,7 +70,7 @@ class IterableAdapter(Adapter):
         self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
         self._draws: tuple[int, ...] | None = None
         self._probed = False
-        self._proved = False  # by reading, not by what a state says
+        self._proved = False  # by reading, not by a state
         self._why = "it exposes no samplers" if not understood else "it has not been tried yet"
         if options.shard is not None and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
@@ -85,7 +85,7 @@ class IterableAdapter(Adapter):
         if understood.shards:
             raise UnsupportedSourceError(
                 "the dataset exposes a sampler that seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): pass shard=False to leave that to it, or shard=True if every rank's is the same"
+                "num_replicas): pass shard=False if it does, or shard=True if all ranks have the same list"
             )
         self.seed = understood.seed if self.seed is None else self.seed
         self.tail = understood.tail if self.tail is None else self.tail
@@ -95,15 +95,15 @@ class IterableAdapter(Adapter):
         if self.options.shard is None:
             raise UnsupportedSourceError(
                 f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
-                "data among them itself: pass shard=True (midepoch divides it: every process reads it whole and "
-                "keeps its part) or shard=False (it divides itself, by rank or get_worker_info, as torch's docs "
-                "teach)"
+                "data among them: pass shard=True to let midepoch divide it (every process reads all of it and "
+                "keeps its part), or shard=False if it divides itself, by rank or get_worker_info, as torch's docs "
+                "show"
             )
 
     # --- what it is ---
 
     def _drive(self, seed: int) -> tuple[int, ...] | None:
-        """Draws from each sampler, a sample; None where the source has to be replayed."""
+        """The draws of one sample from each sampler; None if the source has to be replayed."""
         if self._driven is not None and not self._probed:
             self._draws, self._why = probe(self._driven, seed)
             self._probed, self._proved = True, self._draws is not None
@@ -115,7 +115,7 @@ class IterableAdapter(Adapter):
         return self._draws
 
     def _draws_for(self, seed: int, detail: str) -> tuple[int, ...] | None:
-        """As the state has it, where it has it: then nothing has to be read to know."""
+        """The same, taken from a state's detail if possible, so that nothing has to be read."""
         if self._driven is None or detail.startswith("varies"):
             return None
         if self._draws is None and (match := _DRIVEN_DETAIL.fullmatch(detail)):
@@ -123,24 +123,24 @@ class IterableAdapter(Adapter):
         return self._drive(seed)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Samples that the samplers suffice for, or the stream's own length where that means the whole."""
+        """The samples for which the samplers last, or else the stream's length, if it means the whole stream."""
         draws = self._draws_for(seed, detail)
         if draws is not None and self._driven is not None:
             return self._driven.size(draws, seed, epoch)
         return None if self._own_streams or detail.startswith("varies") else length_of(self._stream)
 
     def describe(self) -> dict[str, str]:
-        """The orders of the samplers, or how the stream is counted."""
+        """The samplers' orders, or whose stream it is."""
         if self._driven is not None:
             return {"order": "+".join(order.describe() for order in self._driven.orders.values())}
         return {"order": "stream of its own" if self._own_streams else "stream"}
 
     def drawing(self) -> tuple[object, ...]:
-        """As the loader reads."""
+        """The stream and the collate function."""
         return self._stream, self._collate
 
     def capabilities(self) -> Capabilities:
-        """As the table in the README has it."""
+        """Those of the README's table."""
         exact = promises.augmentations(self.options)
         if self._driven is not None:
             tried = "" if self._probed else "; tried when reading begins"
@@ -153,18 +153,18 @@ class IterableAdapter(Adapter):
                 rank_independent=promises.ONE_STATE,
             )
         whole = Capability(True, "every rank reads the whole stream and keeps its part (shard=True)")
-        part = Capability(False, "midepoch does not divide this source; with shard=True it would")
+        part = Capability(False, "midepoch divides this source only with shard=True")
         return Capabilities(
-            exact_order=Capability(True, "the stream is read again from its start, and has to repeat itself"),
+            exact_order=Capability(True, "the stream is read again from its start, and must repeat itself"),
             exact_augmentations=exact,
             constant_time_resume=promises.replay_costs(self._why),
             elastic_world=whole if self.options.shard else part,
-            elastic_workers=Capability(False, "a replay is checked on the same number of worker processes only"),
+            elastic_workers=Capability(False, "a replay can be checked only with the same number of worker processes"),
             rank_independent=promises.ONE_STATE,
         )
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Within an epoch the draws a sample, or the number of workers: a state without would fit what it must not."""
+        """The draws of a sample, or the number of workers: without it a state would fit other loaders too."""
         if not there[1]:
             return ""
         if self._driven is not None:
@@ -172,11 +172,11 @@ class IterableAdapter(Adapter):
         return f"workers={self._workers};digest="
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The draws a sample, or the workers and the digest of a replay."""
+        """The draws of a sample, or the workers and the digest of a replay."""
         if not detail:
             if position:
                 raise StateCorruptError(
-                    f"the state stands at position {position} without the detail that belongs to it: use a whole one"
+                    f"the state stands at position {position} but has no detail: use an undamaged state"
                 )
             return
         driven, replayed = _DRIVEN_DETAIL.fullmatch(detail), _REPLAY_DETAIL.fullmatch(detail)
@@ -185,37 +185,37 @@ class IterableAdapter(Adapter):
             lengths = self._driven.lengths(seed, epoch)
             if len(saved) != len(lengths) or not any(saved) or any(d > n for d, n in zip(saved, lengths, strict=True)):
                 raise StateCorruptError(
-                    f"the state's detail {detail!r} fits no sample of this source: use an undamaged state"
+                    f"the state's detail {detail!r} is impossible for this source: use an undamaged state"
                 )
             if self._draws is not None and self._draws != saved:
                 raise StateMismatchError(
-                    f"draws a sample differ: the state was saved with {saved}, this source draws {self._draws}; make "
-                    "the dataset as it was, or start this data anew"
+                    f"draws per sample differ: the state was saved with {saved}, this source draws {self._draws}; make "
+                    "the dataset as it was, or start over with this data"
                 )
             return
         if not replayed or (replayed[1] and not self._exposes):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
         if not replayed[1] and self._drive(seed) is not None:
             raise StateMismatchError(
-                f"how the source is read differs: the state was saved by a replay, this source can jump ({self._why}); "
-                "make the dataset as it was, or start this data anew"
+                f"the way of reading differs: the state was saved by a replay, this source can jump ({self._why}); "
+                "make the dataset as it was, or start over with this data"
             )
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
-                "source that is replayed goes on with the same number only: set num_workers back for the rest of "
-                "this epoch"
+                "replayed source can continue only with the same number: restore num_workers for the rest of this "
+                "epoch"
             )
         if replayed[1] and world.world_size > 1:
             raise StateMismatchError(
-                "the world size differs: this epoch's samples draw unequally, so it can be continued by 1 process "
-                f"only, the world has {world.world_size}"
+                "the world size differs: samples of this epoch draw different numbers, so only 1 process can continue "
+                f"it, and the world has {world.world_size}: run 1 process for the rest of this epoch"
             )
 
     # --- sessions ---
 
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """Answers in the order of the requests, and how to stop: overridden where worker processes answer."""
+        """Answers in the order of the requests, and a function that stops. Overridden where workers answer."""
         return map(reader, requests), _nothing
 
     def open(self, run: Run) -> Session:
@@ -232,7 +232,7 @@ class IterableAdapter(Adapter):
         alone = run.world.world_size == 1 and self._workers == 0
         key = "driven alone" if alone else "driven"
         reader = self._readers.get(key)
-        if reader is None or reader.varies:  # one whose epoch broke the count is of no use for another
+        if reader is None or reader.varies:  # a reader that varied cannot serve another epoch
             single = self._samples_in_batch is None
             collate = self._collate or _as_it_is
             reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone, self._proved)
@@ -244,7 +244,7 @@ class IterableAdapter(Adapter):
         varies = run.detail.startswith("varies")
         if not self._warned and run.position > 0:
             warnings.warn(
-                f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
+                f"{_name(self._stream)} is read again from its start up to position {run.position} ({self._why}): "
                 "loader.capabilities.constant_time_resume says what that costs",
                 MidepochWarning,
                 stacklevel=5,
@@ -304,7 +304,7 @@ def _name(source: Any) -> str:
 
 
 class _Open:
-    """Makes a new iterator over a source. A class, so that worker processes can be sent it."""
+    """Returns a new iterator over a source. A class, so that it can be sent to worker processes."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -319,7 +319,7 @@ class _Open:
 
 
 class _OpenDriven:
-    """The same for a source whose samplers are ours."""
+    """The same, for a source with our samplers."""
 
     def __init__(self, driven: Driven) -> None:
         self._driven = driven
@@ -329,7 +329,7 @@ class _OpenDriven:
 
 
 class _Single:
-    """A collate function of one sample, for the reader's list of one."""
+    """Applies a collate function of one sample to the reader's list of one."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -345,15 +345,15 @@ class _DrivenSession(Session):
 
     @property
     def varies(self) -> bool:
-        """True once a sample has drawn another number."""
+        """Whether some sample drew another number of indices."""
         return self._reader.varies
 
     def detail(self, mark: Any) -> str:
-        """The draws a sample; or that this epoch broke the count, so that it can only be replayed."""
+        """The draws of a sample; or that they vary in this epoch, which can then only be replayed."""
         return "varies;workers=0;digest=" if self._reader.varies else self._detail
 
     def following(self) -> str:
-        """The draws a sample."""
+        """The draws of a sample."""
         return self._detail
 
     def close(self) -> None:
@@ -362,7 +362,7 @@ class _DrivenSession(Session):
 
 
 class _ReplaySession(Session):
-    """Marked by the digest of the last unit."""
+    """A session whose mark is the digest of the last unit."""
 
     marks = True
 
@@ -401,12 +401,12 @@ class _SharedStreamSession(_ReplaySession):
             self._first = answer.first
         elif answer.first != self._first:
             raise SourceError(
-                "worker processes that should read the same stream begin with different items: it divides its data by "
-                "get_worker_info itself, while midepoch divides it too (shard=True); pass shard=False"
+                "worker processes that should read the same stream begin with different items: the source divides its "
+                "data by get_worker_info, and so does midepoch (shard=True); pass shard=False"
             )
         if isinstance(answer, End):
             self._ended = True
-            self.drift += answer.units  # handed to other ranks, so they lie behind
+            self.drift += answer.units  # other ranks have received them
             raise StopIteration
         self._digest = answer.digest
         self.drift = -answer.missing
@@ -414,7 +414,7 @@ class _SharedStreamSession(_ReplaySession):
 
 
 class _OwnStreamsSession(_ReplaySession):
-    """Each worker process has a stream of its own; their batches come in turn, as from a DataLoader."""
+    """Each worker process has a stream of its own. Their batches alternate, as in a DataLoader."""
 
     def __init__(
         self, answers: Iterator[Any], close: Callable[[], None], slots: int, consumed: int, expected: str, varies: bool,
@@ -431,7 +431,7 @@ class _OwnStreamsSession(_ReplaySession):
                 if self._consumed:
                     raise SourceError(
                         f"the source ended {self._consumed} batches before the state's position: it does not repeat "
-                        "itself; seed it, or start this data anew"
+                        "itself; seed it, or start over with this data"
                     )
                 raise StopIteration
             answer: Replayed | End = next(self._answers)
@@ -445,6 +445,6 @@ class _OwnStreamsSession(_ReplaySession):
             self._consumed -= 1
             if not self._consumed and self._expected and answer.digest != self._expected:
                 raise SourceError(
-                    "the source does not repeat itself: the last batch that was consumed before differs now; let it "
+                    "the source does not repeat itself: the last batch consumed before the save differs now; make it "
                     "depend on midepoch's streams or a seed alone"
                 )

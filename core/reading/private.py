@@ -1,6 +1,6 @@
-"""What midepoch uses of torch's DataLoader that torch does not promise: the worker processes behind an iterator.
+"""Private parts of torch's DataLoader that midepoch uses: the worker processes behind an iterator.
 
-They are checked when this is imported. torch's versions are those that midepoch's own requirement names.
+They are checked on import. The versions of torch are those that midepoch itself requires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "workers_of",
 ]
 
-_LEAVING = 5.0  # seconds for which torch waits for a worker, too
+_LEAVING = 5.0  # seconds; torch waits as long for a worker
 
 
 def _check(part: str, there: bool) -> None:
@@ -46,7 +46,7 @@ _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersItera
 
 
 def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
-    """Whether a DataLoader makes its iterators as torch's class does."""
+    """Whether `source` is a DataLoader that creates its iterators as torch's class does."""
     kind: Any = type(source)
     return (
         isinstance(source, DataLoader)
@@ -62,9 +62,7 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 
 
 def alive(iterator: Any) -> bool:
-    """Whether a DataLoader's iterator has not been shut down, and all its worker processes run, here and not in the
-    process from which this one was forked.
-    """
+    """Whether a DataLoader's iterator is open, and all its worker processes are running children of this process."""
     return not getattr(iterator, "_shutdown", False) and all(
         worker._parent_pid == os.getpid() and worker.is_alive() for worker in workers_of(iterator)
     )
@@ -77,19 +75,19 @@ def shut_down(iterator: Any) -> None:
 
 
 def kept_iterator(loader: DataLoader[Any]) -> Any:
-    """The iterator whose persistent worker processes a DataLoader keeps; None where there is none."""
+    """The iterator with which a DataLoader keeps persistent worker processes; None if there is none."""
     return loader._iterator
 
 
 def keep_iterator(loader: DataLoader[Any], iterator: Any) -> None:
-    """Let a DataLoader go on with the persistent worker processes of an iterator; with None, start others."""
+    """Give a DataLoader an iterator's persistent worker processes; None makes it start new ones."""
     loader._iterator = iterator
 
 
 def show_dataset(dataset: Any) -> None:
-    """Let ``get_worker_info().dataset`` be this one, in a worker process.
+    """In a worker process, make ``get_worker_info().dataset`` return `dataset`.
 
-    WorkerInfo refuses assignment, to guard users against it. torch's documentation has them configure that dataset.
+    torch's documentation tells users to configure that dataset. WorkerInfo itself refuses assignment.
     """
     info = get_worker_info()
     if info is not None:
@@ -99,27 +97,27 @@ def show_dataset(dataset: Any) -> None:
 def end_when_collected(iterator: Any) -> None:
     """End the worker processes of a DataLoader's iterator before it is collected as garbage.
 
-    The collector may close the queues first through which torch tells its workers to leave. torch then waits for five
-    seconds for each. This keeps nothing alive that a user has made.
+    The collector may first close the queues through which torch tells its workers to exit. torch then waits five
+    seconds for each worker. This keeps no object of the user alive.
     """
     workers = workers_of(iterator)
     if not workers or iterator in _watched:
         return
     done, queues = getattr(iterator, "_workers_done_event", None), getattr(iterator, "_index_queues", None)
     if done is None or queues is None:
-        return  # an iterator of somebody else's class: it ends its workers itself, if slowly
+        return  # a foreign class: it ends its workers by itself, if slowly
     finalizer = weakref.finalize(iterator, _let_leave, os.getpid(), workers, done, queues)
-    finalizer.atexit = False  # torch ends them there
+    finalizer.atexit = False  # at exit torch ends them
     _watched.add(iterator)
 
 
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()  # persistent workers give a pass after the other by one iterator
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()  # with persistent workers one iterator serves every pass
 
 
 def _let_leave(process: int, workers: Sequence[Any], done: Any, queues: Sequence[Any]) -> None:
-    """Tell workers to leave, and wait until they have; torch ends those that have not."""
+    """Tell workers to exit and wait for them; torch ends those that do not."""
     if os.getpid() != process or done.is_set():
-        return  # a forked process has none of them; torch has told them
+        return  # they belong to the parent process, or torch has told them
     done.set()
     for queue in queues:
         with contextlib.suppress(ValueError):  # it is closed

@@ -1,4 +1,4 @@
-"""What can only be read from its start: what was consumed is read again, under the same streams, and dropped."""
+"""Sources that can only be read from their start: a resume reads what was consumed again, and drops it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["End", "ReplayReader", "ReplayRequest", "Replayed"]
 
 
 class ReplayRequest(NamedTuple):
-    """One batch of a stream.
+    """A request for one batch of a stream.
 
     Attributes:
-        nonce: of the session; another one makes the reader start over.
+        nonce: the session's number; a new one makes the reader start over.
         seed, epoch: of the random streams.
-        start: units of all ranks that were consumed before the session.
+        start: units consumed by all ranks before the session.
         step: batches of the session before this one.
-        expected: digest of the last unit before `start`, or empty.
-        rank, world_size, tail: how the units are shared, where midepoch shares them.
-        size: units in the epoch, or None.
-        skip: read the batch and give its digest only.
+        expected: the digest of the last unit before `start`, or empty.
+        rank, world_size, tail: how midepoch divides the units, if it does.
+        size: units in the epoch; None if unknown.
+        skip: read the batch and return only its digest.
     """
 
     nonce: int
@@ -49,10 +49,10 @@ class Replayed(NamedTuple):
     """The answer to a `ReplayRequest`.
 
     Attributes:
-        batch: None where it was skipped.
-        digest: of the last unit of the global batch.
-        first: digest of the stream's first unit: the same in every process that reads the same stream.
-        missing: units that the global batch is short of.
+        batch: None if it was skipped.
+        digest: that of the last unit of the global batch.
+        first: the digest of the stream's first unit, equal in all processes that read the same stream.
+        missing: units by which the global batch is short.
     """
 
     batch: Any
@@ -62,11 +62,11 @@ class Replayed(NamedTuple):
 
 
 class End(NamedTuple):
-    """The answer where the stream has no such batch for this rank.
+    """The answer if the stream has no such batch for this rank.
 
     Attributes:
         first: as in `Replayed`.
-        units: of the last global batch, which other ranks have been given.
+        units: units of the last global batch that other ranks have received.
     """
 
     first: str
@@ -74,17 +74,17 @@ class End(NamedTuple):
 
 
 class ReplayReader:
-    """Reads a stream from its start, and drops what was consumed before.
+    """Reads a stream from its start, and drops the units that were consumed before.
 
     Args:
-        dataset: what `get_worker_info().dataset` is to be; the source itself.
-        open_source: makes a new iterator over the stream.
+        dataset: the source itself, which `get_worker_info().dataset` shows.
+        open_source: returns a new iterator over the stream, given seed and epoch.
         batch_size: units in one rank's batch.
-        collate: from a list of units to a batch; None where each unit is a batch.
+        collate: from a list of units to a batch; None if each unit is a batch.
         drop_last: leave out a last batch that is not full.
-        shared: every process reads the same stream and keeps its part of each global batch. Otherwise each process
-            (rank and worker) has a stream of its own, all of which is its part.
-        streams: False leaves the caller's generators to the source.
+        shared: every process reads the same stream and keeps its part of each global batch. If not, each process (rank
+            and worker) has a stream of its own and keeps all of it.
+        streams: False lets the source draw from the caller's generators.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ReplayReader:
         """The batch, or `End`.
 
         Raises:
-            SourceError: the stream is not the one that was consumed before, or not as long as it said.
+            SourceError: the stream differs from the one consumed before, or its length from its len().
         """
         streams = self._streams
         if streams is None:
@@ -128,7 +128,7 @@ class ReplayReader:
         try:
             return self._shared_batch(request) if self._shared else self._own_batch(request)
         except BaseException:
-            self._opened = None  # a generator that has raised is over
+            self._opened = None  # a generator cannot continue after an exception
             raise
 
     def _start(self, key: int) -> None:
@@ -140,18 +140,18 @@ class ReplayReader:
         worker = get_worker_info()
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell) and worker is None:
-            # As trainers tell samplers: its order may be a function of it. Not in worker processes, which may share
-            # what they would all write to.
+            # As trainers do with samplers: the order may depend on it. Not in worker processes, which may share memory
+            # that all of them would write to.
             tell(request.epoch)
         self._iterator = iter(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
         self._read = 0
-        # A stream of this process alone has random streams of its own.
+        # If the data stream is this process's own, so are the random streams.
         own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
 
     def _units(self, count: int) -> list[Any]:
-        """The next units, fewer at the end."""
+        """The next `count` units, fewer at the end."""
         units: list[Any] = []
         iterator = self._iterator
         while iterator is not None and len(units) < count:
@@ -185,14 +185,14 @@ class ReplayReader:
             if not last:
                 if self._read < request.start:
                     raise SourceError(
-                        f"the source ended after {self._read} units, the state stands at {request.start}: it does "
-                        "not repeat itself; seed it, or start this data anew"
+                        f"the source ended after {self._read} units, but the state stands at {request.start}: it "
+                        "does not repeat itself; seed it, or start over with this data"
                     )
                 return End(self._first)
             if self._read == request.start and request.expected and digest(last[0]) != request.expected:
                 raise SourceError(
                     f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs "
-                    "from the one that was consumed before; let it depend on midepoch's streams or a seed alone, "
+                    "from the one consumed before the save; make it depend on midepoch's streams or a seed alone, "
                     "and if it divides its data by rank or worker itself, pass shard=False"
                 )
         units = self._units(global_batch)
@@ -202,7 +202,7 @@ class ReplayReader:
         last_digest = digest(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
-            # Without a part where shares are uneven; dropped by every rank otherwise.
+            # This rank has no part of an uneven last batch, or all ranks drop it.
             return End(self._first, len(units) if request.tail == "uneven" and not self._drop_last else 0)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         return Replayed(self._collated(own, key), last_digest, self._first, global_batch - len(units))
@@ -212,13 +212,13 @@ class ReplayReader:
             return
         if ended and reached < request.size:
             raise SourceError(
-                f"the source ended after {reached} units, its len() is {request.size}: if it divides its data by "
-                "rank or worker itself, pass shard=False; otherwise mend its __len__"
+                f"the source ended after {reached} units, but its len() is {request.size}: if it divides its data by "
+                "rank or worker itself, pass shard=False; otherwise correct its __len__"
             )
         if reached == request.size and self._units(1):
             raise SourceError(
-                f"the source goes on after the {request.size} units that its len() names: mend its __len__, or wrap a "
-                "generator function that reads it"
+                f"the source has more than the {request.size} units that its len() states: correct its __len__, or "
+                "wrap a generator function that reads it"
             )
 
     def _own_part(self, request: ReplayRequest, begin: int, units: list[Any]) -> list[Any]:
@@ -233,7 +233,7 @@ class ReplayReader:
         repeats = stop - max(start, share.size)
         own = units[start - begin : stop - begin]
         if repeats > 0:
-            # Padding repeats the epoch's beginning, which is read again for it.
+            # Padding repeats the epoch's beginning, which has to be read again.
             self._open(request)
             beginning: list[Any] = []
             while len(beginning) < max(stop - share.size, 0):
@@ -258,5 +258,5 @@ class ReplayReader:
         return Replayed(self._collated(units, extend_key(self._sample_key, self._read, Purpose.BATCH)), seen, "", 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker opens its own.
+        # A worker process opens its own.
         return {**self.__dict__, "_opened": None, "_iterator": None}

@@ -1,8 +1,8 @@
-"""Answering requests in this process or in worker processes, with the settings of a torch DataLoader.
+"""Answer requests in this process or in worker processes, with the settings of a torch DataLoader.
 
-The worker processes are those of a DataLoader of ours, whose "dataset" is a reader and whose "sampler" gives requests.
-So they hold no progress that a state would have to know: a request says all that its answer depends on, and answers
-come back in the order of the requests.
+The worker processes belong to a DataLoader of our own. Its "dataset" is a reader, and its "sampler" yields requests.
+Workers have no progress to save, because a request contains everything its answer depends on. Answers come back in the
+order of the requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["Server", "WorkerAnswers", "signals_in_hand", "tell_of_a_death", "wor
 
 
 signals_in_hand: set[int] = set()
-"""Numbers of the signals that this process answers at its next batch; its worker processes outlive them."""
+"""Signals that this process handles at its next batch. Its worker processes survive them."""
 
 
 def _nothing() -> None:
@@ -56,20 +56,20 @@ def _nothing() -> None:
 
 
 class Server:
-    """Answers requests with the settings of the user's DataLoader: in this process, or in its number of workers.
+    """Answers requests in this process or in worker processes, as the user's DataLoader is set up.
 
     Args:
-        loader: only read; its dataset, sampler and collate function play no part.
+        loader: the user's. Its dataset, sampler and collate function are not used.
         options: as given to `wrap`.
     """
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self._loader = loader
         self._streams = options.streams
-        self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process, since a forked one has no workers
+        self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process: a forked one has no workers
 
     def __call__(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """The answers of `reader`, in the order of `requests`, and how to stop."""
+        """The answers of `reader`, in the order of `requests`, and a function that stops."""
         theirs = self._loader
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
@@ -87,7 +87,7 @@ class Server:
         asked = _Asked(requests)
         sampler.asked = weakref.ref(asked)
         if self._streams and ours.generator is not None:
-            # The base seed of the worker processes comes from it, not from the caller's generator.
+            # Worker processes take their base seed from it, not from the caller's generator.
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
         with _starting(ours):
             answers = iter(ours)
@@ -124,22 +124,22 @@ class Server:
 
 
 class _WorkerError(SourceError, RuntimeError):
-    """A worker process has died. A RuntimeError too, which loops that expect torch's catch."""
+    """A worker process has died. It is a RuntimeError too, for loops that catch torch's."""
 
 
 class WorkerAnswers:
-    """What a DataLoader's iterator gives, with the reason and the cure where a worker process of it has died.
+    """A DataLoader's iterator whose errors say why a worker process died, and what to do.
 
     Args:
         iterator: torch's. Its worker processes end when it is dropped.
-        tell: gets the reason of an error, and the error; it may raise another one.
-        requests: kept as long as this is.
+        tell: called with the reason of an error and the error; it may raise another one.
+        requests: kept alive as long as this object.
 
     Attributes:
-        failed: it has raised something else than its end.
+        failed: the iterator has raised an error other than StopIteration.
 
-    torch raises RuntimeError for a dead worker, as for many other things, and does not say what to do about it. If a
-    batch was on its way from that worker, torch fails to fetch it, with whatever error the broken connection causes.
+    For a dead worker torch raises a RuntimeError, as for many other things, without a cure. If a batch was on its way
+    from that worker, torch raises whatever error the broken connection causes.
     """
 
     def __init__(
@@ -170,52 +170,51 @@ class WorkerAnswers:
             raise
 
     def end(self, instead: Callable[[], Any]) -> None:
-        """Ask `instead` from now on, and end the worker processes."""
+        """End the worker processes. From now on, `next` calls `instead`."""
         iterator = getattr(self._next, "__self__", None)
         self._next, self._workers = instead, ()
         shut_down(iterator)
 
     def _reason(self, error: BaseException) -> str:
-        """What torch says of a worker's death, or would say if it had seen that before its connection's end."""
-        # An error of the worker's own is made anew from a text with "Caught", around which its type may put others.
+        """torch's message for a dead worker, also where torch noticed only the broken connection."""
+        # torch rebuilds a worker's own error from a text that contains "Caught".
         if self._workers and not isinstance(error, RuntimeError) and "Caught " not in str(error):
             until = time.monotonic() + _DYING
             try:
                 while time.monotonic() < until:
                     for worker in self._workers:
-                        if not worker.is_alive() and worker.exitcode:  # 0 has one that has given all that it had
+                        if not worker.is_alive() and worker.exitcode:  # exit code 0: it had finished
                             return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
                     time.sleep(0.01)
-            except RuntimeError as told:  # by torch's handler of signals
+            except RuntimeError as told:  # raised by torch's signal handler
                 return str(told)
         return str(error)
 
 
 def tell_of_a_death(reason: str, error: Exception) -> None:
-    """Raise a _WorkerError, with its cure, if the reason is that a worker has died."""
+    """Raise a _WorkerError with its cure if `reason` says that a worker has died."""
     reason = reason.strip().rstrip(".")
     cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
     if cure is not None:
-        raise _WorkerError(f"{reason}: {cure}; the next batch is the one that was not given") from error
+        raise _WorkerError(f"{reason}: {cure}; the next batch is the one that failed") from error
 
 
 @contextlib.contextmanager
 def _starting(loader: DataLoader[Any]) -> Iterator[None]:
-    """While worker processes start: a signal to all processes waits until they have handlers of their own.
+    """Hold back signals while worker processes start, until these have handlers of their own.
 
-    torch tells of a worker's death in a signal's handler, here too.
+    Also turns the error that torch's signal handler may raise here into one with a cure.
     """
     numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
     method = _start_method(loader)
     if numbers and method != "fork":
-        # multiprocessing starts these helpers once. They must not inherit blocked signals, and unblock ours as they
-        # start.
+        # multiprocessing starts these helpers once. They must not inherit blocked signals.
         resource_tracker.ensure_running()
         if method == "forkserver":
             forkserver.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a new process inherits that
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
         yield
     except RuntimeError as error:
         tell_of_a_death(str(error), error)
@@ -233,7 +232,7 @@ def _start_method(loader: DataLoader[Any]) -> str:
 
 
 class _Worker(BaseProcess):
-    """A process that outlives signals. So torch's last resort, `terminate`, has to kill it."""
+    """A process that survives signals. torch's last resort, `terminate`, therefore has to kill it."""
 
     started_by = 0
 
@@ -247,7 +246,7 @@ class _Worker(BaseProcess):
 
 
 _outliving: weakref.WeakSet[_Worker] = weakref.WeakSet()
-"""Processes that outlive signals."""
+"""The worker processes that survive signals."""
 
 
 class _ForkWorker(_Worker, ForkProcess):
@@ -282,9 +281,9 @@ _CONTEXTS: dict[str, BaseContext] = {
 
 
 def _context(loader: DataLoader[Any]) -> Any:
-    """What starts a loader's worker processes: such as outlive signals, while there are signals to outlive.
+    """The multiprocessing context for a loader's workers, which survive the signals in hand, if there are any.
 
-    A context of a class that somebody else has written stays as it is, and its processes die of signals.
+    A context of a user's own class is used as it is; its processes die from signals.
     """
     return _CONTEXTS[_start_method(loader)] if _can_outlive(loader) else loader.multiprocessing_context
 
@@ -296,37 +295,37 @@ def _can_outlive(loader: DataLoader[Any]) -> bool:
     )
 
 
-_DYING = 2.0  # seconds from the end of a worker's connections to its own, at most
+_DYING = 2.0  # seconds at most between a worker's connections closing and its end
 
-# By what torch says. A worker's own error is shown with its traceback and begins with other words.
+# By torch's message. A worker's own error begins with other words.
 _CURES = {
-    re.compile(r"^DataLoader timed out"): "see what the dataset waits for, or give the DataLoader a longer timeout",
+    re.compile(r"^DataLoader timed out"): "find what the dataset waits for, or give the DataLoader a longer timeout",
     re.compile(r"^DataLoader worker \(.*\) is killed by signal: (Bus error|.*shared memory)"): (
-        "shared memory ran out, most likely; give /dev/shm more room (docker run --shm-size), or use fewer workers or "
+        "shared memory probably ran out; enlarge /dev/shm (docker run --shm-size), or use fewer workers or "
         "a smaller prefetch_factor"
     ),
     re.compile(r"^DataLoader worker \(.*\) (is killed by signal: (Killed|Aborted)|exited unexpectedly)"): (
-        "the system ends processes that take too much memory (dmesg names them); use fewer workers, smaller batches or "
-        "a smaller prefetch_factor"
+        "the system kills processes that take too much memory (dmesg names them); use fewer workers, smaller batches "
+        "or a smaller prefetch_factor"
     ),
     re.compile(r"^(DataLoader worker \(.*\) is killed|Pin memory thread exited)"): (
-        "see what ended it, in the output above or in dmesg"
+        "find what killed it in the output above or in dmesg"
     ),
 }
 
 
 class _Asked:
-    """The requests of one session, which keeps them."""
+    """The requests of one session. The session keeps them alive."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
         self.requests = requests
 
 
 class _Requests(Sampler[Any]):
-    """The sampler of our DataLoader: the requests of the session that runs.
+    """The sampler of our DataLoader: the requests of the running session.
 
-    It does not keep them. They may refer to the adapter, which keeps our DataLoader with its persistent workers: a
-    cycle would leave these running after the adapter is dropped, until garbage is collected.
+    It refers to them weakly. They may refer to the adapter, which holds our DataLoader and its persistent workers. In a
+    cycle, these would run on after the adapter is dropped, until garbage is collected.
     """
 
     def __init__(self) -> None:
@@ -337,7 +336,7 @@ class _Requests(Sampler[Any]):
 
 
 class _Next:
-    """The next request, as long as the session is there."""
+    """Yields the session's requests while the session exists."""
 
     def __init__(self, asked: Callable[[], _Asked | None]) -> None:
         self._asked = asked
@@ -353,7 +352,7 @@ class _Next:
 
 
 class _Remote(Dataset[Any]):
-    """The dataset of our DataLoader: a reader, which answers requests."""
+    """The dataset of our DataLoader: a reader that answers requests."""
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -362,18 +361,18 @@ class _Remote(Dataset[Any]):
         return self.reader(request)
 
 
-_LEAVING = 5.0  # seconds in which a worker ends by itself when its process does
+_LEAVING = 5.0  # seconds for a worker to end when its parent process does
 
 
 @functools.lru_cache(maxsize=1)
 def _leaving(process: int) -> Any:
-    """A number that a process shares with its workers: 1 once it is on its way out, and ends those that are left."""
+    """A flag that a process shares with its workers: 1 once the process is exiting and ends its workers."""
     shared = RawValue("b", 0)
 
     def leave() -> None:
         shared.value = 1
         with contextlib.suppress(ValueError):  # in another thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises here, and nobody is left to be told
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here, with nobody to catch it
         workers = [worker for worker in _outliving if worker.started_by == process and worker.is_alive()]
         for worker in workers:
             if worker.pid is not None:
@@ -381,29 +380,29 @@ def _leaving(process: int) -> Any:
         until = time.monotonic() + _LEAVING
         for worker in workers:
             worker.join(max(0.0, until - time.monotonic()))
-            worker.kill()  # one that hangs outside Python, say
+            worker.kill()  # for instance one that hangs in C code
 
-    # Before multiprocessing ends what is left, in processes that it started too, where nothing of atexit's is called.
+    # Runs before multiprocessing ends its children, also in processes that it started, where atexit does not run.
     Finalize(None, leave, exitpriority=100)
     return shared
 
 
 class _Outlives:
-    """What a worker does on a signal: one to all processes is the main one's, which needs it until a batch is over."""
+    """A worker's signal handler: it ignores a signal sent to all processes, since the parent needs it for its batch."""
 
     def __init__(self, leaving: Any) -> None:
         self._leaving, self._main = leaving, os.getppid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._leaving.value:
-            os._exit(0)  # as torch's worker does where its process ends it
+            os._exit(0)  # as torch's worker does when its parent ends it
         if os.getppid() != self._main:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 class _Outlive:
-    """Lets a worker process of such a DataLoader outlive signals, then runs the user's own function."""
+    """A ``worker_init_fn`` that lets the process survive signals, then calls the user's own."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._then = loader.worker_init_fn

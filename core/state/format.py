@@ -180,5 +180,5 @@ def compare_fingerprints(saved: str, current: str) -> None:
     told = name if name in now or not differing else repr(name)[:80]
     raise StateMismatchError(
         f"{told} differs: the state was saved with {repr(before.get(name, 'none'))[:200]}, this loader has "
-        f"{now.get(name, 'none')!r}; make the loader as it was, or start this data anew"
+        f"{now.get(name, 'none')!r}; make the loader as it was, or start over with this data"
     )
