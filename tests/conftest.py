@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+if not os.environ.get("MIDEPOCH_CHAOS"):
+    # Before torch and numba are imported. Tests run side by side, and compile more than they compute.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("NUMBA_OPT", "0")
+
 CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 TABLE = re.compile(r"(<!-- durations -->\n).*(<!-- end of durations -->)", re.DOTALL)
 ROW = re.compile(r"^\| (test_\w+\.py) \| (\d+) \|", re.MULTILINE)
@@ -45,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 seconds[name] += report.duration
                 tests[name] += report.when == "call"
     lines = [
-        f"{datetime.datetime.now(datetime.UTC).date()}, {os.cpu_count()} cores; seconds of one of the two processes, "
+        f"{datetime.datetime.now(datetime.UTC).date()}, {os.cpu_count()} cores; seconds of one of the processes, "
         f"{round(sum(seconds.values()))} in all.\n",
         "| file | seconds | tests |",
         "|---|---:|---:|",

@@ -84,7 +84,7 @@ def test_a_snapshot_on_a_disk_that_takes_no_more(why: str, tmp_path: Path) -> No
         with Snapshot(disk / "snapshot.pt", model=model(2), signals=()) as snapshot:
             assert snapshot.load()
             cure = {"full": r"has room \(0 MiB are free\)", "read-only": "let this process write to .*/disk, or"}[why]
-            with pytest.raises(SnapshotError, match=rf"the snapshot before it is as it was: .*; .*{cure}"):
+            with pytest.raises(SnapshotError, match=rf"the previous snapshot is unchanged: .*; .*{cure}"):
                 snapshot.save()
             assert (disk / "snapshot.pt").read_bytes() == before
             assert not list(disk.glob("*.draft"))

@@ -518,7 +518,7 @@ def test_one_rank_s_state_is_refused_by_the_other(gathered: list[dict[str, Any]]
     loader = stateful_at(0, 2)
     loader.load_state_dict(gathered[0]["own"])
     assert sources.taken(loader) == [[4, 5], [6, 7], [8, 9], [10, 11]]
-    with pytest.raises(StateError, match=r"part of rank 1 only, this is rank 0 of 2.*midepoch\.gather"):
+    with pytest.raises(StateError, match=r"only the part of rank 1, and this is rank 0 of 2.*midepoch\.gather"):
         stateful_at(0, 2).load_state_dict(gathered[1]["own"])
 
 

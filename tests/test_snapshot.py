@@ -182,7 +182,7 @@ def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
         assert other.loader.position == 0 and other.snapshot.steps == 0
         assert not other.optimizer.state_dict()["state"]
     with pytest.raises(
-        SnapshotError, match="the snapshot has data, model, optimizer, schedule; this Snapshot was made"
+        SnapshotError, match="the snapshot has data, model, optimizer, schedule, but this Snapshot has"
     ):
         Snapshot(path, signals=(), model=run.model, data=run.loader).load()
     two_groups = torch.optim.Adam([{"params": [each]} for each in run.model.parameters()], lr=0.1)
@@ -234,7 +234,7 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     counter.value = 3.0
     snapshot.save()
     counter.value = lambda: 0  # cannot even be written
-    with pytest.raises(SnapshotError, match="the snapshot before it is as it was"):
+    with pytest.raises(SnapshotError, match="the previous snapshot is unchanged"):
         snapshot.save()
     fresh = Counter()
     assert Snapshot(tmp_path / "snapshot.pt", signals=(), counter=fresh).load()
@@ -263,7 +263,7 @@ def test_any_other_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     part = torch.nn.Linear(1, 1)
     torch.save(part.state_dict(), path)
-    with pytest.raises(SnapshotError, match="no snapshot of midepoch's"):
+    with pytest.raises(SnapshotError, match="not a snapshot of midepoch"):
         Snapshot(path, signals=(), model=part).load()
     path.write_bytes(b"")
     with pytest.raises(SnapshotError, match="no snapshot is sound"):
@@ -396,7 +396,7 @@ def test_the_one_before_is_kept_and_taken_where_the_newest_is_damaged(tmp_path: 
     # What is written then leaves the sound one alone, and takes the damaged one's place.
     path.write_bytes(cuts[2])
     run = Run(path)
-    with pytest.warns(MidepochWarning, match=r"damaged.*the snapshot before is loaded, .*snapshot.pt.1"):
+    with pytest.warns(MidepochWarning, match=r"damaged.*loading the previous snapshot, .*snapshot.pt.1"):
         run.snapshot.load()
     run.train(1)
     run.snapshot.save()
@@ -478,7 +478,7 @@ def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
         run.snapshot.load()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the kernel refuses to write more, as on a full disk
-        with pytest.raises(SnapshotError, match="was not saved, the snapshot before it is as it was"):
+        with pytest.raises(SnapshotError, match="was not saved, the previous snapshot is unchanged"):
             run.train(1)
 
     assert in_a_child(write) == 0
@@ -565,11 +565,11 @@ def test_a_gap_among_older_snapshots(tmp_path: Path) -> None:
     (tmp_path / "snapshot.pt.1").unlink()
     (tmp_path / "snapshot.pt").write_bytes(b"damaged")
     again = Run(tmp_path / "snapshot.pt")
-    with pytest.warns(MidepochWarning, match=r"snapshot\.pt is damaged.*: the snapshot before is loaded, .*\.2"):
+    with pytest.warns(MidepochWarning, match=r"snapshot\.pt is damaged.*: loading the previous snapshot, .*\.2"):
         assert again.snapshot.load()
     assert again.snapshot.steps == 1
     (tmp_path / "snapshot.pt").unlink()
-    with pytest.warns(MidepochWarning, match=r"snapshot\.pt is not there"):
+    with pytest.warns(MidepochWarning, match=r"snapshot\.pt is missing"):
         assert again.snapshot.load()
 
 
@@ -593,7 +593,7 @@ def test_another_kind_of_optimizer_or_scaler_is_refused_before_anything_is_chang
     make(torch.optim.Adam, Scaler(False))[1].save()
     others: list[tuple[Any, Any, str]] = [
         (torch.optim.SGD, Scaler(False), "snapshot has no dampening, momentum, nesterov, which this optimizer needs"),
-        (torch.optim.AdamW, Scaler(False), "is a AdamW, the snapshot has the state of a Adam"),
+        (torch.optim.AdamW, Scaler(False), "is a AdamW, but the snapshot has the state of a Adam"),
         (torch.optim.Adam, Scaler(True), "scaler differs: its state in the snapshot is empty"),
     ]
     for optimizer, scaler, message in others:

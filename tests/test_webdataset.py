@@ -637,7 +637,7 @@ def test_refill_gives_every_rank_as_many_batches_and_refuses_another_world(urls:
     state = ranks[0].state_dict()
     with pytest.raises(StateMismatchError, match=r"world size differs.*2.*3"):
         selected(urls, kept, 0, 3, refill=True).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="part of rank 0 only, this is rank 1 of 2"):
+    with pytest.raises(StateMismatchError, match="only the part of rank 0, and this is rank 1 of 2"):
         selected(urls, kept, 1, 2, refill=True).load_state_dict(state)
 
 

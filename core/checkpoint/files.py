@@ -1,4 +1,4 @@
-"""Snapshots as files: written whole or not at all, the ones before kept, the newest sound one found.
+"""Snapshots as files: written completely or not at all, earlier ones kept, the newest sound one found.
 
 A draft is written beside the snapshot, synced, and renamed over it. Whoever is killed in between leaves the old one.
 """
@@ -34,7 +34,7 @@ _Identity = tuple[int, int, int]
 
 
 class SnapshotFile:
-    """The newest snapshot of one run, on rank 0 the only one that writes to its path.
+    """The newest snapshot of one run. Only rank 0 writes to its path.
 
     Args:
         path: of the newest snapshot; absolute.
@@ -49,11 +49,11 @@ class SnapshotFile:
         self.claimed = False
         self._keep = keep
         self._on_disk: _Identity | None = None  # of the newest file, as this run knows it
-        self._coming: _Identity | None = None  # of the file that replaces it, or has just replaced it
+        self._coming: _Identity | None = None  # of the file that is replacing it, or has just done so
         self._newest_is_sound = True
 
     def write(self, content: dict[str, Any]) -> None:
-        """Write a snapshot, and keep the one before as ``PATH.1``.
+        """Write a snapshot, and keep the previous one as ``PATH.1``.
 
         Raises:
             SnapshotError: another run's snapshot is there, or the new one cannot be loaded.
@@ -82,14 +82,14 @@ class SnapshotFile:
             _sync_folder(self.path.parent)
         except OSError as error:
             warnings.warn(
-                f"{self.path} was saved, but its folder could not be synced ({error.strerror}): after a loss of power "
-                "the snapshot before may be found instead",
+                f"{self.path} was saved, but its folder could not be synced ({error.strerror}): after a power failure "
+                "the previous snapshot may be found instead",
                 MidepochWarning,
                 stacklevel=4,
             )
 
     def take_over(self, found: Found) -> None:
-        """This run goes on from `found`, and may replace it."""
+        """Continue the run of `found`, whose file may then be replaced."""
         self._on_disk, self._newest_is_sound = _identity(self.path), not found.damaged
         self.claimed = True
 
@@ -99,12 +99,12 @@ class SnapshotFile:
             return
         if not self.claimed:
             raise SnapshotError(
-                "there is one already, of a run that this one does not go on with: call load() before the first "
-                "batch, or move it away"
+                "it holds another run's snapshot: call load() before the first batch to continue that run, or move "
+                "it away"
             )
         raise SnapshotError(
-            "it is not the file that this run has written or loaded: some other process writes to the same path, "
-            "perhaps one that was left over from before a restart; end it, or choose another path"
+            "this run has neither written nor loaded the file that is there now: another process writes to the same "
+            "path, perhaps one left over from before a restart; end it, or choose another path"
         )
 
 
@@ -120,7 +120,7 @@ class Found(NamedTuple):
 
 
 def find(path: Path) -> Found | None:
-    """The newest sound snapshot; None where there is none at all.
+    """The newest sound snapshot; None if there is no snapshot at all.
 
     Raises:
         SnapshotError: there are some, and all are damaged.
@@ -135,18 +135,18 @@ def find(path: Path) -> Found | None:
             return Found(candidate, read(candidate, check=True)["id"], damaged)
         except FileNotFoundError:
             if older:
-                damaged.append(f"{candidate} is not there")
+                damaged.append(f"{candidate} is missing")
         except SnapshotError as error:
             damaged.append(str(error))
     if damaged:
         raise SnapshotError(
-            f"no snapshot is sound: {'; '.join(damaged)}; put back a copy, or move them away to begin anew"
+            f"no snapshot is sound: {'; '.join(damaged)}; restore a copy, or move them away to start over"
         )
     return None
 
 
 def read(path: Path, check: bool = False) -> dict[str, Any]:
-    """What a snapshot holds.
+    """The content of a snapshot.
 
     Args:
         path: of one snapshot.
@@ -166,13 +166,14 @@ def read(path: Path, check: bool = False) -> dict[str, Any]:
     except (FileNotFoundError, SnapshotError):
         raise
     except Exception as error:
-        raise SnapshotError(f"{path} is damaged or no snapshot ({type(error).__name__}: {str(error)[:200]})") from error
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SnapshotError(f"{path} is damaged or not a snapshot ({problem})") from error
     if not (isinstance(content, dict) and type(content.get("midepoch_snapshot")) is int):
-        raise SnapshotError(f"{path} is no snapshot of midepoch's: choose another path")
+        raise SnapshotError(f"{path} is not a snapshot of midepoch: choose another path")
     if content["midepoch_snapshot"] != FORMAT:
         raise SnapshotError(
             f"{path} has format {content['midepoch_snapshot']}, this midepoch reads {FORMAT}: load it with the "
-            "midepoch that wrote it"
+            "version that wrote it"
         )
     for name, kind in _FIELDS.items():
         value = content.get(name)
@@ -184,15 +185,15 @@ def read(path: Path, check: bool = False) -> dict[str, Any]:
 
 
 def damage_in(archive: zipfile.ZipFile) -> str:
-    """What is wrong with a file of torch.save's, or ''. Every byte is compared with its checksum."""
-    # torch.save compresses nothing. A compressed record could take more memory, and more time, than the file's size.
+    """What is wrong with a file that torch.save wrote, or ''. Compares every byte with its checksum."""
+    # torch.save does not compress. A compressed record could take far more memory and time than the file's size.
     if packed := [record.filename for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]:
         return f"the record {packed[0][:200]} is compressed"
     assert archive.fp is not None
     if sum(record.file_size for record in archive.infolist()) > archive.fp.seek(0, os.SEEK_END):
         return "its records have more bytes than the file"
     for record in archive.infolist():
-        # torch does not compare the checksum of a record that claims to be a folder, and returns uninitialised memory.
+        # torch does not check a record that claims to be a folder, and returns uninitialised memory for it.
         if record.external_attr & _FOLDER or record.is_dir():
             return f"the record {record.filename[:200]} is marked as a folder"
     if wrong := archive.testzip():
@@ -211,7 +212,7 @@ def damage_in(archive: zipfile.ZipFile) -> str:
 
 @contextlib.contextmanager
 def checksums() -> Iterator[None]:
-    """Inside, torch.save writes a CRC-32 of each record, whatever the process has set."""
+    """Make torch.save write a CRC-32 of each record, whatever the process has set."""
     wanted = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -222,7 +223,7 @@ def checksums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked_draft(path: Path) -> Iterator[tuple[Path, int]]:
-    """A new file beside `path`, and its descriptor. Afterwards it is renamed or gone; abandoned drafts are gone too."""
+    """A new file beside `path`, with its descriptor. On exit it and all abandoned drafts are removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_drafts(path)
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT}")
@@ -237,7 +238,7 @@ def _locked_draft(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _remove_drafts(path: Path) -> None:
-    """Remove the drafts that nobody has locked: their processes were killed."""
+    """Remove the drafts that are not locked: their processes were killed."""
     for left in path.parent.glob(f"{_escaped(path.name)}.*{_DRAFT}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDWR)
@@ -250,7 +251,7 @@ def _remove_drafts(path: Path) -> None:
 
 @contextlib.contextmanager
 def _synced_meanwhile(descriptor: int) -> Iterator[None]:
-    """Let the disk begin while torch is still writing. The kernel reports an error once only, so it is kept."""
+    """Sync the file while torch is still writing. The kernel reports an error only once, so it is kept."""
     ended = threading.Event()
     errors: list[OSError] = []
 
@@ -274,7 +275,7 @@ def _synced_meanwhile(descriptor: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _freed_later(path: Path) -> Iterator[None]:
-    """Free the blocks of a file that is replaced inside in a thread of its own: 20 ms for 100 MiB."""
+    """Free the blocks of the file that is replaced in a separate thread, which saves 20 ms for 100 MiB."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -287,7 +288,7 @@ def _freed_later(path: Path) -> Iterator[None]:
 
 
 def _rotate(path: Path, keep: int) -> None:
-    """Make room for a new snapshot at `path`. Wherever it is interrupted, `find` finds the newest sound one."""
+    """Make room for a new snapshot at `path`. `find` finds the newest sound one even if this is interrupted."""
     if keep == 1 or not path.exists():
         return
     for back in range(keep - 1, 1, -1):
@@ -298,7 +299,7 @@ def _rotate(path: Path, keep: int) -> None:
         link.unlink(missing_ok=True)
         link.hardlink_to(path)
         link.replace(_older(path, 1))
-    except OSError:  # a file system without hard links: for an instant nothing is at `path`
+    except OSError:  # no hard links on this file system: for an instant `path` does not exist
         path.replace(_older(path, 1))
 
 
@@ -307,7 +308,7 @@ def _older(path: Path, back: int) -> Path:
 
 
 def _identity(path: Path) -> _Identity | None:
-    """What tells a file from another at the same path; None where there is none."""
+    """What distinguishes a file from another at the same path; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -324,7 +325,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _escaped(name: str) -> str:
-    """A name as a pattern for `glob` that matches itself alone."""
+    """A `glob` pattern that matches only this name."""
     return "".join(f"[{each}]" if each in "*?[" else each for each in name)
 
 
@@ -332,18 +333,18 @@ def _escaped(name: str) -> str:
 
 
 def cure_of(error: BaseException, folder: Path) -> str:
-    """What to do where a snapshot could not be written. torch's own errors do not say why they could not write."""
+    """What to do if a snapshot could not be written. torch's own errors do not say why."""
     if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"let this process write to {folder}, or choose another path"
     free = ""
     with contextlib.suppress(OSError):
         found = os.statvfs(folder)
         free = f" ({found.f_bavail * found.f_frsize >> 20} MiB are free)"
-    return f"make sure that {folder} can be written, and has room{free} for one snapshot more than it keeps"
+    return f"make sure that {folder} is writable and has room{free} for one more snapshot than it keeps"
 
 
 def release_files(error: BaseException) -> None:
-    """Clear the frames of an error, which keep torch.save's file open: a full disk has room again once it is closed."""
+    """Clear an error's frames, which keep torch.save's file open: a full disk has room again once it is closed."""
     each: BaseException | None = error
     while each is not None:
         traceback.clear_frames(each.__traceback__)

@@ -28,7 +28,7 @@ def save_generators() -> str:
 
 
 def check_generators(text: str) -> dict[str, Any]:
-    """What `save_generators` returned, decoded. It is tried on new generators, so nothing changes in this process.
+    """The decoded result of `save_generators`. It is tried on new generators, so nothing changes in this process.
 
     Raises:
         Exception: one of them does not take its state. The type depends on the generator.
@@ -36,7 +36,7 @@ def check_generators(text: str) -> dict[str, Any]:
     state: dict[str, Any] = decode(text)
     random.Random().setstate(state["python"])
     twister = state["numpy"]["state"]
-    # numpy does not check the position, and would draw from memory behind the key.
+    # numpy does not check the position, and would read memory beyond the key.
     if (
         type(twister["pos"]) is not int
         or not 0 <= twister["pos"] <= _TWISTER_WORDS
@@ -49,7 +49,7 @@ def check_generators(text: str) -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any]) -> None:
-    """Restore what `check_generators` returned."""
+    """Restore the states that `check_generators` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -58,7 +58,7 @@ def set_generators(state: dict[str, Any]) -> None:
 
 
 def seed_generators(key: int) -> None:
-    """Seed them all, the GPUs' too, from a key in [0, 2**64)."""
+    """Seed all of them, also those of GPUs, from a key in [0, 2**64)."""
     random.seed(key)
     np.random.seed(np.array([key & 0xFFFFFFFF, key >> 32], dtype=np.uint32))
     torch.manual_seed(key & ((1 << 63) - 1))

@@ -1,4 +1,4 @@
-"""What a snapshot saves: its parts by name, and whether a saved state fits the part that the script has now."""
+"""The parts of a snapshot, by name; and whether a saved state fits the script's part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_fits", "kinds_of", "merge", "sharded", "unwrapped"]
 
 
 def merge(parts: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts by name, as they are to be saved, of `Snapshot`'s ``parts=`` and its keywords.
+    """The parts by name, ready to be saved, from `Snapshot`'s ``parts=`` and its keywords.
 
     Raises:
         TypeError: a name is in both, is no str, or there is none; or something has no state to save.
@@ -54,7 +54,7 @@ def unwrapped(part: Any) -> Any:
 
 
 def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
-    """The class names of the parts whose state suits their own class alone.
+    """The class names of the parts whose state fits only their own class.
 
     A model is told by the names and shapes in its state, a loader by its fingerprint.
     """
@@ -66,7 +66,7 @@ def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
-    """Raise where a part would not take its saved state. Nothing is changed.
+    """Raise unless every part would accept its saved state. Changes nothing.
 
     Raises:
         SnapshotError: the names differ, or a model, an optimizer or another part does not fit.
@@ -74,7 +74,7 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
     """
     if parts.keys() != states.keys():
         raise SnapshotError(
-            f"the snapshot has {', '.join(sorted(states))}; this Snapshot was made with {', '.join(sorted(parts))}: "
+            f"the snapshot has {', '.join(sorted(states))}, but this Snapshot has {', '.join(sorted(parts))}: "
             "make it with the same parts, under the same names"
         )
     kinds = kinds_of(parts)
@@ -83,7 +83,7 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
         saved = saved_kinds.get(name, "")
         if name in kinds and saved not in ("", kinds[name]):
             raise SnapshotError(
-                f"{name} is a {kinds[name]}, the snapshot has the state of a {saved}: make it as it was"
+                f"{name} is a {kinds[name]}, but the snapshot has the state of a {saved}: make it as it was"
             )
 
 
@@ -126,7 +126,7 @@ def _check_optimizer(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]
 
 
 def _can_fill(own: Any, saved: Any) -> bool:
-    """Whether a saved value can fill a tensor of the model. What is no tensor is left to the model."""
+    """Whether a saved value can fill a tensor of the model. The model itself judges other values."""
     if not isinstance(own, torch.Tensor):
         return True
     fits = isinstance(saved, torch.Tensor) and saved.shape == own.shape and saved.layout == own.layout
@@ -144,7 +144,7 @@ def _described(state: Mapping[str, Any], key: str) -> str:
 
 
 def _has_a_say(module: torch.nn.Module) -> bool:
-    """Whether a module has code of its own for loading, which may accept other names and shapes than its own."""
+    """Whether a module has its own code for loading, which may accept other names and shapes."""
     plain = torch.nn.Module._load_from_state_dict
     return any(
         each._load_state_dict_pre_hooks
@@ -154,7 +154,7 @@ def _has_a_say(module: torch.nn.Module) -> bool:
 
 
 def sharded(state: Any, path: str) -> str:
-    """Where a state holds a tensor of which each rank has a part, such as ``model['weight']``; '' where it does not."""
+    """The path of a tensor of which each rank has only a part, such as ``model['weight']``; '' if there is none."""
     if isinstance(state, torch.Tensor):
         return path if type(state).__name__ in ("DTensor", "ShardedTensor") else ""
     if type(state).__name__ == "ShardedTensor":

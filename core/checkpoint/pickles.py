@@ -1,4 +1,4 @@
-"""How deep the tuples are that a pickle would build, read from its opcodes: nothing is built.
+"""The nesting of the tuples that a pickle would build, read from its opcodes without building anything.
 
 Python hashes a tuple by recursion in C, without a limit. A pickle needs one byte for each level of nesting. A dict key
 of deeply nested tuples therefore overflows the stack, and a signal ends the process.
@@ -18,7 +18,7 @@ _HOLDING = frozenset(
 
 
 def check_pickle(data: bytes) -> None:
-    """Raise ValueError where `data` nests tuples deeper than any checkpoint does, or is no pickle."""
+    """Raise ValueError if `data` nests tuples deeper than any checkpoint does, or is not a pickle."""
     stack: list[int] = []  # for each object, how deep the tuples in it are nested
     memo: dict[int, int] = {}
     try:
@@ -28,7 +28,7 @@ def check_pickle(data: bytes) -> None:
                 stack.append(_MARK)
             elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 if stack[-1] == _MARK:
-                    raise ValueError(f"at byte {place} it memoizes nothing")
+                    raise ValueError(f"at byte {place} it memoizes an empty stack")
                 memo[len(memo) if argument is None else int(argument)] = stack[-1]
             elif name in ("GET", "BINGET", "LONG_BINGET"):
                 stack.append(memo[int(argument or 0)])
@@ -42,11 +42,11 @@ def check_pickle(data: bytes) -> None:
                         raise ValueError(f"at byte {place} it nests tuples deeper than any checkpoint does")
                 stack += [depth if name in _HOLDING else 0] * len(opcode.stack_after)
     except (IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is no pickle ({type(error).__name__}: {str(error)[:100]})") from error
+        raise ValueError(f"it is not a pickle ({type(error).__name__}: {str(error)[:100]})") from error
 
 
 def _deepest_of(opcode: pickletools.OpcodeInfo, stack: list[int]) -> int:
-    """The deepest nesting among what an opcode takes from the stack, which is removed."""
+    """Remove what an opcode takes from the stack, and return its deepest nesting."""
     deepest, below = 0, opcode.stack_before
     if pickletools.markobject in below:
         while (top := stack.pop()) != _MARK:

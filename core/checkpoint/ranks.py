@@ -1,4 +1,4 @@
-"""The processes that train together: what they tell each other, and when they ask for signals."""
+"""The processes that train together: how they exchange values, and how they agree on a signal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Ranks(NamedTuple):
 
 
 class Agreement:
-    """How the ranks learn that one of them has received a signal: all ask at the same steps, about twice a second.
+    """How ranks learn that one of them has received a signal: all ask at the same steps, about twice a second.
 
     Args:
         group: the processes that train together; None for all.
@@ -75,15 +75,15 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
-        self._sending: ProcessGroup | None = None  # made here where `group` cannot send what lies on the CPU
+        self._sending: ProcessGroup | None = None  # made here if `group` cannot send CPU tensors
         self._last = (0, 0.0)  # step and time of the last question
         self.next_step = NEVER
-        # Kept as long as this object. gloo's threads release a tensor a little after the call returns. If theirs were
-        # the last reference, freeing it would take the interpreter, and at interpreter exit that aborts the process.
+        # Kept as long as this object. gloo's threads release a tensor shortly after the call returns. If they held the
+        # last reference, freeing the tensor would need the interpreter, and at exit that aborts the process.
         self._numbers = torch.zeros(2, dtype=torch.float64)
 
     def ranks(self) -> Ranks:
-        """The processes as they are now; torch.distributed may be initialised after this object was made.
+        """The processes as they are now: torch.distributed may be initialised after this object is made.
 
         Raises:
             MidepochError: there are several processes, and no process group.
@@ -113,16 +113,16 @@ class Agreement:
             return False
         last, before = self._last
         now = time.monotonic()
-        seconds = (now - before) / (step - last) if before and step > last else 0.0  # for each step
+        seconds = (now - before) / (step - last) if before and step > last else 0.0  # per step
         some, seconds = self.largest(ranks, float(signalled), seconds)
         self._last = step, time.monotonic()
-        # Every rank has the same numbers, so every rank chooses the same step.
+        # All ranks have the same numbers, so all choose the same step.
         apart = int(_SECONDS_BETWEEN / seconds) if seconds > 0 else 1
         self.next_step = step + min(max(apart, 1), _MOST_STEPS_BETWEEN)
         return bool(some)
 
     def largest(self, ranks: Ranks, first: float, second: float) -> tuple[float, float]:
-        """The largest that any rank has, of each of two numbers. Every rank must call it."""
+        """The maximum over all ranks of each of two numbers. Every rank must call it."""
         numbers = self._numbers
         numbers[0], numbers[1] = first, second
         if ranks.size > 1:
@@ -131,7 +131,7 @@ class Agreement:
 
 
 def _timeout(group: ProcessGroup | None) -> timedelta | None:
-    """How long a group waits for a silent process; None, torch's own default, where the group does not say.
+    """How long a group waits for a silent process; None, torch's default, if the group does not say.
 
     A new group does not inherit it, and would wait half an hour for a machine that was given up long before.
     """

@@ -1,4 +1,4 @@
-"""Signals that a training loop answers at its next batch, in place of their default action; and leaving on one."""
+"""Signals that a training loop handles at its next batch; and how to leave on one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Signals", "end_process"]
 
 
 class Signals:
-    """Receives signals for an object, which it refers to weakly: a handler outlives the object, and must not keep it.
+    """Receives signals for an object. It refers to the object weakly, because a handler must not keep it alive.
 
     Args:
         numbers: the signals to receive; none to leave all of them alone.
@@ -39,11 +39,11 @@ class Signals:
     def __init__(self, numbers: Iterable[signal.Signals], told: Callable[[], None]) -> None:
         self.received, self.kept = 0, False
         self._told, self._process, self._closed = weakref.WeakMethod(told), os.getpid(), False
-        self._handlers: dict[int, Any] = {}  # by signal: the handler that was there before
+        self._handlers: dict[int, Any] = {}  # by signal: the previous handler
         wanted = list(numbers)
         if wanted and threading.current_thread() is not threading.main_thread():
             raise MidepochError(
-                "signals can be received in the main thread alone: make the Snapshot there, or pass signals=()"
+                "only the main thread can receive signals: make the Snapshot there, or pass signals=()"
             )
         for number in wanted:
             try:
@@ -57,13 +57,13 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked child, such as a worker: the signal must end it, as it would have without this handler.
+            # In a forked child, such as a worker, the signal must have its default effect.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         before = self._handlers.get(number)
         if self._closed and not callable(before):
-            # A handler that was installed after this one has restored it, after `close`.
+            # A later handler has restored this one after `close`.
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
             return
@@ -76,29 +76,29 @@ class Signals:
             told()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a signal has been received, or for this many seconds."""
+        """Wait for a signal, or for this many seconds."""
         until = time.monotonic() + seconds
         while not self.received and time.monotonic() < until:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Restore the handlers that were there before. May be called twice, and in any thread."""
+        """Restore the previous handlers. May be called twice, and from any thread."""
         self._closed = True
         for number, before in self._handlers.items():
             if signal.getsignal(number) == self._receive:
                 try:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
-                except ValueError:  # not the main thread: `_receive` restores it when the signal comes
+                except ValueError:  # not the main thread: `_receive` restores the handler when the signal comes
                     return
 
     def drop(self) -> None:
-        """Close, because nobody is left to answer, unless `kept` is set."""
+        """Close unless `kept` is set, because the object that would answer is gone."""
         if not self.kept:
             self.close()
 
 
 def end_process(status: int) -> None:
-    """Run the remaining functions of atexit, then end the process without the interpreter's own shutdown.
+    """Run the remaining atexit functions, then end the process without the interpreter's own shutdown.
 
     The model in DistributedDataParallel and the process group still exist then. When C++ destroys them, gloo's threads
     may abort the process ("terminate called without an active exception"), and torchrun would report a failed job.

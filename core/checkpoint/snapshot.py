@@ -35,13 +35,13 @@ from .signals import Signals, end_process
 
 __all__ = ["Snapshot"]
 
-_KEY = 0x534E4150  # keys of snapshots are no others' keys
+_KEY = 0x534E4150  # no other keys begin with this word
 _SECONDS_FOR_AN_AGENT_TO_SIGNAL = 30.0
 _logger = logging.getLogger("midepoch")
 
 
 class _Offer(NamedTuple):
-    """What one rank gives to a snapshot: its loaders' states and its generators, or why it cannot."""
+    """One rank's contribution to a snapshot: its loaders' states and its generators, or why there is none."""
 
     loaders: dict[str, Any]
     generators: str
@@ -49,7 +49,7 @@ class _Offer(NamedTuple):
 
 
 class Snapshot:
-    """Saves and restores a training run, on any number of processes, so that it goes on as if nothing had happened::
+    """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted::
 
         snapshot = midepoch.Snapshot("run/snapshot.pt", every=1000, model=model, optimizer=optimizer, data=loader)
         snapshot.load()
@@ -106,7 +106,7 @@ class Snapshot:
             ValueError: an argument is out of range.
             MidepochError: signals are wanted, but this is not the main thread.
         """
-        self.path = Path.cwd() / path  # wherever this process goes later
+        self.path = Path.cwd() / path  # also after a change of the working directory
         if every is not None and (type(every) is not int or every < 1):
             raise ValueError(f"every must be an int of at least 1 or None, got {every!r}")
         if type(keep) is not int or keep < 1:
@@ -123,12 +123,12 @@ class Snapshot:
     # --- signals ---
 
     def _signalled(self) -> None:
-        # With several ranks the next agreement sees to it, at the same step on all of them.
+        # With several ranks, the next agreement handles it at the same step on all of them.
         if self._agreement.next_step == NEVER:
             self._due = 0
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged, as when this object is deleted. May be called twice."""
+        """Restore the previous signal handlers, as deleting this object does. May be called twice."""
         self._signals.close()
 
     def __enter__(self) -> Self:
@@ -166,21 +166,21 @@ class Snapshot:
             self._leave(alone=ranks.size == 1)
         next_save = NEVER if self._every is None else self.steps - self.steps % self._every + self._every
         self._due = min(next_save, agreement.next_step)
-        if ranks.size == 1 and self._signals.received:  # a signal that came after the look at them above
+        if ranks.size == 1 and self._signals.received:  # a signal that arrived after the check above
             self._due = 0
 
     def _leave(self, alone: bool) -> None:
-        """Raise SystemExit. The snapshot is saved, so nothing may keep this process from leaving."""
-        self._signals.kept = True  # a second signal changes nothing: this process is leaving
+        """Raise SystemExit. The snapshot is saved, so nothing may stop this process from leaving."""
+        self._signals.kept = True  # this process is leaving, whatever signals follow
         for part in self._parts.values():
             if (loader := loader_of(part)) is not None:
                 with contextlib.suppress(Exception):
-                    loader.close()  # else multiprocessing ends its workers, which torch reports as an error
+                    loader.close()  # or multiprocessing would end its workers, which torch reports as an error
         if not alone:
             if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several agents of torchrun
-                # When a machine joins, each agent signals its own ranks as soon as it knows. Ranks that leave before
-                # that, on another rank's signal, look to their agent as if they had finished, and the job would go on
-                # without them.
+                # When a machine joins, each agent signals its own ranks as soon as it notices. If ranks left earlier,
+                # on another rank's signal, their agent would believe that they had finished, and the job would
+                # continue without them.
                 self._signals.wait(_SECONDS_FOR_AN_AGENT_TO_SIGNAL)
             atexit.register(end_process, self._exit_status)
         raise SystemExit(self._exit_status)
@@ -211,13 +211,13 @@ class Snapshot:
                 cause = error
         if self._agreement.largest(ranks, float(bool(problem)), 0.0)[0]:
             problem = ranks.broadcast(problem)
-            raise SnapshotError(f"{self.path} was not saved, the snapshot before it is as it was: {problem}") from (
+            raise SnapshotError(f"{self.path} was not saved, and the previous snapshot is unchanged: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
         self._file.claimed = True
 
     def _collect(self, in_flight: int) -> tuple[dict[str, Any], _Offer]:
-        """The states of all parts, and what this rank gives to the snapshot."""
+        """The states of all parts, and this rank's contribution."""
         states: dict[str, Any] = {}
         loaders: dict[str, Any] = {}
         name = "the process"
@@ -233,7 +233,7 @@ class Snapshot:
             return states, _Offer({}, "", f"{name} gave no state: {type(error).__name__}: {error}")
 
     def _content(self, states: dict[str, Any], offers: list[_Offer]) -> dict[str, Any]:
-        """What rank 0 writes, of its own states and what all ranks offer."""
+        """The content that rank 0 writes, from its own states and all ranks' contributions."""
         for rank, offer in enumerate(offers):
             if offer.problem:
                 raise SnapshotError(f"on rank {rank}, {offer.problem}")
@@ -268,7 +268,7 @@ class Snapshot:
     # --- loading ---
 
     def load(self) -> bool:
-        """Load the newest snapshot that is sound. Every process must call it, with its parts as they were made.
+        """Load the newest sound snapshot. Every process must call it, with newly made parts.
 
         Returns:
             True if there was one; False, and nothing is changed, if this run begins.
@@ -294,7 +294,7 @@ class Snapshot:
             return False
         if ranks.rank == 0 and found.damaged:
             warnings.warn(
-                f"{'; '.join(found.damaged)}: the snapshot before is loaded, {found.path}",
+                f"{'; '.join(found.damaged)}: loading the previous snapshot, {found.path}",
                 MidepochWarning,
                 stacklevel=2,
             )
@@ -322,8 +322,8 @@ class Snapshot:
         if generators is not None:
             set_generators(generators)
         else:
-            # A rank that the snapshot does not know. Its generators differ from those of any process that had this
-            # rank before, since the key depends on the step.
+            # The snapshot does not know this rank. The key depends on the step, so its generators differ from those of
+            # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._file.take_over(found)

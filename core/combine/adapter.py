@@ -1,4 +1,4 @@
-"""The adapter of a combination: how long its epochs are, and where its parts stand between sessions."""
+"""The adapter of a combination: the length of its epochs, and the places of its parts between sessions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["CombinedAdapter", "Mode", "taken_apart"]
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential", "weighted"]
 """Which parts are read at a step."""
 
-_LARGEST_NAMES = 2000  # characters of a fingerprint's, which has 4096
+_LARGEST_NAMES = 2000  # characters; a fingerprint has 4096
 
 
 def taken_apart(loaders: Any) -> tuple[list[str], list[Loader], list[Any]]:
@@ -39,7 +39,7 @@ def taken_apart(loaders: Any) -> tuple[list[str], list[Loader], list[Any]]:
 
 
 class CombinedAdapter(Adapter):
-    """Several loaders. The unit is a step, of all ranks together."""
+    """Several loaders as one source. Its unit is a step of all ranks."""
 
     name: ClassVar[str] = "combined"
     unit = "batch"
@@ -65,7 +65,7 @@ class CombinedAdapter(Adapter):
         return False
 
     def twin(self) -> CombinedAdapter:
-        """With parts of its own."""
+        """One with copies of the parts."""
         loaders = [copy.copy(part.loader) for part in self.parts]
         return type(self)(self.packing()(loaders), self.options)
 
@@ -73,10 +73,10 @@ class CombinedAdapter(Adapter):
         return {"source": self.source, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # the parts' passes stay behind
+        self.__init__(**state)  # type: ignore[misc]  # the parts' passes are not copied
 
     def packing(self) -> Callable[[list[Any]], Any]:
-        """What brings the parts' values into the form in which the parts were given."""
+        """A function that arranges the parts' values as the parts were given."""
         source, keys = self.source, self.keys
         if isinstance(source, Mapping):
             return lambda values: dict(zip(keys, values, strict=True))
@@ -87,20 +87,20 @@ class CombinedAdapter(Adapter):
     # --- what it is ---
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> None:
-        """How many steps an epoch has depends on the world."""
+        """Unknown: the number of steps depends on the world."""
 
     def units_per_step(self, world: World) -> int:
         """A step is one step of all ranks."""
         return 1
 
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
-        """The steps that are left, where each part knows its own."""
+        """The steps that are left, if each part knows its own length."""
         self._check_world(world)
         standings = Standings.read(detail or self.beginning(epoch, world), len(self.parts))
         if position == 0:
             ended = [False] * len(self.parts)
             bases = standings.bases
-            if standings.at[0] != epoch:  # parts within an epoch will leave it behind
+            if standings.at[0] != epoch:  # parts in the middle of an epoch will leave it
                 bases = [part.epoch + (part.position > 0) for part in self.parts]
             lefts = [part.length(base) for part, base in zip(self.parts, bases, strict=True)]
         else:
@@ -117,7 +117,7 @@ class CombinedAdapter(Adapter):
             theirs = part.world
             if (theirs.rank, theirs.world_size) != (world.rank, world.world_size):
                 raise MidepochError(
-                    f"part {part.name} is rank {theirs.rank} of {theirs.world_size}, the combination is rank "
+                    f"part {part.name} is rank {theirs.rank} of {theirs.world_size}, but the combination is rank "
                     f"{world.rank} of {world.world_size}: give both the same world, or none"
                 )
             if world.world_size > 1 and part.tail == "uneven":
@@ -129,13 +129,13 @@ class CombinedAdapter(Adapter):
     def _steps_left(
         self, lefts: list[int | None], ended: list[bool], seed: int, epoch: int, position: int
     ) -> int | None:
-        """Steps until the epoch ends, from the parts' batches (None: unknown) and whether they have ended once."""
+        """Steps until the epoch ends, from the batches left in each part (None: unknown) and which parts have ended."""
         if self.mode == "weighted" and self.steps is not None:
             return max(0, self.steps - position)
-        # With a part of unknown length the end is always found by reading, even where it is known to have ended.
+        # With a part of unknown length, only reading finds the end, even if the part is known to have ended.
         rest = [0 if over and left is not None else left for left, over in zip(lefts, ended, strict=True)]
         if self.mode == "weighted":
-            # A part that is never drawn is waited for by nobody.
+            # A part that is never drawn does not matter.
             rest = [left for left, weight in zip(rest, self.weights, strict=True) if weight]
         known = [left for left in rest if left is not None]
         if len(known) < len(rest):
@@ -149,7 +149,7 @@ class CombinedAdapter(Adapter):
         return Draws(seed, epoch, self.weights).steps_until(position, known, self.until)
 
     def describe(self) -> dict[str, str]:
-        """How the parts are combined, and what they are called; what each of them is, its own state says."""
+        """How the parts are combined, and their names. Each part's own state says what it is."""
         mode = self.mode
         if mode == "weighted":
             mode += f" until {self.until}" if self.steps is None else " for a number of steps"  # type: ignore[assignment]
@@ -159,7 +159,7 @@ class CombinedAdapter(Adapter):
         return {"mode": mode, "parts": names}
 
     def capabilities(self) -> Capabilities:
-        """What all parts promise."""
+        """What every part promises."""
 
         def every(question: str) -> Capability:
             answers = [(part.name, getattr(part.promises, question)) for part in self.parts]
@@ -180,18 +180,18 @@ class CombinedAdapter(Adapter):
 
     @property
     def rank_independent(self) -> bool:
-        """All parts are."""
+        """Whether all parts are."""
         return all(part.loader.is_rank_independent for part in self.parts)
 
     @property
     def can_seek(self) -> bool:
-        """To beginnings of epochs; `lead` refuses the rest."""
+        """Yes, to beginnings of epochs; `lead` refuses other places."""
         return True
 
     # --- states ---
 
     def upcoming(self, epoch: int) -> str:
-        """The detail at the beginning of an epoch: parts that are in the middle of one of theirs begin their next."""
+        """The detail at the beginning of an epoch. Parts in the middle of an epoch begin their next one."""
         states = [self._moved_on(part, part.state()) for part in self.parts]
         return Standings.beginning(epoch, states).as_text()
 
@@ -200,15 +200,15 @@ class CombinedAdapter(Adapter):
         if epoch is None:
             epoch = state["epoch"] + (state["position"] > 0)
         if not part.remembers and epoch == state["epoch"] + 1:
-            return state  # only its source can lead there, from here
+            return state  # only its source can lead there
         return part.state_at(state, epoch)
 
     def beginning(self, epoch: int, world: World) -> str:
-        """Where the parts stand."""
+        """The parts' places."""
         return self.upcoming(epoch)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """It is whole, belongs to this place, and each part accepts its own state."""
+        """Check that it is complete and of this place, and that each part accepts its own state."""
         if not detail:
             raise StateCorruptError("the state of a combination lacks those of its parts: use an undamaged state")
         standings = Standings.read(detail, len(self.parts))
@@ -216,7 +216,7 @@ class CombinedAdapter(Adapter):
             part.check(state)
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Only to beginnings of epochs; within one, the parts stand where reading has led them."""
+        """Only to beginnings of epochs. Within one, the parts' places follow only from reading."""
         epoch, position = there
         if position:
             raise StateError(
@@ -245,6 +245,6 @@ class CombinedAdapter(Adapter):
         return Together(mixture, run, self.mode == "min_size", self.packing())
 
     def close(self) -> None:
-        """The parts' own."""
+        """Close the parts."""
         for part in self.parts:
             part.close()

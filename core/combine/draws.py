@@ -15,7 +15,7 @@ __all__ = ["DRAWN_TOGETHER", "Draws", "Until"]
 Until = Literal["all", "first", "cycle"]
 """What ends an epoch of weighted mixing."""
 
-DRAWN_TOGETHER = 256  # parts for as many steps, since numpy's calls cost more than its work
+DRAWN_TOGETHER = 256  # steps drawn in one numpy call, which costs more than its work
 
 
 class Draws:
@@ -25,7 +25,7 @@ class Draws:
         self._key, self._weights = derive_key(Purpose.MIXING, seed, epoch), weights
 
     def _drawn(self, first: int, count: int, alive: list[int]) -> npt.NDArray[np.int64]:
-        """Places in `alive`."""
+        """Indices into `alive`."""
         keys = derive_keys(self._key, np.arange(first, first + count))
         numbers = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
         bounds = np.cumsum([self._weights[number] for number in alive])
@@ -33,12 +33,12 @@ class Draws:
         return np.minimum(places, len(alive) - 1)  # rounding may reach the upper end
 
     def block(self, first: int, alive: list[int]) -> list[int]:
-        """The parts drawn at the steps from `first` on, of those that are left."""
+        """The parts drawn at the steps from `first` on, out of those alive."""
         drawn: list[int] = np.array(alive)[self._drawn(first, DRAWN_TOGETHER, alive)].tolist()
         return drawn
 
     def steps_until(self, first: int, lefts: list[int], until: Until) -> int:
-        """Steps until the first of the parts with a weight, or each of them, has been drawn so often."""
+        """Steps until the first part with a weight, or every one, has been drawn as often as `lefts` says."""
         alive = [number for number, weight in enumerate(self._weights) if weight]
         wanted = np.array(lefts)
         enough = np.any if until == "first" else np.all
@@ -47,7 +47,7 @@ class Draws:
             drawn = self._drawn(step, length, alive)
             more = counts + np.bincount(drawn, minlength=len(alive))
             if enough(more >= wanted):
-                # It happens among these: at the first or the last of the places at which a part has its fill.
+                # It happens in this block: at the first or the last step at which a part has been drawn often enough.
                 within = counts[:, np.newaxis] + np.cumsum(drawn == np.arange(len(alive))[:, np.newaxis], axis=1)
                 return step + 1 + int(np.argmax(enough(within >= wanted[:, np.newaxis], axis=0))) - first
             counts, step, length = more, step + length, min(2 * length, 1 << 16)

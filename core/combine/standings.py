@@ -1,4 +1,4 @@
-"""Where the parts of a combination stand, as its state says it."""
+"""The places of a combination's parts, as its state has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Standings"]
 
 
 class Standings(NamedTuple):
-    """Where all parts stand: what the detail of a combination's state holds.
+    """The places of all parts: the detail of a combination's state.
 
     Attributes:
         at: the combination's own (epoch, position).
@@ -31,7 +31,7 @@ class Standings(NamedTuple):
 
     @classmethod
     def beginning(cls, epoch: int, states: list[State]) -> Standings:
-        """Of an epoch. Parts that stand within one of theirs leave it behind."""
+        """Those at the beginning of an epoch. Parts in the middle of an epoch leave it."""
         within = [state["position"] > 0 for state in states]
         bases = [state["epoch"] + inside for state, inside in zip(states, within, strict=True)]
         return cls((epoch, 0), bases, 0, sum(inside << number for number, inside in enumerate(within)), states)
@@ -41,13 +41,13 @@ class Standings(NamedTuple):
         return bool(self.ended >> number & 1) or self.states[number]["epoch"] > self.bases[number]
 
     def as_text(self) -> str:
-        """What `read` takes."""
+        """The text that `read` takes."""
         values = [values_of(state) for state in self.states]
         return json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
 
     @classmethod
     def read(cls, detail: str, parts: int) -> Standings:
-        """What `as_text` gave.
+        """The standings that `as_text` returned as text.
 
         Raises:
             StateCorruptError: it is something else, or is of another number of parts.
@@ -58,5 +58,5 @@ class Standings(NamedTuple):
         except (ValueError, TypeError, RecursionError) as error:
             raise StateCorruptError(f"the parts' states cannot be read ({error}): use an undamaged state") from error
         if not len(bases) == len(states) == parts or not all(type(each) is int and each >= 0 for each in numbers):
-            raise StateCorruptError(f"the state holds {len(states)} parts of {parts}: use an undamaged state")
+            raise StateCorruptError(f"the state has {len(states)} parts instead of {parts}: use an undamaged state")
         return cls((epoch, position), bases, ended, leaving, states)

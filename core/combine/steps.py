@@ -1,4 +1,4 @@
-"""The sessions of a combination: which parts are read at each step, and what becomes of one that ends."""
+"""The sessions of a combination: which parts are read at each step, and what happens when one ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Mixture", "OneAtATime", "Together"]
 
 
 class _Mark(NamedTuple):
-    """Where a combination stood: its step, batches that each part had given ever, and bits of `Standings`."""
+    """Where a combination stood: its step, the batches ever taken of each part, and bits of `Standings`."""
 
     step: int
     taken: tuple[int, ...]
@@ -26,7 +26,7 @@ class _Mark(NamedTuple):
 
 
 class Mixture:
-    """The parts in one epoch of the combination: how far they are, and which have ended.
+    """The parts during one epoch of the combination: how far they are, and which have ended.
 
     Args:
         parts: in order.
@@ -45,26 +45,26 @@ class Mixture:
         self.parts, self.cycles, self.upcoming = parts, cycles, upcoming
         self._bases, self.ended = standings.bases, standings.ended
         self.leaving: dict[int, State] = {}
-        self._began: dict[int, int] = {}  # epochs that parts have begun again in
+        self._began: dict[int, int] = {}  # the epochs in which parts have begun again
         for number, (part, state) in enumerate(zip(parts, standings.states, strict=True)):
             part.go_to(state)
             if standings.leaving >> number & 1:
                 self.leaving[number] = state
 
     def left(self, number: int) -> int | None:
-        """Batches that a part has left in its epoch; None where nobody knows."""
+        """Batches left in a part's epoch; None if unknown."""
         part = self.parts[number]
         return part.length(part.epoch + (part.position > 0)) if number in self.leaving else part.left()
 
     def has_ended(self, number: int) -> bool:
-        """Whether a part has ended in this epoch, or will without giving anything."""
+        """Whether a part has ended in this epoch, or has nothing left."""
         part, ended = self.parts[number], bool(self.ended >> number & 1)
-        if part.pending:  # the loader stands one batch further on
+        if part.pending:  # the loader is one batch ahead
             return ended or part.state()["epoch"] > self._bases[number]
         return ended or part.epoch > self._bases[number] or self.left(number) == 0
 
     def begin_again(self, number: int) -> None:
-        """Have a part that has ended begin its next epoch, when it is next read.
+        """Let a part that has ended begin its next epoch when it is next read.
 
         Not sooner: until then it may be that the epoch ends, or that batches in flight are asked for.
         """
@@ -72,7 +72,7 @@ class Mixture:
         following = part.epoch + (part.position > 0)
         if (self._began.get(number) == part.epoch and part.position == 0) or part.length(following) == 0:
             raise SourceError(
-                f"part {part.name} has no batches, so it cannot begin again: leave it out, or give it data"
+                f"part {part.name} has no batches, so it cannot start again: leave it out, or give it data"
             )
         if part.position:
             self.leaving[number] = part.state()
@@ -81,13 +81,13 @@ class Mixture:
         self._began[number] = following
 
     def advance_of(self, number: int, over: bool) -> Callable[[], Any]:
-        """What gives a part's next batch, and StopIteration at its end. `over`: it has ended once."""
+        """A function that returns a part's next batch, or raises StopIteration. `over`: the part has ended once."""
         part, leaving = self.parts[number], self.leaving
         prepare: Callable[[], Any] = part.begin_epoch
         if number not in leaving:
             if over or part.pending or part.is_open or part.position == 0 or part.left() is not None:
                 return part.following()
-            # A loaded state may stand at the end of an epoch of unknown length; the loader would go on with the next.
+            # A loaded state may stand at the end of an epoch of unknown length; the loader alone would go on.
             prepare = part.peek
         begun: Callable[[], Any] | None = None
 
@@ -110,7 +110,7 @@ class Mixture:
         return _Mark(step, tuple([part.taken for part in self.parts]), self.ended, leaving)
 
     def standings(self, epoch: int, mark: _Mark) -> Standings:
-        """Where they stood at a mark. StateError where a part does not know it so far back."""
+        """Where the parts stood at a mark. Raises StateError if a part does not remember."""
         states = []
         for number, (part, taken) in enumerate(zip(self.parts, mark.taken, strict=True)):
             since = part.taken - taken
@@ -120,7 +120,7 @@ class Mixture:
 
 
 class _CombinedSession(Session):
-    """Steps of a mixture, counted by the batches that it has handed out."""
+    """A session that hands out the steps of a mixture."""
 
     marks = True
 
@@ -137,7 +137,7 @@ class _CombinedSession(Session):
         return self._mixture.mark(self._step)
 
     def detail(self, mark: _Mark) -> str:
-        """The parts' states, as they were at the mark."""
+        """The parts' states at the mark."""
         return self._mixture.standings(self._epoch, mark).as_text()
 
     def following(self) -> str:
@@ -162,10 +162,10 @@ class Together(_CombinedSession):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Which parts are read at a step, in which order, and which of them has to be looked at before."""
+        """Decide which parts a step reads, in which order, and which must be peeked at first."""
         mixture, parts = self._mixture, self._mixture.parts
         reading = [n for n in range(len(parts)) if mixture.cycles or not self._ended[n]]
-        # Those last whose states of a batch ago nobody knows: when they are read nothing else can fail.
+        # Parts that do not remember their last state come last: once they are read, nothing else can fail.
         reading.sort(key=lambda number: parts[number].remembers, reverse=True)
         forgetful = [parts[number] for number in reading if not parts[number].remembers]
         self._first_peeked = forgetful if len(forgetful) > 1 else []
@@ -184,8 +184,8 @@ class Together(_CombinedSession):
                 for number, _, advance in self._advances:
                     values[number] = advance()
                 break
-            except BaseException as error:  # raised again, unless a part has ended
-                # What the parts before gave is handed out when the step succeeds.
+            except BaseException as error:  # raised again unless a part has ended
+                # Keep the batches read so far for the step's next attempt.
                 for before, part, _ in self._advances:
                     if before == number:
                         break
@@ -234,13 +234,13 @@ class OneAtATime(_CombinedSession):
         self._left = [mixture.left(n) if mixture.cycles or not self._ended[n] else None for n in numbers]
         self._advances = [mixture.advance_of(n, self._ended[n]) for n in numbers]
         self._choices: list[int] = []
-        self._chosen = 0  # of the choices, how many have been used
+        self._chosen = 0  # the number of choices used
         for number, left in enumerate(self._left):
             if left == 0:
                 self._end(number)
 
     def take(self) -> Any:
-        """A batch of the part whose turn it is."""
+        """A batch of the part chosen for this step."""
         while True:
             if self._chosen == len(self._choices):
                 self._choose()
@@ -262,7 +262,7 @@ class OneAtATime(_CombinedSession):
         return batch if self._labels is None else (self._labels[number], batch)
 
     def _choose(self) -> None:
-        """Choices from this step on; StopIteration if the epoch is over."""
+        """Choose parts from this step on. Raises StopIteration if the epoch is over."""
         ended = self._ended
         alive = [number for number, over in enumerate(ended) if self._mixture.cycles or not over]
         self._chosen = 0
@@ -280,7 +280,7 @@ class OneAtATime(_CombinedSession):
             raise StopIteration
 
     def _end(self, number: int) -> None:
-        """A part has no more batches in its epoch."""
+        """Handle a part that has no more batches in its epoch."""
         mixture = self._mixture
         self._choices, self._chosen = [], 0
         self._note_end(number)

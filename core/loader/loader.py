@@ -612,8 +612,8 @@ class Loader:
         before = sum(epoch == self._place.epoch - 1 for _, epoch, _, _ in self._history)
         if nothing and before:
             raise SourceError(
-                f"the source was empty in epoch {self._place.epoch}, after {before} batches in the one before: "
-                "it can be iterated only once. Wrap a function that makes it, as in midepoch.wrap(lambda: make_source())"
+                f"the source was empty in epoch {self._place.epoch}, after {before} batches in the last one: "
+                "it can be iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
             ) from None
         return False
 

@@ -68,14 +68,15 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     paths: set[str] = set()
     queue: deque[tuple[str, Any]] = deque((type(root).__name__, root) for root in roots)
     seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
+    # By type, never `isinstance`: that asks the object, which may import a module to answer.
     while queue and len(seen) < MOST_OBJECTS:
         path, value = queue.popleft()
-        if _is(value, np.random.Generator):
+        if issubclass(type(value), np.random.Generator):
             value = value.bit_generator
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if not _is(value, _GENERATORS):
+        if not issubclass(type(value), _GENERATORS):
             queue.extend(_children(path, value, seen))
         elif not _is_global(value):
             controls = _controls(value)
@@ -86,11 +87,6 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             paths.add(path)
             found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
     return found, hopeless
-
-
-def _is(value: object, kinds: Any) -> bool:
-    """`isinstance` without asking the object, which may import a module to answer."""
-    return issubclass(type(value), kinds)
 
 
 def _told_apart(path: str, taken: set[str]) -> str:
@@ -126,7 +122,7 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
             steps += _attributes(value, kind)
             yield from _top_of_class(kind, seen)
     for step, child in steps:
-        if not _is(child, _ATOMS) or type(child) is types.BuiltinMethodType:
+        if not issubclass(type(child), _ATOMS) or type(child) is types.BuiltinMethodType:
             yield path + step, child
 
 
@@ -165,7 +161,7 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
     found = [(f".{name}", child) for name, child in list(attributes.items())] if isinstance(attributes, dict) else []
     for base in kind.__mro__:
         for name, member in vars(base).items():
-            if _is(member, types.MemberDescriptorType):  # a slot
+            if issubclass(type(member), types.MemberDescriptorType):  # a slot
                 try:
                     found.append((f".{name}", member.__get__(value)))
                 except AttributeError:
@@ -178,11 +174,11 @@ def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]
         if id(base) not in seen and not _is_library(base.__module__):
             seen[id(base)] = base
             for name, member in list(vars(base).items()):
-                if _is(member, (staticmethod, classmethod)):
+                if issubclass(type(member), (staticmethod, classmethod)):
                     member = member.__func__
-                elif _is(member, property):
+                elif issubclass(type(member), property):
                     member = member.fget
-                if _is(member, _GENERATORS) or (_is(member, types.FunctionType) and member.__closure__):
+                if issubclass(type(member), _GENERATORS) or (type(member) is types.FunctionType and member.__closure__):
                     yield f" -> {_prefix(base.__module__)}{base.__qualname__}.{name}", member
             yield from _top_of_module(base.__module__, seen)
 
@@ -193,7 +189,7 @@ def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str
         return
     seen[id(module)] = module
     for attribute, member in list(vars(module).items()):
-        if _is(member, _GENERATORS):
+        if issubclass(type(member), _GENERATORS):
             yield f" -> {_prefix(name)}{attribute}", member
 
 

@@ -244,7 +244,7 @@ class IterableAdapter(Adapter):
         varies = run.detail.startswith("varies")
         if not self._warned and run.position > 0:
             warnings.warn(
-                f"{_name(self._stream)} is read again from its start up to position {run.position} ({self._why}): "
+                f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
                 "loader.capabilities.constant_time_resume says what that costs",
                 MidepochWarning,
                 stacklevel=5,

@@ -1,1 +1,1 @@
-"""What is saved: the fixed keys, their checks, texts for the states of others, parts of ranks."""
+"""The saved state: its keys, its checks, foreign states as text, and the parts of ranks."""

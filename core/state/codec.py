@@ -1,4 +1,4 @@
-"""Somebody else's state as text. Never pickle."""
+"""A source's own state as text, without pickle."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from midepoch.errors import StateCorruptError, StateError
 __all__ = ["decode", "encode"]
 
 _TAG = "__midepoch__"
-_LARGEST_TEXT = 256 << 20  # bytes after decompression: beyond any loader's state, far below a machine's memory
-_MOST_ITEMS = 2_000_000  # of lists and dicts, which take fifty times their text: some 200 MiB
+_LARGEST_TEXT = 256 << 20  # bytes after decompression: more than any loader's state, far less than a machine's memory
+_MOST_ITEMS = 2_000_000  # in lists and dicts, which take fifty times the memory of their text: some 200 MiB
 
 
 def encode(value: object) -> str:
@@ -31,7 +31,7 @@ def encode(value: object) -> str:
 
 
 def decode(text: str) -> Any:
-    """What `encode` was given.
+    """The value that `encode` was given.
 
     Raises:
         StateCorruptError: `text` was not made by `encode`, or was damaged.
@@ -44,9 +44,9 @@ def decode(text: str) -> Any:
         if sum(data.count(sign) for sign in b"[{,") > _MOST_ITEMS:
             raise ValueError("more parts than any loader's state has")
         return _from_json(json.loads(data))
-    except Exception as error:  # numpy alone has several for what is no dtype
+    except Exception as error:  # numpy alone raises several types for an invalid dtype
         raise StateCorruptError(
-            f"the source's own part of the state does not decode ({error}): use an older state"
+            f"the source's own part of the state cannot be decoded ({error}): use an older state"
         ) from error
 
 
@@ -56,7 +56,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> str:
 
 def _to_json(value: Any, path: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
-        # bool, int and float subclasses such as enumerations would come back as something else
+        # subclasses of bool, int and float, such as enumerations, would come back as another type
         if type(value) in (str, bool, int, float, type(None)):
             return value
     elif type(value) is list:

@@ -1,4 +1,4 @@
-"""What an item looks like, in eight hexadecimal digits."""
+"""A short digest of any item."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAMPLED_BYTES = 4096
 
 
 def digest(item: object) -> str:
-    """Eight hexadecimal digits that tell an item from another: structure, types, shapes, and up to 4 KiB of each array.
+    """Eight hexadecimal digits of an item: of its structure, types, shapes, and up to 4 KiB of each array.
 
     Its cost is bounded whatever the item's size, so it can be taken of every batch. It is no proof of equality.
     """
@@ -25,7 +25,7 @@ def digest(item: object) -> str:
 
 
 _SAMPLED_ITEMS = 64
-_DEEPEST_ITEM = 8  # containers inside containers; an object may hold itself
+_DEEPEST_ITEM = 8  # levels of containers; an object may contain itself
 
 
 def _crc(item: Any, crc: int, depth: int) -> int:
@@ -53,7 +53,7 @@ def _crc(item: Any, crc: int, depth: int) -> int:
     elif dataclasses.is_dataclass(item):
         parts = [getattr(item, field.name) for field in dataclasses.fields(item)]
     else:
-        # Of an object that shows nothing, its type must do: a repr may hold an address.
+        # For any other object, use the type: its repr may contain an address.
         parts = list(getattr(item, "__dict__", {}).items())[:_SAMPLED_ITEMS]
     crc = zlib.crc32(str(len(item) if isinstance(item, Mapping | list | tuple) else len(parts)).encode(), crc)
     for part in parts:

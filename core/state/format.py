@@ -39,7 +39,7 @@ State = dict[str, Any]
 
 VERSION = 1
 
-_LARGEST_INTEGER = 1 << 62  # room for the epoch after the largest
+_LARGEST_INTEGER = 1 << 62  # leaves room for the epoch after the largest one
 _LARGEST_DETAIL = 64 << 20
 
 # name: (accepted types, exclusive upper bound of integers or largest length of texts, lower bound)
@@ -61,7 +61,7 @@ FIELDS = tuple(_FIELDS)
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    # A list rather than a dict: the order of keys is ours, whatever order a checkpoint library brings them back in.
+    # A list in our own order, because a checkpoint library may return the keys in another one.
     text = json.dumps([state[name] for name in _FIELDS if name != "checksum"], separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -74,7 +74,7 @@ def build(**fields: Any) -> State:
 
 
 def reseal(state: Mapping[str, Any]) -> State:
-    """A copy of `state`, edited by hand, with its checksum recomputed. What it says is checked when it is loaded.
+    """A copy of a hand-edited `state` with a new checksum. Its values are checked when it is loaded.
 
     Raises:
         StateCorruptError: it is not a mapping, or a key is missing or holds what JSON cannot.
@@ -89,12 +89,12 @@ def reseal(state: Mapping[str, Any]) -> State:
 
 
 def values_of(state: Mapping[str, Any]) -> list[Any]:
-    """What a state says, without its keys."""
+    """The values of a state, without its keys."""
     return [state[name] for name in _FIELDS]
 
 
 def from_values(values: list[Any]) -> State:
-    """The state of which `values_of` gave the values; `check` tells whether it is whole."""
+    """The state with these values, as `values_of` returns them. It is not checked."""
     return dict(zip(_FIELDS, values, strict=True))
 
 
@@ -104,18 +104,18 @@ def _check_keys(state: object) -> None:
             f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
         )
     missing = [name for name in _FIELDS if name not in state]
-    # Other keys may have no text that Python is able, or has the memory, to make.
+    # Python may lack the memory, or refuse, to print other keys.
     extra = [repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}" for name in state
              if name not in _FIELDS]  # fmt: skip
     if missing or extra:
         problems = [f"misses {', '.join(missing)}"] * bool(missing) + [
             f"has unknown keys {', '.join(extra)[:200]}"
         ] * bool(extra)
-        raise StateCorruptError(f"the state {' and '.join(problems)}: pass what state_dict() returned, whole")
+        raise StateCorruptError(f"the state {' and '.join(problems)}: pass all that state_dict() returned")
 
 
 def check(state: object) -> State:
-    """A copy of `state` if it is whole and makes sense by itself; whose it is, the loader compares.
+    """A copy of `state`, if it is complete and consistent. The loader checks whether it fits.
 
     Raises:
         StateVersionError: another format.
@@ -127,7 +127,7 @@ def check(state: object) -> State:
             "load it with the midepoch that wrote it"
         )
     _check_keys(state)
-    assert isinstance(state, Mapping)  # _check_keys has seen to it
+    assert isinstance(state, Mapping)  # by _check_keys
     copy = dict(state)
     for name, (kinds, bound, least) in _FIELDS.items():
         value = copy[name]
@@ -147,19 +147,19 @@ def check(state: object) -> State:
     expected = _checksum(copy)
     if copy["checksum"] != expected:
         raise StateCorruptError(
-            f"the state's checksum is {copy['checksum']}, its content gives {expected}: it was damaged; use an older "
+            f"the state's checksum is {copy['checksum']}, but its content gives {expected}: use an older "
             "one, or midepoch.reseal(state) if it was edited on purpose"
         )
     return copy
 
 
 def _shown(number: int) -> str:
-    # Python refuses to write out integers of thousands of digits.
+    # Python refuses to print integers of thousands of digits.
     return str(number) if abs(number) < 1 << 128 else "an absurdly large number"
 
 
 def _parsed(fingerprint: str) -> dict[str, str]:
-    """The parts of a fingerprint; all of it as one part where it is not what `Loader` writes."""
+    """The parts of a fingerprint. One that `Loader` did not write is a single part."""
     try:
         parsed = json.loads(fingerprint)
     except (ValueError, RecursionError):
@@ -170,13 +170,13 @@ def _parsed(fingerprint: str) -> dict[str, str]:
 
 
 def compare_fingerprints(saved: str, current: str) -> None:
-    """Raise StateMismatchError naming the first part in which two fingerprints differ."""
+    """Raise a StateMismatchError that names the first part in which two fingerprints differ."""
     if saved == current:
         return
     before, now = _parsed(saved), _parsed(current)
     differing = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     name = differing[0] if differing else "fingerprint"
-    # A name that only the state has may be a stranger's, with what a terminal obeys.
+    # A name that only the state has may contain a stranger's terminal escapes.
     told = name if name in now or not differing else repr(name)[:80]
     raise StateMismatchError(
         f"{told} differs: the state was saved with {repr(before.get(name, 'none'))[:200]}, this loader has "

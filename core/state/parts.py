@@ -1,4 +1,4 @@
-"""States of which each rank knows only its part, and details that are sealed with their place."""
+"""States of which each rank knows only its part; and details sealed with their place."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 
 
 def single_part(rank: int, part: str) -> str:
-    """The detail of a state that holds one rank's part."""
+    """The detail of a state with one rank's part."""
     return json.dumps({"rank": rank, "part": part}, separators=(",", ":"))
 
 
 def join_parts(parts: list[str]) -> str:
-    """The detail of a state that holds the parts of all ranks, in rank order."""
+    """The detail of a state with all ranks' parts, in rank order."""
     return json.dumps({"parts": parts}, separators=(",", ":"))
 
 
@@ -49,7 +49,7 @@ def part_of(detail: str, rank: int, world_size: int) -> str:
         if type(saved) is int and 0 <= saved < world_size and isinstance(part, str):
             if saved != rank:
                 raise StateMismatchError(
-                    f"this state holds the part of rank {saved} only, this is rank {rank} of {world_size}: save what "
+                    f"this state has only the part of rank {saved}, and this is rank {rank} of {world_size}: save what "
                     "midepoch.gather(loader) returns (call it on every rank), or one state for each rank"
                 )
             return part
@@ -57,7 +57,7 @@ def part_of(detail: str, rank: int, world_size: int) -> str:
 
 
 def parts_in(detail: str) -> dict[int, str]:
-    """All parts that a detail made by `single_part` or `join_parts` holds, by rank.
+    """All parts in a detail made by `single_part` or `join_parts`, by rank.
 
     Raises:
         StateCorruptError: it does not parse.
@@ -76,10 +76,10 @@ def parts_in(detail: str) -> dict[int, str]:
     raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
 
 
-# --- details that say a place of their own ---------------------------------------------------------------------------
+# --- details that contain a place of their own ------------------------------------------------------------------------
 
 _SEAL = 8  # hexadecimal digits
-_SEALED_WITH = ("fingerprint", "epoch", "position", "seed")  # what a detail belongs to
+_SEALED_WITH = ("fingerprint", "epoch", "position", "seed")  # the place and the data that a detail belongs to
 
 
 def _seal_of(text: str, rank: int, state: Mapping[str, Any]) -> str:
@@ -87,7 +87,7 @@ def _seal_of(text: str, rank: int, state: Mapping[str, Any]) -> str:
 
 
 def seal_detail(text: str, rank: int, state: Mapping[str, Any]) -> str:
-    """A detail with a checksum that `reseal` does not renew: else a place edited by hand would not be where it leads.
+    """A detail with a checksum that `reseal` does not renew, so that it cannot be moved to another place.
 
     Empty at the very beginning, where nothing has been read that it could tell of.
     """
@@ -122,7 +122,7 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
 
 
 def gather(loader: Any, group: torch.distributed.ProcessGroup | None = None, in_flight: int = 0) -> State:
-    """One state that suits every rank. The one collective call: every rank must make it, after the same batch.
+    """One state for all ranks. It is a collective call: every rank must make it, after the same batch.
 
     Where the state is the same on every rank anyway, nothing is exchanged and this is ``loader.state_dict()``.
 
@@ -139,7 +139,7 @@ def gather(loader: Any, group: torch.distributed.ProcessGroup | None = None, in_
 
 
 def gather_state(loader: object, state: State, group: torch.distributed.ProcessGroup | None = None) -> State:
-    """`gather`, of a state that `loader` gave."""
+    """`gather`, given the state of `loader`."""
     if is_rank_independent(loader) or state["world_size"] == 1:
         return state
     if not torch.distributed.is_initialized():
@@ -153,12 +153,12 @@ def gather_state(loader: object, state: State, group: torch.distributed.ProcessG
 
 
 def is_rank_independent(loader: object) -> bool:
-    """Whether any rank's state of a loader suits every rank; so it is for objects that do not say."""
+    """Whether one rank's state of a loader is enough for all ranks. Assumed of objects that do not say."""
     return bool(getattr(loader, "is_rank_independent", True))
 
 
 def join_states(states: list[State]) -> State:
-    """One state that suits every rank, of the states of all ranks, each of which knows only its own part.
+    """One state for all ranks, from the states of all ranks, each of which has only its own part.
 
     Raises:
         MidepochError: the ranks do not stand at the same place.

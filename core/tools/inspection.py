@@ -35,6 +35,7 @@ __all__ = ["Contents", "Place", "look", "modest", "seek"]
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; parsed, it takes up to a hundred times as much memory
 _LARGEST_PICKLE = 256 << 20  # bytes of the pickle that describes a checkpoint's tensors
 _MOST_CONTAINERS = 2_000_000  # to look through; containers that share others have exponentially many paths
+_MOST_STATES = 20_000  # in one file: one of each loader of each rank
 _OVERHEAD = 1 << 30  # bytes of memory that reading a file may take, beyond twice its size
 _DEEPEST = 100
 _SUFFIXES = (".ckpt", ".json", ".pkl", ".pt", ".pth")
@@ -432,7 +433,7 @@ def _places(file: Path, content: Any) -> Iterator[Place]:
     """Every dict that has the keys of a state. Containers may refer to themselves."""
     above: set[int] = set()  # ids of the containers that hold the current one
     waiting: list[tuple[Keys, Any, bool]] = [((), content, False)] if isinstance(content, _CONTAINERS) else []
-    looked_through = 0
+    looked_through = found = 0
     while waiting:
         keys, value, left = waiting.pop()
         if left:
@@ -441,9 +442,10 @@ def _places(file: Path, content: Any) -> Iterator[Place]:
         if id(value) in above or len(keys) > _DEEPEST:
             continue
         looked_through += 1
-        if looked_through > _MOST_CONTAINERS:
+        if looked_through > _MOST_CONTAINERS or found > _MOST_STATES:
             raise SnapshotError(f"{file} has more in it than any checkpoint has: use another")
         if isinstance(value, dict) and value.keys() >= {"adapter", "epoch", "position", "fingerprint", "checksum"}:
+            found += 1
             yield _place(file, keys, value)
             continue
         above.add(id(value))
