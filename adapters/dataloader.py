@@ -135,7 +135,7 @@ class MapDataLoaderAdapter(Adapter):
                 raise StateMismatchError(
                     f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
                     f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
-                    "this data anew"
+                    "this data again"
                 )
 
     def open(self, run: Run) -> Session:

@@ -27,7 +27,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 class Training:
-    """As torch's recipe has it: an optimizer that was made anew has no state that could be loaded into."""
+    """As torch's recipe has it: an optimizer that was made again has no state that could be loaded into."""
 
     def state_dict(self) -> Any:
         return get_state_dict(model, optimizer)

@@ -136,7 +136,7 @@ class OrdersByTheProcessSeed(ReferenceLoader):
 
 @breaks("tail", widely=True)
 class ForgetsTheStreamWithWorkers(ForgetsTheStream):
-    """As where each worker's stream starts anew."""
+    """As where each worker's stream starts again."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, num_workers: int = 0, **more: Any) -> None:
         super().__init__(rank, world_size, num_workers=num_workers, **more)

@@ -252,7 +252,7 @@ def _read_at(file: io.BytesIO, at: int, count: int) -> bytes:
 
 
 class IndexCaches(FileFuzzer):
-    """What is kept of a shard's index: used as it was written, or built anew."""
+    """What is kept of a shard's index: used as it was written, or built again."""
 
     def prepare(self) -> None:
         """One shard and its cache."""
@@ -277,7 +277,7 @@ class IndexCaches(FileFuzzer):
         self.path.write_bytes(data)
         if self.told() != self.expected:
             raise Wrong(f"the index is {self.told()}, not {self.expected}")
-        return "continued" if self.path.read_bytes() == data else "built anew"
+        return "continued" if self.path.read_bytes() == data else "built again"
 
 
 def _raised(error: Exception) -> bool:

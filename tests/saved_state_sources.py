@@ -1,6 +1,6 @@
 """Sources of which states were saved by earlier code: tests/saved_states/ has them, with what came next.
 
-``python tests/saved_state_sources.py FOLDER`` writes them anew; only public names are used, so that any version can.
+``python tests/saved_state_sources.py FOLDER`` writes them again; only public names are used, so that any version can.
 """
 
 from __future__ import annotations

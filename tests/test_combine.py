@@ -726,7 +726,7 @@ def test_capabilities_are_those_of_all_parts() -> None:
 
 
 # test_cut_anywhere_it_goes_on_as_if_it_had_not_been has every mode with every kind of part. The laws, in their short
-# form, have what differs in processes and in other worlds: parts that start anew, draws by weight, parts within parts,
+# form, have what differs in processes and in other worlds: parts that start again, draws by weight, parts within parts,
 # parts whose states each rank knows alone.
 class _Combined(ResumableTests):
     identify: ClassVar[Any] = staticmethod(combine_sources.identify_all)

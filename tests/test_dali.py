@@ -289,7 +289,7 @@ def test_epochs_go_on_in_the_same_pipeline(root: str, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The graphs of the pipelines that midepoch builds beside the user's own, each of which reads all lists anew."""
+    """The graphs of the pipelines that midepoch builds beside the user's own, each of which reads all lists again."""
     from midepoch.adapters.dali import graph
     from midepoch.adapters.dali import native as module
 
@@ -747,7 +747,7 @@ def test_bad_data_is_named_and_can_be_skipped(
     assert loader.state_dict() == states[reached]
     if dynamic or make is sampled:
         # It is still there, and such a pipeline of midepoch's is of no use after an error.
-        with pytest.raises(SourceError, match="DALI failed" if dynamic else "make and wrap the iterator anew"):
+        with pytest.raises(SourceError, match="DALI failed" if dynamic else "make and wrap the iterator again"):
             next(iter_of(loader))
         assert loader.state_dict() == states[reached]
     if make is sampled and not dynamic:

@@ -139,7 +139,7 @@ def test_a_snapshot_without_the_loaders_state_is_found_out(tmp_path: Path) -> No
     finished = run_demo(output, "--kills=1", "--world-sizes=1", "--no-loader-state")
     assert finished.returncode == 1, finished.stdout + finished.stderr
     killed = json.loads((output / "result.json").read_text())["runs"][1]
-    # The second start began the data anew, at the optimizer's step of the snapshot.
+    # The second start began the data again, at the optimizer's step of the snapshot.
     done = killed["segments"][1]["first_step"]
     assert done > 0
     assert killed["samples_repeated"] == done * 24

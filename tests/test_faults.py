@@ -421,9 +421,9 @@ def test_a_worker_that_dies_with_a_batch_on_its_way() -> None:
         next(batches)
     assert isinstance(error.value.__cause__, OSError)
     assert loader.state_dict()["position"] == 4
-    with midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1) as anew:
-        anew.load_state_dict(loader.state_dict())
-        assert got + lists(anew) == whole
+    with midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1) as again:
+        again.load_state_dict(loader.state_dict())
+        assert got + lists(again) == whole
 
 
 class Unreachable(Slow):

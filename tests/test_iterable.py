@@ -347,7 +347,7 @@ def test_a_stream_that_divides_itself_among_ranks_while_midepoch_divides_it_too(
     def make(rank: int, kind: type[ByRank] = ByRank) -> Loader:
         return midepoch.wrap(kind(16, rank, 2), seed=5, shard=True, world=World(rank, 2))
 
-    with pytest.raises(SourceError, match=r"ended after 8 units, its len\(\) is 16.*shard=False"):
+    with pytest.raises(SourceError, match=r"ended after 8 units, but its len\(\) is 16.*shard=False"):
         sources.taken(make(0, Sized))
     state = sources.heads(functools.partial(make, 0), 2)[1]
     sources.quiet_resume(functools.partial(make, 0), state)

@@ -182,7 +182,7 @@ SOURCES: dict[Callable[[Path], Maker], int] = {
 
 
 def live(make: Maker, epochs: int) -> None:
-    """Whole epochs, epochs that are left in the middle, and loaders that are made anew and go on from a state."""
+    """Whole epochs, epochs that are left in the middle, and loaders that are made again and go on from a state."""
     loader = make()
     for epoch in range(epochs):
         batches = iter(loader)

@@ -376,13 +376,13 @@ class Data(LightningDataModule):
         return mapped()
 
 
-@pytest.mark.parametrize("where", ["module", "data module", "made anew"])
+@pytest.mark.parametrize("where", ["module", "data module", "made again"])
 def test_loaders_made_by_the_module(where: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"module": WithLoaders, "limit_val_batches": 1.0}
     train: Make = lambda: None
     if where == "data module":
         settings, train = {}, Data
-    elif where == "made anew":
+    elif where == "made again":
         settings["reload_dataloaders_every_n_epochs"] = 1
     for hook in ("on_train_batch_end", "on_train_epoch_end"):
         check_every_cut(tmp_path, hook, train, **settings)

@@ -206,9 +206,9 @@ def test_youngs_interval_is_near_the_best(failures_per_hour: float) -> None:
 
 def test_a_loader_that_begins_its_epoch_anew_loses_half_an_epoch() -> None:
     job = scale.Job(restart=60, save=10, interval=1800, epoch=28800)
-    anew, exact = scale.Peer("anew", None), scale.Peer("exact", 5.0)
-    assert scale.goodput_of(anew, 0.01, job, True) == scale.goodput_of(anew, 0.01, job, False)
-    assert scale.goodput_of(anew, 0.01, job, True) == pytest.approx(1 - 0.01 * (28800 / 2 + 60) / 3600, abs=2e-3)
+    again, exact = scale.Peer("again", None), scale.Peer("exact", 5.0)
+    assert scale.goodput_of(again, 0.01, job, True) == scale.goodput_of(again, 0.01, job, False)
+    assert scale.goodput_of(again, 0.01, job, True) == pytest.approx(1 - 0.01 * (28800 / 2 + 60) / 3600, abs=2e-3)
     assert scale.goodput_of(exact, 1, job, True) == scale.goodput(1, 1800, 10, 65)
     assert scale.goodput_of(exact, 1, job, False) == scale.goodput(1, math.sqrt(2 * 10 * 3600), 10, 65)
 
@@ -242,7 +242,7 @@ def test_what_skipping_a_picture_costs_is_carried_on_to_half_an_epoch(tmp_path: 
     path.write_text(json.dumps({"first_batch": rows, "other": 1}))
     found = scale.peers_in(path, 8000)
     assert [peer.label for peer in found] == [
-        "skips: 2,000 s", "walks: 582 ms", "jumps: 500 ms", "lucky: 550 ms", "none: epoch anew (it has no state)"
+        "skips: 2,000 s", "walks: 582 ms", "jumps: 500 ms", "lucky: 550 ms", "none: epoch again (it has no state)"
     ]  # fmt: skip
     expected = [0.25 + 4000 * 0.5, 0.115 + 4000 * 0.105 / 900, 0.5, 0.55, None]
     assert [peer.seconds for peer in found] == pytest.approx(expected)
@@ -254,9 +254,9 @@ def test_loaders_whose_lines_would_lie_on_each_other_share_one() -> None:
         shares = [scale.goodput_of(peer, failures, job, False) for failures in scale.FAILURES]
         return {"label": label, "seconds": seconds, "optimum": shares}
 
-    curves = [curve("anew", None), curve("slow", 300), curve("fast", 0.02), curve("near", 0.4)]
+    curves = [curve("again", None), curve("slow", 300), curve("fast", 0.02), curve("near", 0.4)]
     groups = [[each["label"] for each in group] for group in scale.alike(curves)]
-    assert groups == [["fast", "near"], ["slow"], ["anew"]]
+    assert groups == [["fast", "near"], ["slow"], ["again"]]
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"first_batch": []}'])
@@ -282,7 +282,7 @@ def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "| 1,000,000,000,000 |" in printed
     assert "| 16,384 |" in printed
-    assert "| theirs: epoch anew (no) |" in printed
+    assert "| theirs: epoch again (no) |" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(figures.read_text())
     assert set(report["environment"]) >= {"date", "python", "torch", "numpy", "midepoch", "cores", "memory_gibibytes"}

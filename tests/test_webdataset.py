@@ -1365,14 +1365,14 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path,
         write_shard(Path(urls[0]), range(50, 59))
         assert Path(urls[0]).stat().st_size == size
         os.utime(urls[0], (1, 1))  # nginx makes an etag of this and the size
-        with pytest.raises(SourceError, match=r"0\.tar has changed since it was indexed: wrap the pipeline anew"):
+        with pytest.raises(SourceError, match=r"0\.tar has changed since it was indexed: wrap the pipeline again"):
             got.extend(batches)
         assert digest(got) == whole[: len(got)]
         assert loader.state_dict()["position"] >= state["position"]
         Path(urls[0]).write_bytes(untouched)
-        with remote(base, urls, 0) as anew:
-            anew.load_state_dict(state)
-            assert digest(anew) == whole[1:]
+        with remote(base, urls, 0) as again:
+            again.load_state_dict(state)
+            assert digest(again) == whole[1:]
 
 
 def test_a_server_that_gives_no_parts_is_streamed(tmp_path: Path) -> None:

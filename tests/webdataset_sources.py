@@ -164,7 +164,7 @@ def indexed_sequential(
 def indexed_rebatched(
     *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
 ) -> midepoch.StatefulIterable:
-    """A WebLoader that takes batches apart, shuffles across workers and batches anew."""
+    """A WebLoader that takes batches apart, shuffles across workers and batches again."""
     urls = law_shards("indexed", _UNEQUAL)
     dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(5)
     dataset = dataset.map(Reading(read_log)).map(tuple_of).batched(4)

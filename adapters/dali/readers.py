@@ -356,7 +356,7 @@ class _Archives(Data):
             opened = self._files[shard] = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
         if _identity(opened) != self._stats[shard]:
             raise SourceError(
-                f"{self._paths[shard]} was changed after it was indexed: define the pipeline anew, or bring it back"
+                f"{self._paths[shard]} was changed after it was indexed: define the pipeline again, or bring it back"
             )
         content = os.pread(opened, size, offset)
         if len(content) < size:

@@ -198,7 +198,7 @@ class _Stream:
             self._failed = True  # a batch that nobody asked for
         if self._failed and not self.survives:
             raise SourceError(
-                "after an error, a DALI pipeline without exec_dynamic is of no use: make and wrap the iterator anew, "
+                "after an error, a DALI pipeline without exec_dynamic is of no use: make and wrap the iterator again, "
                 "and load the last state; or leave exec_dynamic at its default"
             )
         self._failed = False

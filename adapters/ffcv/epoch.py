@@ -168,7 +168,7 @@ def _run(step: Step, batch: Batch, memory: tuple[Any, Any], work: Work) -> None:
         position = batch.first + damage.place
         raise SourceError(
             f"sample {batch.indices[damage.place]} of {work.loader.fname}, at position {position} of epoch "
-            f"{work.epoch}, cannot be read: {damage.what}; write the file anew, or leave the sample out with indices="
+            f"{work.epoch}, cannot be read: {damage.what}; write the file again, or leave the sample out with indices="
         ) from None
     except MidepochError:
         raise

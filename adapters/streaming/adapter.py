@@ -595,7 +595,7 @@ def _tell(reason: str, error: Exception) -> None:
 def _failed() -> NoReturn:
     raise SourceError(
         "a thread of Streaming's that reads ahead has failed and ended this pass (its error stands in the output "
-        "above): mend what that says, make the StreamingDataset anew, and load the last state"
+        "above): mend what that says, make the StreamingDataset again, and load the last state"
     )
 
 

@@ -146,12 +146,12 @@ class ExactResume(Callback):
         validation = []
         made = private.validation_made_in(trainer)
         validated = [] if _will_ask_anew(trainer, made) else self._validation
-        # One that is not wrapped cannot be taken up in its middle, so all of them begin this validation anew.
-        anew = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
+        # One that is not wrapped cannot be taken up in its middle, so all of them begin this validation again.
+        again = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
         for index, each in enumerate(validated):
             if next_place is None:
                 validation.append(each.state(0, ended=True))
-            elif anew:
+            elif again:
                 validation.append(each.state(each.handed, ended=False))
             else:
                 loader, batch = next_place
@@ -165,10 +165,10 @@ class ExactResume(Callback):
             "ended": ended,
             "batches": progress.current.processed,
             "validation": validation,
-            "next_in_validation": None if anew else next_place,
+            "next_in_validation": None if again else next_place,
         }
         if next_place is not None:
-            _stand_in_validation(checkpoint["loops"]["fit_loop"], 0 if anew else None)
+            _stand_in_validation(checkpoint["loops"]["fit_loop"], 0 if again else None)
 
     def _validation_loaders(self, trainer: Any) -> list[Any]:
         combined = private.combined_of(trainer.fit_loop.epoch_loop.val_loop)
@@ -474,7 +474,7 @@ class _Handed:
 
 
 def _begin(loader: Loader | None, epoch: int) -> None:
-    """Begin with Lightning's epoch, where a loader was made anew in the middle of a run."""
+    """Begin with Lightning's epoch, where a loader was made again in the middle of a run."""
     if loader is not None and loader.position == 0:
         loader.set_epoch(epoch)
 
@@ -492,7 +492,7 @@ def _has_ended(trainer: Any) -> bool:
 
 
 def _will_ask_anew(trainer: Any, made: float) -> bool:
-    """Whether an epoch is over, and the next one asks for loaders anew. `made`: the epoch in which it did so last."""
+    """Whether an epoch is over, and the next one asks for loaders again. `made`: the epoch in which it did so last."""
     epochs, every = trainer.fit_loop.epoch_progress.current, trainer.reload_dataloaders_every_n_epochs
     return bool(every) and epochs.processed == epochs.ready and epochs.processed - made >= every
 
@@ -513,7 +513,7 @@ def _stand_in_validation(loops: dict[str, Any], done: int | None = None) -> None
 def _warn_of_bare(kind: str, bare: list[Any]) -> None:
     names = ", ".join(sorted({type(each).__name__ for each in bare}))
     warnings.warn(
-        f"{kind} loaders of type {names} are not wrapped, so they begin anew when a run resumes: pass "
+        f"{kind} loaders of type {names} are not wrapped, so they begin again when a run resumes: pass "
         "midepoch.wrap(loader)",
         MidepochWarning,
         stacklevel=2,

@@ -279,7 +279,7 @@ class _Cache:
         if not self._warned:
             self._warned = True
             _LOG.warning(
-                "%s; shards are indexed anew each time: let MIDEPOCH_CACHE or index_cache= name a folder with room, in "
+                "%s; shards are indexed again each time: let MIDEPOCH_CACHE or index_cache= name a folder with room, in "
                 "which you may make a folder of your own",
                 what,
             )
@@ -330,7 +330,7 @@ class _Cache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _LOG.warning("the index %s cannot be used and is built anew (%s)", self.folder / name, error)
+            _LOG.warning("the index %s cannot be used and is built again (%s)", self.folder / name, error)
             return None
         starts, lengths = np.frombuffer(body, "<i8").reshape(2, -1).astype(np.int64)
         return ShardIndex(shard, starts, lengths, head["checksum"])

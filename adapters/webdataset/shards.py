@@ -266,7 +266,7 @@ class RangeReader:
         if len(data) != length:
             raise SourceError(
                 f"{self._shards[number].url} gave {len(data)} of {length} bytes from byte {start} on: it has changed "
-                "since it was indexed; wrap the pipeline anew"
+                "since it was indexed; wrap the pipeline again"
             )
         return data
 
@@ -289,7 +289,7 @@ class RangeReader:
         if (state.st_size, str(state.st_mtime_ns)) != (shard.size, shard.stamp):
             raise SourceError(
                 f"{shard.url} has changed since it was indexed ({shard.size} bytes then, {state.st_size} now, or "
-                "another modification time): wrap the pipeline anew"
+                "another modification time): wrap the pipeline again"
             )
 
     def _open(self, number: int) -> int:
@@ -328,10 +328,10 @@ class RangeReader:
                 continue
             url = self._shards[number].url
             if getattr(answer, "status", None) == HTTPStatus.PRECONDITION_FAILED:
-                raise SourceError(f"{url} has changed since it was indexed: wrap the pipeline anew") from answer
+                raise SourceError(f"{url} has changed since it was indexed: wrap the pipeline again") from answer
             raise SourceError(
                 f"{url} could not be read at byte {start} ({type(answer).__name__}: {answer}): if it has changed, wrap "
-                "the pipeline anew"
+                "the pipeline again"
             ) from answer
         return answers
 

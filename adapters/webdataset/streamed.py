@@ -275,7 +275,7 @@ class _Layout(NamedTuple):
     Attributes:
         streams: their number.
         shards: their number.
-        shuffles: shards are shuffled anew for each pass.
+        shuffles: shards are shuffled again for each pass.
         buffer: samples in a stretch, which are shuffled together; 1 for none.
     """
 

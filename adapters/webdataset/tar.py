@@ -50,7 +50,7 @@ class TarError(SourceError):
 
     def __init__(self, archive: str, offset: int, what: str, truncated: bool = False) -> None:
         super().__init__(
-            f"{archive} is damaged at byte {offset}: {what}; write it anew, or leave it out (webdataset: or pass "
+            f"{archive} is damaged at byte {offset}: {what}; write it again, or leave it out (webdataset: or pass "
             "a handler that goes on)"
         )
         self.archive, self.offset, self.what, self.truncated = archive, offset, what, truncated

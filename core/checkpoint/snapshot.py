@@ -354,5 +354,5 @@ class Snapshot:
             except Exception as error:
                 raise SnapshotError(
                     f"{name} did not take its state ({type(error).__name__}: {error}): make it as it was, and start "
-                    "this process anew"
+                    "this process again"
                 ) from error

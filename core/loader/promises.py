@@ -26,4 +26,4 @@ def augmentations(options: Options, same_split: str = "") -> Capability:
 
 def replay_costs(why: str) -> Capability:
     """The answer of a source that has to be read again from its start."""
-    return Capability(False, f"a resume reads again, and drops, what was consumed: {why}")
+    return Capability(False, f"what was consumed has to be read again: {why}")

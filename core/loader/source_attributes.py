@@ -36,7 +36,7 @@ class SourceAttribute:
 class SourceDataset(SourceAttribute):
     """The source's dataset, if it can be indexed.
 
-    Of an iterable one, trainers that skip batches would make a plain loader, which begins anew without a word.
+    Of an iterable one, trainers that skip batches would make a plain loader, which begins again without a word.
     """
 
     def _read(self, source: Any) -> Any:

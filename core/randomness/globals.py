@@ -94,7 +94,7 @@ class LentGlobals:
 
 
 # --- what tells one state from another --------------------------------------------------------------------------------
-# The count of numbers drawn comes back to itself after 624, when all words have been made anew: it and some words do.
+# The count of numbers drawn comes back to itself after 624, when all words have been made again: it and some words do.
 
 
 class _Mark(Protocol):

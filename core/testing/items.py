@@ -209,7 +209,7 @@ def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a set by its items' digests, in order: its own order is that of hashes, which each process seeds anew."""
+    """Writes a set by its items' digests, in order: its own order is that of hashes, which each process seeds again."""
 
     def persistent_id(self, item: Any) -> Any:
         return (type(item).__name__, sorted(map(digest, item))) if type(item) in (set, frozenset) else None

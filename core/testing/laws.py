@@ -237,7 +237,7 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
 
 @law(
     "tail",
-    cause="the state counts what was prefetched, lacks the seed, or a random stream starts anew in the resumed process",
+    cause="the state counts what was prefetched, lacks the seed, or a random stream starts again in the resumed process",
     cure="count what the training loop has received, and key each sample's stream by (seed, epoch, position)",
 )
 def tail(examination: Examination) -> Outcome:
@@ -1004,7 +1004,7 @@ def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -
 def _draw() -> None:
     random.random()
     np.random.random(3)
-    # Not seeded anew: a loader may take torch's initial seed as its own.
+    # Not seeded again: a loader may take torch's initial seed as its own.
     torch.rand(5)
 
 

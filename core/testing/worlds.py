@@ -1,4 +1,4 @@
-"""The laws about several ranks: that they share an epoch, and that the rest of it can be shared anew."""
+"""The laws about several ranks: that they share an epoch, and that the rest of it can be shared again."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def find_target(target: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise TargetError(f"{module_name} has no function {name!r}: name one that builds a loader anew at each call")
+        raise TargetError(f"{module_name} has no function {name!r}: name one that builds a loader again at each call")
     function: Callable[..., Any] = found
     return function
 
