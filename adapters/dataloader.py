@@ -1,7 +1,7 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
-The user's DataLoader is only read. A reader makes its batches (midepoch.reading.indexed, driven or replay), in this
-process or in as many worker processes as the DataLoader names (midepoch.reading.workers).
+The user's DataLoader is never iterated. A reader makes its batches (midepoch.reading.indexed, driven, replay), in this
+process or in `num_workers` worker processes (midepoch.reading.workers).
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class MapDataLoaderAdapter(Adapter):
         if understood.shards and self.options.shard is None:
             raise UnsupportedSourceError(
                 f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): pass shard=False to leave that to it, or shard=True if it gives every rank the same "
-                "list"
+                "num_replicas): pass shard=False if it does, or shard=True if all ranks have the same list"
             )
         self._order, self._length = understood.order, length_of(self.source.dataset)
         self.tail, self.world = understood.tail, understood.world
@@ -82,7 +81,7 @@ class MapDataLoaderAdapter(Adapter):
             self._understand()
 
     def prepare(self, seed: int, epoch: int) -> None:
-        """The same; and build the list of a listed order."""
+        """Follow a changed dataset, and build the list of a listed order."""
         self.refresh()
         if isinstance(self._order, Listed):
             self._order.epoch(seed, epoch)
@@ -99,7 +98,7 @@ class MapDataLoaderAdapter(Adapter):
         return {**described, "shard": "own"} if self._own else described
 
     def drawing(self) -> tuple[object, ...]:
-        """As the loader reads."""
+        """The dataset and the collate function."""
         return self.source.dataset, self.source.collate_fn
 
     def capabilities(self) -> Capabilities:
@@ -125,17 +124,17 @@ class MapDataLoaderAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The CRC of a listed order's list, where the state stands inside its epoch."""
+        """Compare the CRC of a listed order's list, if the state stands inside an epoch."""
         if not isinstance(self._order, Listed):
             super().check_detail(detail, seed, epoch, position, world)
         elif detail:
             crc = self._order.epoch(seed, epoch).crc
             if detail != f"crc={crc}":
-                self._order.forget()  # the user may mend the sampler
+                self._order.forget()  # the user may fix the sampler
                 raise StateMismatchError(
-                    f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
+                    f"the list of epoch {epoch} differs: the state was saved with {detail}, but this sampler gives "
                     f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
-                    "this data again"
+                    "over with this data"
                 )
 
     def open(self, run: Run) -> Session:
@@ -145,12 +144,12 @@ class MapDataLoaderAdapter(Adapter):
         order = self._order.epoch(run.seed, run.epoch)
         requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
-        # With shard=False each rank's list is its own, and its CRC would make a state of one rank alone.
+        # With shard=False each rank has its own list, and its CRC would tie the state to one rank.
         detail = f"crc={order.crc}" if isinstance(order, ListedEpoch) and not self._own else ""
         return IteratorSession(answers, detail, close)
 
     def _own_run(self, run: Run) -> Run:
-        """This rank's data by itself: positions of all ranks divided by their number, and streams of its own."""
+        """A run over this rank's own data: positions divided by the number of ranks, and its own random streams."""
         world_size, share = run.world.world_size, run.share
         assert share is not None  # what can be indexed has a size
         position, size = run.position // world_size, share.size // world_size
@@ -185,7 +184,7 @@ class IterableDataLoaderAdapter(IterableAdapter):
         return iterates_as_torch(source) and isinstance(source.dataset, IterableDataset)
 
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """By the loader's worker processes."""
+        """Answer in the loader's worker processes."""
         return self._server(reader, requests, run)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Plain python: a list or tuple of batches, anything else with an index, iterables, and functions that make them."""
+"""Plain Python: a list or tuple of batches, anything else with an index, iterables, and functions that return them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class SequenceAdapter(Adapter):
         super().__init__(source, options)
         if options.shard is False:
             raise UnsupportedSourceError(
-                "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank items of "
+                "shard=False on a sequence: midepoch divides its items among the ranks; to give each rank items of "
                 "its own, pass world=midepoch.World() and keep one state for each rank"
             )
-        # Items of a list exist already: reading one draws nothing.
+        # The items of a list exist already, so reading one draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
         self._reader = MapReader(source, _as_it_is, True, False, streams)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Has a length and an index, and is no text."""
+        """Whether it has a length and an index, and is not text."""
         if isinstance(source, str | bytes | bytearray | memoryview | IterableDataset):
             return False
         indexed = isinstance(source, Sequence) or (isinstance(source, Dataset) and hasattr(source, "__getitem__"))
@@ -55,7 +55,7 @@ class SequenceAdapter(Adapter):
         return {"order": "sequential", "unit": "item"}
 
     def drawing(self) -> tuple[object, ...]:
-        """The sequence, whose items may be made as they are read."""
+        """The sequence, which may make its items as they are read."""
         return (self.source,)
 
     def capabilities(self) -> Capabilities:
@@ -88,7 +88,7 @@ class PlainIterableAdapter(IterableAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Anything that can be iterated or called, as the last resort."""
+        """Anything that can be iterated or called. This adapter is the last resort."""
         return hasattr(type(source), "__iter__") or (callable(source) and not isinstance(source, type))
 
 
@@ -99,11 +99,11 @@ def _refuse_what_cannot_restart(source: Any) -> None:
     if isinstance(source, set | frozenset):
         raise UnsupportedSourceError(f"the items of a {kind} come in another order in another process: wrap sorted(it)")
     iterates = getattr(type(source), "__iter__", None)
-    # A class of the user's own that returns itself may start over in __iter__; what is built in does not.
+    # A user's class that returns itself may start over in __iter__; a built-in iterator does not.
     if isinstance(source, Iterator) and not isinstance(iterates, types.FunctionType):
         raise UnsupportedSourceError(
-            f"a {kind} is an iterator: what it has given is gone, so it cannot be restarted; wrap the function that "
-            "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+            f"a {kind} is an iterator, which cannot be restarted: wrap the function that makes it, "
+            " as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
         )
 
 

@@ -1,4 +1,4 @@
-"""DALI's checkpoints: what a state holds of them, and how one is moved on without running the pipeline."""
+"""DALI's checkpoints: how a state contains them, and how to advance one without running the pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Where = tuple[int, int]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What it takes to open a session somewhere.
+    """Everything needed to open a session at a place.
 
     Attributes:
         at: where the checkpoints were taken.
@@ -43,7 +43,7 @@ class Checkpoint:
 
     @classmethod
     def opened(cls, detail: str, place: Where, seed: int, world: World) -> Checkpoint:
-        """What was sealed, if it belongs to this place, seed and rank.
+        """The sealed checkpoint, if it belongs to this place, seed and rank.
 
         Raises:
             StateCorruptError: it does not, or was damaged: DALI would crash, hang, or go on with other data.
@@ -86,7 +86,7 @@ _PIPELINE_DATA, _ITERATOR_DATA = 1, 2
 
 
 def moved_on(checkpoint: bytes, readers: dict[str, int], batches: int, counted: int) -> bytes:
-    """The checkpoint as it would be `batches` later, as far as it says what is read next.
+    """The checkpoint as it would be `batches` later, as far as the readers are concerned.
 
     Random operators stay where they are: they go on with the numbers that the skipped batches would have had.
 

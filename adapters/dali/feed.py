@@ -1,4 +1,4 @@
-"""What goes into a pipeline from outside: which samples, and their random parameters, batch by batch.
+"""The external inputs of a pipeline: the samples and their random parameters, batch by batch.
 
 DALI asks by the number of the batch since its last reset; the feed answers by arithmetic, so it keeps no progress.
 """
@@ -27,7 +27,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Data(ABC):
-    """What a reader reads: samples by index.
+    """The data of a reader: samples by index.
 
     Attributes:
         kind: "file", "numpy" or "webdataset".
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """From a place on: which samples the batches hold, epoch after epoch.
+    """The batches from a place on, epoch after epoch, and the samples in each.
 
     Args:
         seed: of the order and of the streams.
@@ -83,14 +83,14 @@ class Plan:
         """(epoch, step within the share, share) of a batch, counted from 0. Asked in increasing order."""
         while batch - self._first >= self._share.steps > 0:
             if self._share.global_steps > self._share.steps:
-                break  # other ranks have another batch: the next epoch is not for this one to begin
+                break  # other ranks have another batch, so this rank must not begin the next epoch
             self._first += self._share.steps
             self._epoch += 1
             self._share = dataclasses.replace(self._share, start=0)
         return self._epoch, batch - self._first, self._share
 
     def step(self, batch: int) -> Step | None:
-        """The batch, or None where this rank has none."""
+        """The batch, or None if this rank has none."""
         epoch, number, share = self.place(batch)
         if number >= share.steps:
             return None
@@ -109,7 +109,7 @@ class Plan:
 
 
 class Feed:
-    """The sources of one pipeline. They give nothing until there is a plan.
+    """The external sources of one pipeline. They are empty until they have a plan.
 
     Attributes:
         data, order, world, drop_last: as the reader in the graph stated them.
@@ -130,7 +130,7 @@ class Feed:
         self._last: tuple[int, Step | None] = (-1, None)
 
     def give(self, plan: Plan | None) -> None:
-        """From DALI's next reset on."""
+        """Follow `plan` from DALI's next reset on."""
         self.plan, self.failure, self._last = plan, None, (-1, None)
 
     def _step(self, batch: int) -> Step:
@@ -149,7 +149,7 @@ class Feed:
             step = self._step(info.iteration)
             try:
                 return values(step)
-            except Exception as error:  # raised where the batch is handed out, not where it is prefetched
+            except Exception as error:  # raised when the batch is handed out, not when it is prefetched
                 self.failure = (info.iteration, error)
                 raise StopIteration from error
 
@@ -158,7 +158,7 @@ class Feed:
         return list(nodes)
 
     def draw(self, kind: str, outputs: int, values: Callable[[npt.NDArray[np.uint64]], tuple[Any, ...]]) -> list[Any]:
-        """The nodes of random parameters. `values` gets the samples' keys, other ones for each call in the graph."""
+        """The nodes of random parameters. `values` gets the samples' keys, which differ for each call in the graph."""
         place = len(self.draws)
         self.draws.append(kind)
         word = extend_key(0, _PARAMETERS, place)
@@ -169,7 +169,7 @@ class Feed:
         return self.connect(outputs, drawn)
 
 
-# Tells the parameters' keys from those of code that draws from a sample's own stream.
+# Keeps the parameters' keys apart from those of a sample's own stream.
 _PARAMETERS = int.from_bytes(b"dali", "big")
 
 _FEEDS: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
@@ -189,12 +189,12 @@ def current_feed(caller: str) -> Feed:
     pipeline = Pipeline.current()
     if pipeline is None:
         raise RuntimeError(f"{caller} was called outside a pipeline: call it in a function marked with @pipeline_def")
-    private.let_be_empty(pipeline)  # it gives nothing until it is wrapped
+    private.let_be_empty(pipeline)  # it is empty until it is wrapped
     return _FEEDS.setdefault(pipeline, Feed())
 
 
 def add_a_thread() -> None:
-    """One more for the pipeline that is being defined, in place of that in which DALI's readers read ahead.
+    """Add a thread to the pipeline that is being defined, in place of the one in which DALI's readers prefetch.
 
     What a feed names is read by the pipeline's own threads, between two operators that decode and resize.
     """

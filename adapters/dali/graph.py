@@ -1,4 +1,4 @@
-"""A DALI pipeline's graph: what is in it, what a state depends on, and the same graph on another shard."""
+"""A DALI pipeline's graph: its operators, its fingerprint, and the same graph on another shard."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
 _SCHEMA, _INPUTS, _OUTPUTS, _ARGUMENTS, _NAME = 1, 2, 3, 4, 5
 _ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR = 1, 2, 4, 5, 6, 7, 8
 
-# Where a graph was written down, how fast it runs, and which part of the data it reads: nothing that a state needs.
+# A state does not depend on where a graph was defined, how fast it runs, or which part of the data it reads.
 _IMMATERIAL = {
     "_display_name", "_module", "bytes_per_sample_hint", "cache_header_information", "device_memory_padding",
     "device_memory_padding_jpeg2k", "dont_use_mmap", "host_memory_padding", "host_memory_padding_jpeg2k",
     "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name",
     "read_ahead", "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
 }  # fmt: skip
-# Of a reader: told apart by their content, not by their text.
+# Arguments of a reader that are compared by the content they name.
 _PATHS = {
     "annotations_file", "db_folder", "file_list", "file_root", "filenames", "files", "index_path", "index_paths",
     "labels", "manifest_filepaths", "meta_files_path", "path", "paths",
 }  # fmt: skip
-_LARGEST_LIST = 16 << 20  # bytes of a file whose content is compared; of a larger one the size is
+_LARGEST_LIST = 16 << 20  # bytes: a file's content is compared up to this size, beyond it the size alone
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Operator:
         return next((field.integer for field in self.arguments.get(name, ()) if field.number == _INTEGER), default)
 
     def flag(self, name: str) -> bool:
-        """A boolean argument, False where it is not given."""
+        """A boolean argument, False by default."""
         return any(field.integer for field in self.arguments.get(name, ()) if field.number == _BOOLEAN)
 
     def texts(self, name: str) -> list[str]:
@@ -65,23 +65,23 @@ class Operator:
 
     @property
     def is_reader(self) -> bool:
-        """Reads a data set by itself, in an order of its own."""
+        """Whether it reads a data set in an order of its own."""
         schema = dali_backend.TryGetSchema(self.schema)
         return schema is not None and schema.HasArgument("num_shards")
 
     @property
     def is_random(self) -> bool:
-        """Draws random numbers from a generator of its own."""
+        """Whether it draws random numbers from a generator of its own."""
         schema = dali_backend.TryGetSchema(self.schema)
         return schema is not None and schema.HasRandomStateArg()
 
     @property
     def has_callback(self) -> bool:
-        """Calls python, which a serialized graph cannot hold."""
+        """Whether it calls Python, which a serialized graph cannot contain."""
         return private.calls_python(self.schema)
 
     def described(self) -> list[Any]:
-        """What results depend on, but for what the operator reads."""
+        """All that results depend on, except the data that the operator reads."""
         wires = [(field.number, field.data) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
         hidden = _IMMATERIAL | (_PATHS if self.is_reader else set())
         kept = {
@@ -108,7 +108,7 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of all that results depend on, but for the data and the shard."""
+        """Sixteen hexadecimal digits of all that results depend on, except the data and the shard."""
         described = [operator.described() for operator in self.operators]
         outputs = [field.data for field in self._fields if field.number == _PIPELINE_OUTPUTS]
         return hashlib.blake2b(repr((described, outputs)).encode(), digest_size=8).hexdigest()
@@ -151,7 +151,7 @@ def _with_integers(message: bytes, **integers: int) -> bytes:
     return pack(fields)
 
 
-# --- what a reader reads ---------------------------------------------------------------------------------------------
+# --- the data of a reader ---------------------------------------------------------------------------------------------
 
 
 def identity(reader: Operator, size: int) -> str:
@@ -224,7 +224,7 @@ def settings_of(pipeline: Any) -> dict[str, Any]:
 
 def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:
     """A pipeline of this graph that keeps checkpoints, restored from one."""
-    # Pipeline.deserialize(..., checkpoint=...) ignores the checkpoint without a word.
+    # Pipeline.deserialize(..., checkpoint=...) silently ignores the checkpoint.
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)
     return pipeline

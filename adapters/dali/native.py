@@ -1,4 +1,4 @@
-"""A DALI iterator as its user built it: resumed by DALI's own checkpoints, which each rank keeps for itself."""
+"""A DALI iterator as its user built it, resumed by DALI's own checkpoints, of which each rank has its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
 
-_MOST_EPOCHS = 100_000  # that a checkpoint is moved on over, one after the other
+_MOST_EPOCHS = 100_000  # over which a checkpoint is advanced, one by one
 
 _WRITE_A_FACTORY = (
     "wrap a function that makes it: midepoch.wrap(dali.factory(make)) from midepoch.adapters.dali, where "
@@ -43,7 +43,7 @@ class Factory:
         self._make, self.pipelines = make, pipelines
 
     def __call__(self, checkpoints: tuple[bytes, ...]) -> Any:
-        """An iterator whose pipelines keep checkpoints and go on from these, if there are any."""
+        """An iterator whose pipelines keep checkpoints, and continue from these if given."""
         restored = checkpoints or (None,) * self.pipelines
         made = self._make(*({"enable_checkpointing": True, "checkpoint": checkpoint} for checkpoint in restored))
         if (
@@ -61,7 +61,7 @@ class Factory:
                 "the factory's pipelines were not built with the checkpoints it was given: pass **checkpointing to "
                 "each, in the order of the arguments"
             )
-        private.leave_resets_to_us(made)  # the end of an epoch is the adapter's
+        private.leave_resets_to_us(made)  # the adapter handles the end of an epoch
         return made
 
 
@@ -140,7 +140,7 @@ class NativeAdapter(Adapter):
                     )
 
     def describe(self) -> dict[str, str]:
-        """Every part that DALI itself does not check: the data, the reader's order, the graph, the format."""
+        """Everything that DALI itself does not check: the data, the reader's order, the graph, the format."""
         template = self._template
         described = {
             "unit": "batch",
@@ -160,7 +160,7 @@ class NativeAdapter(Adapter):
         return described
 
     def capabilities(self) -> Capabilities:
-        """As DALI's checkpoints have it."""
+        """Those of DALI's checkpoints."""
         exact = "DALI's checkpoint holds the state of each random operator"
         if self._factory is not None:
             exact += "; python functions and sources must be functions of their arguments"
@@ -176,7 +176,7 @@ class NativeAdapter(Adapter):
     # --- shards and lengths ---
 
     def _shards(self, world: World) -> int:
-        """How many shards the readers have to divide their data into; 0: as they were built."""
+        """The number of shards for the readers; 0 to leave them as built."""
         if self.options.shard is False or (world.world_size == 1 and not self.options.shard):
             return 0
         return world.world_size * len(self._graphs)
@@ -222,26 +222,26 @@ class NativeAdapter(Adapter):
 
     @functools.cached_property
     def _reader_metas(self) -> list[dict[str, Any]]:
-        """What each pipeline says of its readers, by their names."""
+        """Each pipeline's metadata of its readers, by name."""
         pairs = zip(private.pipelines_of(self._template), self._graphs, strict=True)
         return [pipeline.reader_meta() if graph.readers else {} for pipeline, graph in pairs]
 
     def _metas(self, world: World) -> list[dict[str, Any]]:
-        """What `Pipeline.reader_meta` will say of the main reader of each pipeline."""
+        """The `Pipeline.reader_meta` of each pipeline's main reader."""
         name = private.reader_name(self._template)
         if not name:
             return [{} for _ in self._graphs]
         metas = [dict(meta[name]) for meta in self._reader_metas]
         shards = self._shards(world)
         if shards:
-            self._serialized(world)  # refuses shards that are others'
+            self._serialized(world)  # refuses shards of another world
             for place, meta in enumerate(metas):
                 meta["number_of_shards"], meta["shard_id"] = shards, world.rank * len(metas) + place
                 meta["epoch_size_padded"] = -(-meta["epoch_size"] // shards) * shards
         return metas
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks, where DALI counts them."""
+        """Batches of all ranks, if DALI knows them."""
         batches = self._epochs_of(world).batches(epoch)
         return None if batches is None else batches * world.world_size
 
@@ -253,7 +253,7 @@ class NativeAdapter(Adapter):
         return stated or (readers[0].integer("num_shards", 1) if readers else 1)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Its own checksum, place, seed and rank; DALI sees a checkpoint only after that."""
+        """Check checksum, place, seed and rank before DALI sees the checkpoint."""
         if not detail:
             if (epoch, position) != (0, 0):
                 raise StateCorruptError(
@@ -271,7 +271,7 @@ class NativeAdapter(Adapter):
         _check_reach(checkpoint.at, checkpoint.to)
 
     def lead(self, here: Place, there: Where, seed: int, world: World) -> str:
-        """By moving the checkpoint on: readers skip without reading, random operators go on where they stood."""
+        """Advance the checkpoint: readers skip without reading, random operators continue where they stood."""
         known = Checkpoint.opened(here.detail, here[:2], seed, world) if here.detail else None
         if known is None or there < known.at:
             known = Checkpoint((0, 0), there, False, self._stated_shards(world), ())
@@ -286,7 +286,7 @@ class NativeAdapter(Adapter):
         return _NativeSession(self, run)
 
     def reach(self, run: Run) -> _Live:
-        """An iterator whose next batch is the run's first; the one that is at hand, if it stands right."""
+        """An iterator whose next batch is the run's first: the live one if it stands there, else another."""
         place = (run.epoch, run.position)
         shards = self._stated_shards(run.world)
         checkpoint = Checkpoint((0, 0), place, False, shards, ())
@@ -306,7 +306,7 @@ class NativeAdapter(Adapter):
         self._live = live
 
     def _taken_over(self, run: Run) -> _Live | None:
-        """The user's own pipelines, where rebuilt ones would be the same; None where they would not, or are gone."""
+        """The user's own pipelines, if rebuilt ones would be the same; else, or once they are gone, None."""
         source, template = self.source, self._template
         if self._factory is not None or not private.keeps_checkpoints(template) or not private.is_new(source):
             return None
@@ -320,7 +320,7 @@ class NativeAdapter(Adapter):
     def _moved(
         self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
     ) -> _Live:
-        """An iterator that goes on from these checkpoints: this one's pipelines if they have not run, or new ones."""
+        """An iterator that continues from these checkpoints, over the user's pipelines if these have not run."""
         if live is not None and checkpoints and private.is_new(live.iterator):
             pipelines = private.pipelines_of(live.iterator)
             try:
@@ -331,17 +331,17 @@ class NativeAdapter(Adapter):
                 raise _cannot_build(error) from error
             return _Live(private.with_pipelines(self._template, pipelines), place, ended)
         if live is not None:
-            self._end(live)  # lets go of its memory before another is made
+            self._end(live)  # release its memory before another one is made
         return self._make(checkpoints, place, ended, run)
 
     def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _Live:
         if self._factory is not None:
-            self._serialized(run.world)  # refuses shards that are others'
+            self._serialized(run.world)  # refuses shards of another world
             return _Live(self._factory(checkpoints), place, ended)
         pipelines = []
         for number, (serialized, settings) in enumerate(zip(self._serialized(run.world), self._settings, strict=True)):
             if settings["seed"] is None or self.options.seed is not None:
-                # DALI takes 63 bits. Ranks draw different numbers, as their readers give different samples.
+                # DALI takes 63 bits. Ranks must draw different numbers, because their samples differ.
                 settings = {
                     **settings,
                     "seed": derive_key(run.seed, run.world.rank * len(self._settings) + number) >> 1,
@@ -369,7 +369,7 @@ class NativeAdapter(Adapter):
             return live
         left = batches - position // ranks
         skipped = left if wanted is None else min(wanted, left)
-        # A padded epoch's end cannot be written into a checkpoint: its last batch is run.
+        # A checkpoint cannot express the end of a padded epoch, so its last batch is run.
         padded = skipped == left and any(reader.flag("pad_last_batch") for reader in self._graphs[0].readers)
         skipped -= padded
         if skipped:
@@ -396,12 +396,12 @@ class NativeAdapter(Adapter):
             self._end(live)
 
     def _end(self, live: _Live) -> None:
-        self._reader_metas  # noqa: B018  # as long as the template's pipelines, which these may be, can be asked
+        self._reader_metas  # noqa: B018  # asked while the template's pipelines, perhaps these, still exist
         live.end()
 
 
 class _Live:
-    """An iterator that runs, and where it stands.
+    """A live iterator, and where it stands.
 
     Attributes:
         place: of its next batch.
@@ -426,7 +426,7 @@ class _Live:
         if not self.ended:
             return next(self.iterator)
         try:
-            batch = next(self.iterator)  # at once, if the iterator reset itself while it was restored
+            batch = next(self.iterator)  # now, if the iterator reset itself while it was restored
         except StopIteration:
             self.iterator.reset()
             batch = next(self.iterator)
@@ -439,7 +439,7 @@ class _Live:
             private.stop(pipeline)
 
     def settle(self) -> None:
-        """Tell DALI of the end of the epoch before."""
+        """Tell DALI that the previous epoch has ended."""
         if self.ended:
             with contextlib.suppress(StopIteration):
                 next(self.iterator)
@@ -470,7 +470,7 @@ def _check_reach(at: Where, to: Where) -> None:
 
 
 class _Mark(NamedTuple):
-    """Where DALI stood: the place, whether it is to be told of an epoch's end, and a checkpoint for each pipeline."""
+    """Where DALI stood: the place, whether an epoch's end is still to be reported, and each pipeline's checkpoint."""
 
     place: Where
     ended: bool
@@ -478,7 +478,7 @@ class _Mark(NamedTuple):
 
 
 class _NativeSession(Session):
-    """Marked by DALI's checkpoints before each batch, which take it about 0.1 ms and 300 bytes."""
+    """A session whose marks are DALI's checkpoints. Each takes about 0.1 ms and 300 bytes."""
 
     marks = True
 
@@ -513,7 +513,7 @@ class _NativeSession(Session):
             self._adapter._end(live)
             raise SourceError(
                 f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
-                f"ranks) or, without exec_dynamic, shortly after it: {first_line(error)}. Mend the data, or skip the "
+                f"ranks) or, without exec_dynamic, shortly after it: {first_line(error)}. Fix the data, or skip the "
                 f"batch: loader.seek(position={place[1] + self._run.world.world_size})"
             ) from error
         live.place = (place[0], place[1] + self._run.world.world_size)
@@ -524,7 +524,7 @@ class _NativeSession(Session):
         return batch
 
     def mark(self) -> _Mark | None:
-        """DALI's checkpoints; at the end of an epoch of unknown length, those from before it was found."""
+        """DALI's checkpoints; at the end of an epoch of unknown length, those taken before the end was found."""
         live = self._live
         if live is not None and not self._ended:
             self._marked = _Mark(live.place, live.ended, tuple(live.iterator.checkpoints()))
@@ -539,7 +539,7 @@ class _NativeSession(Session):
         return Checkpoint(mark.place, mark.place, mark.ended, shards, mark.checkpoints).sealed(run.seed, run.world)
 
     def following(self) -> str:
-        """The checkpoints at the epoch's end, which the next one begins with."""
+        """The checkpoints at the epoch's end, from which the next epoch begins."""
         return self.detail(self.mark())
 
     def close(self) -> None:
@@ -554,7 +554,7 @@ def _cannot_build(error: RuntimeError) -> SourceError:
 
 
 def first_line(error: BaseException) -> str:
-    """What DALI complains of, without its tracebacks."""
+    """DALI's error message without its tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for place, line in enumerate(lines):
         if line.startswith("encountered:") and place + 1 < len(lines):

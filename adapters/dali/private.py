@@ -1,4 +1,4 @@
-"""What midepoch uses of DALI that DALI does not promise, checked when it is imported.
+"""Private parts of DALI that midepoch uses, checked on import.
 
 DALI has no interface for what is needed here: an iterator over other pipelines, its counting without pipelines, a
 pipeline that is restored after it was built, the graph of one with Python functions in it.
@@ -70,7 +70,7 @@ for _name in ("AddOperator", "SerializeToProtobuf", "SetOutputDescs"):
 
 
 def check(iterator: Any) -> None:
-    """Raise UnsupportedSourceError unless an iterator and its pipelines have what is used of them."""
+    """Raise UnsupportedSourceError unless an iterator and its pipelines have the parts used here."""
     _DALI.check(
         iterator, "_auto_reset", "_counter", "_enable_checkpointing", "_ever_consumed", "_ever_scheduled",
         "_first_batch", "_last_batch_padded", "_last_batch_policy.name", "_num_gpus", "_pipes", "_reader_name", "_size",
@@ -87,7 +87,7 @@ def check(iterator: Any) -> None:
 
 @functools.cache
 def survive_forks() -> None:
-    """Leave pipelines alone in processes that are forked from here on. Once for a process, and not to be undone.
+    """Do not destroy pipelines in processes forked from now on. Done once per process, and never undone.
 
     A pipeline has threads, which a forked process has not: where one is garbage when a DataLoader's workers are forked,
     and is collected there, its ``__del__`` waits for them for ever or ends the worker. So what is there at a fork
@@ -126,19 +126,19 @@ def pipelines_of(iterator: Any) -> list[Any]:
 
 
 def take_pipelines(iterator: Any) -> list[Any]:
-    """Its pipelines, for a loader to use; the iterator's user is told so from then on."""
+    """Take an iterator's pipelines for a loader. Using the iterator itself then raises an error."""
     pipelines = pipelines_of(iterator)
     iterator._pipes = [TakenOver() for _ in pipelines]
     return pipelines
 
 
 def keeps_checkpoints(iterator: Any) -> bool:
-    """Whether its pipelines were built so that they can give checkpoints."""
+    """Whether its pipelines were built to give checkpoints."""
     return bool(iterator._enable_checkpointing)
 
 
 def leave_resets_to_us(iterator: Any) -> None:
-    """Let it raise StopIteration at the end of an epoch, and not begin the next."""
+    """Make it raise StopIteration at the end of an epoch without starting the next."""
     iterator._auto_reset = "no"
 
 
@@ -148,13 +148,13 @@ def last_batch(iterator: Any) -> str:
 
 
 def reader_name(iterator: Any) -> str | None:
-    """The reader by which it counts, if any."""
+    """The name of the reader by which it counts, if any."""
     name: str | None = iterator._reader_name
     return name
 
 
 def given_size(iterator: Any) -> int:
-    """The size by which it counts; -1 where it was given none."""
+    """The size by which it counts; -1 if none was given."""
     return int(iterator._size)
 
 
@@ -169,10 +169,10 @@ def drop_first_batch(iterator: Any) -> None:
 
 
 def check_unused(iterator: Any) -> None:
-    """Raise UnsupportedSourceError if an iterator does not stand at its very beginning."""
+    """Raise UnsupportedSourceError unless an iterator is new."""
     if iterator._ever_consumed:
         raise UnsupportedSourceError(
-            "this DALI iterator has given out batches, of which nothing was kept: wrap it before its first batch"
+            "this DALI iterator has handed out batches, which midepoch cannot count: wrap it before its first batch"
         )
     if any(pipeline.is_restored_from_checkpoint for pipeline in iterator._pipes):
         raise UnsupportedSourceError(
@@ -182,7 +182,7 @@ def check_unused(iterator: Any) -> None:
 
 
 def is_new(iterator: Any) -> bool:
-    """Whether its pipelines stand where DALI restores a checkpoint: they are built, and nothing has run."""
+    """Whether DALI can restore a checkpoint into its pipelines: they are built and have not run."""
     return not iterator._ever_scheduled and all(
         not isinstance(pipeline, TakenOver)
         and pipeline._first_iter
@@ -193,12 +193,12 @@ def is_new(iterator: Any) -> bool:
 
 
 class TakenOver:
-    """In an iterator whose pipelines a loader has taken: its user would take batches from that loader."""
+    """Replaces the pipelines that a loader has taken from an iterator. Any use raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedSourceError(
-            "the pipelines of this DALI iterator belong to the loader that midepoch.wrap made of it: take batches from "
-            "that one, or make another iterator"
+            "the loader that midepoch.wrap returned now owns the pipelines of this DALI iterator: take batches from "
+            "that loader, or make another iterator"
         )
 
 
@@ -207,7 +207,7 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
     iterator = copy.copy(template)
     by_reader = bool(template._reader_name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DALI's advice against size=, which the user has seen
+        warnings.simplefilter("ignore")  # the user has seen DALI's advice against size=
         _Base.__init__(
             iterator,
             pipelines,
@@ -216,7 +216,7 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
             auto_reset=False,
             last_batch_padded=False if by_reader else template._last_batch_padded,
             last_batch_policy=template._last_batch_policy,
-            # A restored iterator would swallow the end of an epoch, and raise here what the first batch raises.
+            # A restored iterator would hide the end of an epoch, and raise the first batch's errors here.
             prepare_first_batch=False,
         )
     iterator._first_batch = None
@@ -224,7 +224,7 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
 
 
 class _Still:
-    """Stands in for a pipeline where only the iterator's counting is wanted."""
+    """Replaces a pipeline in an iterator that is only used to count."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self._meta = meta
@@ -248,7 +248,7 @@ class _Still:
 
 
 class Epochs:
-    """Batches in each epoch: DALI's own counting, carried out by an iterator without pipelines.
+    """The number of batches in each epoch, counted by a DALI iterator without pipelines.
 
     Where DALI fills the last batch from the next epoch, epochs differ in length.
     """
@@ -264,7 +264,7 @@ class Epochs:
         self._period: tuple[int, int] | None = None  # (first epoch, number of epochs)
 
     def batches(self, epoch: int) -> int | None:
-        """Batches of one process in this epoch; None where DALI does not know before it ends."""
+        """Batches of one process in this epoch; None if DALI does not know before it ends."""
         if self._iterator._size < 0:
             return None
         while epoch >= len(self._found) and self._period is None:
@@ -305,7 +305,7 @@ def sources_of(pipeline: Any) -> list[Any]:
 
 
 def let_be_empty(pipeline: Any) -> None:
-    """Let an iterator be made over a pipeline that has nothing to give yet.
+    """Allow an iterator over a pipeline whose sources are still empty.
 
     DALI's iterators run a batch when they are made, and raise if they find none, but for restored pipelines, which may
     stand at the end of an epoch.
@@ -329,7 +329,7 @@ def stop(pipeline: Any) -> None:
 
 
 def drain(pipeline: Any) -> bool:
-    """Run a pipeline that finds nothing more to give, until it is empty. False: a batch could not be read."""
+    """Run a pipeline whose sources have ended until it is empty. Returns False if a batch could not be read."""
     sound = True
     with pipeline._check_api_type_scope(types.PipelineAPIType.ITERATOR):
         pipeline.schedule_run()
@@ -343,7 +343,7 @@ def drain(pipeline: Any) -> bool:
 
 
 def serialize(pipeline: Any) -> bytes:
-    """The graph of a pipeline, with external sources in the place of operators that DALI cannot serialize."""
+    """The serialized graph of a pipeline, with external sources in place of operators that DALI cannot serialize."""
     try:
         serialized: bytes = pipeline.serialize()
     except RuntimeError:
@@ -351,7 +351,7 @@ def serialize(pipeline: Any) -> bytes:
             raise
     else:
         return serialized
-    # Never built, only written down.
+    # Never built, only serialized.
     backend = dali_backend.Pipeline(pipeline._get_params())
     for operator in pipeline._ops:
         if not calls_python(operator._op.schema.Name()):
@@ -369,11 +369,11 @@ def serialize(pipeline: Any) -> bytes:
 
 
 def calls_python(schema: str) -> bool:
-    """Whether operators of this schema call Python, which a serialized graph cannot hold."""
+    """Whether operators of this schema call Python, which a serialized graph cannot contain."""
     return schema == "ExternalSource" or "PythonFunction" in schema or "Numba" in schema
 
 
 def restore(pipeline: Any, checkpoint: bytes) -> None:
-    """Let a pipeline that is built and has not run go on from a checkpoint: DALI's own last step in building it."""
+    """Restore a checkpoint into a pipeline that is built and has not run, as DALI's own build does last."""
     pipeline._checkpoint = checkpoint
     pipeline._restore_state_from_checkpoint()

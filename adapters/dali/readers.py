@@ -322,7 +322,7 @@ class _Archives(Data):
                     continue
                 if absent and missing == "error":
                     raise SourceError(
-                        f"{archive.path}: sample {key!r} has no {', '.join(absent)}; mend the archive, or pass "
+                        f"{archive.path}: sample {key!r} has no {', '.join(absent)}; fix the archive, or pass "
                         "missing_component_behavior='skip'"
                     )
                 rows.append(

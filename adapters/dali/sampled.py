@@ -151,7 +151,7 @@ class _SampledSession(Session):
             raise SourceError(
                 f"DALI failed {self._adapter.describe_batch(run, self._taken)}"
                 f"{'' if self._stream.survives else ', or, without exec_dynamic, shortly after it'}: "
-                f"{first_line(error)}. Mend the data, or skip the batch: loader.seek(position="
+                f"{first_line(error)}. Fix the data, or skip the batch: loader.seek(position="
                 f"{min(position, share.size)})"
             ) from error
         self._taken += 1

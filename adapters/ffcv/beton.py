@@ -147,7 +147,7 @@ def describe(reader: Any) -> str:
                 file.seek(place)
                 crc = zlib.crc32(file.read(_PROBE), crc)
     except OSError as error:
-        raise SourceError(f"{reader.file_name} could not be read ({error}): mend what it lies on") from error
+        raise SourceError(f"{reader.file_name} could not be read ({error}): fix what it lies on") from error
     return f"{reader.num_samples}:{crc:08x}"
 
 

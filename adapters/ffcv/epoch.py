@@ -175,7 +175,7 @@ def _run(step: Step, batch: Batch, memory: tuple[Any, Any], work: Work) -> None:
     except Exception as error:
         raise SourceError(
             f"{step.name} failed on positions {batch.first} to {batch.stop - 1} of epoch {work.epoch} "
-            f"(samples {_shown(batch.indices)} of {work.loader.fname}): {_first_line(error)}; mend the "
+            f"(samples {_shown(batch.indices)} of {work.loader.fname}): {_first_line(error)}; fix the "
             "operation or the data, then go on: the next batch is this one again"
         ) from error
 

@@ -1,6 +1,6 @@
 """Compiled code, shared: one kernel for all Loaders whose operations say the same.
 
-Compiling takes seconds for each operation, and FFCV does it again for each Loader. Here what was compiled is found again
+Compiling takes seconds for each operation, and FFCV repeats it for each Loader. Here what was compiled is found again
 by what it says: bytecode, the values it encloses, the module-level values it names, and how it was compiled. So a
 second Loader with the same pipeline starts at once, and one with ``recompile=True`` compiles only what has changed.
 

@@ -72,7 +72,7 @@ class Pages:
                 count = os.preadv(self._file, [memory[done:]], first + done)
             except OSError as error:
                 raise SourceError(
-                    f"{self._path} could not be read at byte {first + done} ({error}): mend what it lies on; the next "
+                    f"{self._path} could not be read at byte {first + done} ({error}): fix what it lies on; the next "
                     "batch is the one that was not given"
                 ) from error
             if not count:

@@ -1,6 +1,6 @@
-"""Sources that keep a state of their own: it is carried, checked and shared out like every other.
+"""Sources that keep a state of their own, which midepoch's state carries.
 
-Those whose states are known to fall short get what they lack, or are left to a replay.
+Where such a state is known to be incomplete, midepoch adds what it lacks, or replays the source instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StatefulAdapter(Adapter):
     unit = "batch"
     seals_detail = True
     remembers = False
-    rewinds: ClassVar[bool] = False  # an iterator of the source begins an epoch, wherever others have led the source
+    rewinds: ClassVar[bool] = False  # each new iterator starts an epoch, whatever earlier ones did
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -51,26 +51,26 @@ class StatefulAdapter(Adapter):
         self._first_state = None if self.rewinds else self._state_now()
         if options.shard:
             raise UnsupportedSourceError(
-                f"shard=True: {type(source).__name__} keeps a state of its own, which says nothing of ranks; shard "
-                "what it reads, or wrap a plain loader"
+                f"shard=True: {type(source).__name__} keeps a state of its own, which knows no ranks; shard what it "
+                "reads, or wrap a plain loader"
             )
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Has the three methods, and is iterable as data is: modules and optimizers are not."""
+        """Whether it is an iterable with the two methods. Modules and optimizers are not iterable."""
         if _is_of("datasets", source):
-            return False  # left to a replay, if `DatasetsAdapter` does not take it
+            return False  # replayed, unless `DatasetsAdapter` takes it
         methods = all(callable(getattr(source, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
-        # What derives from StatefulIterable has the methods from us.
+        # Classes derived from StatefulIterable have our own methods.
         return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks, where the source knows its own."""
+        """Batches of all ranks, if the source knows its own number."""
         length = length_of(self.source)
         return None if length is None else length * world.world_size
 
     def describe(self) -> dict[str, str]:
-        """The kind of source, since another's state means nothing to it, and what loaders' states depend on."""
+        """The class of the source, and whatever its state depends on."""
         described = {"source": f"{type(self.source).__module__}.{type(self.source).__qualname__}"}
         for name in ("batch_size", "drop_last", "num_workers"):
             value = getattr(self.source, name, None)
@@ -80,7 +80,7 @@ class StatefulAdapter(Adapter):
         return described if samples is None else {**described, "samples": str(samples)}
 
     def capabilities(self) -> Capabilities:
-        """As the source's own state has it."""
+        """Those of the source's own state."""
         own = Capability(True, "as exact as the source's own state")
         return Capabilities(
             exact_order=own,
@@ -92,12 +92,12 @@ class StatefulAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The source's own state decodes; whether it fits, the source says when it is loaded."""
+        """Check that the source's own state can be decoded. Whether it fits, the source says when it is loaded."""
         if detail:
             decode(detail)
         elif position:
             raise StateCorruptError(
-                f"the state stands at position {position} without the source's own part: use a whole one"
+                f"the state stands at position {position} but lacks the source's own part: use an undamaged state"
             )
 
     def open(self, run: Run) -> Session:
@@ -105,28 +105,28 @@ class StatefulAdapter(Adapter):
         return _StatefulSession(self, run)
 
     def twin(self) -> Adapter:
-        """Two loaders over one source would move each other."""
+        """Refuse: two loaders over one source would move each other."""
         raise UnsupportedSourceError(
             f"{type(self.source).__name__} keeps a state of its own, which two loaders cannot share: make another "
             "source and wrap it, instead of copying this loader"
         )
 
     def _state_now(self) -> Any:
-        """A copy of the source's state; None where it has none before it is read."""
+        """A copy of the source's state; None if it has none before it is read."""
         try:
             return decode(encode(self.source.state_dict()))
-        except Exception:  # noqa: BLE001  # whatever such a source raises
+        except Exception:  # noqa: BLE001  # such a source may raise anything
             return None
 
     # --- what differs from source to source ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """The source's own iterator, from `state` on; None: from the epoch's beginning."""
+        """The source's own iterator, from `state` on, or from the epoch's beginning for None."""
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
-            state = self._first_state  # a state of the very beginning, loaded after the source was read
+            state = self._first_state  # a state of the very beginning was loaded after the source had been read
             if state is None:
                 raise StateError(
-                    f"{type(self.source).__name__} has no state of its very beginning, so it cannot go back there: "
+                    f"{type(self.source).__name__} has no state before its first batch, so it cannot go back there: "
                     "load this state into a source that has not been read"
                 )
         self._used = True
@@ -139,11 +139,11 @@ class StatefulAdapter(Adapter):
         return iterator
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """What gives the iterator's next batch."""
+        """A function that returns the iterator's next batch."""
         return iterator.__next__
 
     def current(self, iterator: Iterator[Any]) -> Any:
-        """The source's own state as it is now."""
+        """The source's current state."""
         return self.source.state_dict()
 
 
@@ -173,7 +173,7 @@ class TorchdataAdapter(StatefulAdapter):
         return self.source.dataset, self.source.collate_fn
 
     def capabilities(self) -> Capabilities:
-        """Truthfully."""
+        """Those of torchdata, plus keyed streams where batches are read in this process."""
         keyed = self._streams is not None and self.source.num_workers == 0
         exact = "numbers drawn while a batch is read are those of the batch: exact on the same split"
         if not keyed:
@@ -187,7 +187,7 @@ class TorchdataAdapter(StatefulAdapter):
         )
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Under the epoch's stream, its own generators included."""
+        """Start under the epoch's random stream, which also covers its own generators."""
         if self._streams is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
@@ -199,7 +199,7 @@ class TorchdataAdapter(StatefulAdapter):
             return super().start(run, state)
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """Each batch under its stream, where it is read in this process."""
+        """Read each batch under its stream, if it is read in this process."""
         streams, advance = self._streams, iterator.__next__
         if streams is None or self.source.num_workers:
             return advance
@@ -228,23 +228,23 @@ class DatasetsAdapter(StatefulAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Without a shuffle buffer, as far as can be told."""
+        """Take only datasets that are known to have no shuffle buffer."""
         if not _is_of("datasets", source) or not hasattr(source, "load_state_dict"):
             return False
         return private.has_shuffle_buffer(source) is False  # a replay is exact
 
     def describe(self) -> dict[str, str]:
-        """The steps, and how much goes into them, where that can be told."""
+        """The processing steps and the size of their inputs, as far as known."""
         described = f"{self.source.column_names} of {self.source.num_shards} shards "
         described += private.hugging_face_steps(self.source)
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
-        """As its own state has it, which knows nothing of what mapped functions draw."""
+        """Those of its own state, which does not cover what mapped functions draw."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """In the epoch's own shuffle of the shards."""
+        """Start with the epoch's shuffle of the shards."""
         self.source.set_epoch(run.epoch)
         return super().start(run, self._first_state if state is None else state)
 
@@ -257,16 +257,16 @@ class GrainAdapter(StatefulAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """What gives iterators with ``get_state`` and ``set_state``."""
+        """Whether its iterators have ``get_state`` and ``set_state``."""
         return _is_of("grain", source) and hasattr(source, "__iter__") and not hasattr(source, "__getitem__")
 
     def describe(self) -> dict[str, str]:
-        """The transformations, and how much goes into them, where that can be told."""
+        """The transformations and the size of their inputs, as far as known."""
         described = private.grain_steps(self.source)
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
-        """As Grain's own state has it: what its random transformations are given comes again, and nothing else."""
+        """Those of Grain's own state, which covers only the seeds that Grain passes to random transformations."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
@@ -312,7 +312,7 @@ class _StatefulSession(Session):
         if adapter.opening is None:
             self._next = self._started()
             return self._next()
-        # torch's loaders draw the worker processes' seed, which is none of the caller's business.
+        # torch's loaders draw a seed for worker processes, which must not move the caller's generator.
         with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
             self._next = self._started()
             return self._next()
@@ -336,16 +336,16 @@ class _StatefulSession(Session):
         if self._asked[0] != self._handed_out:
             if self._failed:
                 raise StateError(
-                    "the source's own state is that of now, after a batch that failed: load an older state to go on"
+                    "the source only knows its current state, which is after a batch that failed: load an older state"
                 )
             self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
         return self._asked[1]
 
     def detail(self, mark: str | None) -> str:
-        """The source's own state where it was asked for; it is not after each batch."""
+        """The source's own state at the mark, if it was asked for there; it is not asked after every batch."""
         if mark is None:
             raise StateError(
-                "the source's own state is that of now, not of batches ago: save it when no batch is in flight"
+                "the source only knows its current state, not that of earlier batches: save when no batch is in flight"
             )
         return mark
 
@@ -355,7 +355,7 @@ class _StatefulSession(Session):
         return encode(self._adapter.current(self._iterator))
 
     def _finish(self) -> None:
-        """Let the source see its end: until then its state says that nothing is left, not that it is finished."""
+        """Let the source reach its end. Before that, its state says that nothing is left, not that it is finished."""
         if self._finished:
             return
         self._finished = True
@@ -364,6 +364,6 @@ class _StatefulSession(Session):
         except StopIteration:
             return
         raise SourceError(
-            f"{type(self._adapter.source).__name__} goes on after the {self._steps} batches that were left by its "
-            "len(): mend its __len__"
+            f"{type(self._adapter.source).__name__} has more than the {self._steps} batches that its len() leaves: "
+            "correct its __len__"
         )

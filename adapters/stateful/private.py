@@ -1,7 +1,7 @@
-"""What midepoch looks at in sources with a state of their own, and their packages do not promise.
+"""Private parts of sources with a state of their own, read to learn how a source is made.
 
-It is only looked at, to tell how a source is made. Where a part is missing, less is told, and nothing is refused: a
-dataset of Hugging Face's that cannot be seen into is left to a replay, which is exact.
+They are only read. If one is missing, less is known and nothing is refused: a Hugging Face dataset that cannot be
+inspected is replayed, which is exact.
 """
 
 from __future__ import annotations

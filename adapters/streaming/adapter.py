@@ -88,7 +88,7 @@ class StreamingAdapter(Adapter):
         self.seed = dataset.shuffle_seed
         self._opening = Streams()
         self._reads, self._draws = _Reads(dataset), _Draws(dataset)
-        self._kept_workers: Any = None  # the iterator of persistent ones
+        self._kept_workers: Any = None  # the iterator of the persistent workers
         self._last: _StreamingSession | None = None
 
     @classmethod
@@ -120,11 +120,11 @@ class StreamingAdapter(Adapter):
 
     @property
     def _shared_by(self) -> int:
-        """Ranks that are given the same samples."""
+        """The number of ranks that receive the same samples."""
         return int(self.source.dataset.replication or 1)
 
     def sharing(self, world: World) -> World:
-        """Without those that are given the same samples as another."""
+        """The world without ranks that receive the same samples as another."""
         theirs = private.rank_world(self.source.dataset)
         if (theirs.rank, theirs.num_ranks) != (world.rank, world.world_size):
             raise MidepochError(
@@ -139,17 +139,17 @@ class StreamingAdapter(Adapter):
         dataset = self.source.dataset
         nodes = private.nodes(dataset)
         canonical = dataset.num_canonical_nodes
-        if not canonical:  # as Streaming itself settles it at the first pass
+        if not canonical:  # as Streaming chooses it in the first pass
             canonical = 64 * nodes if dataset.shuffle_algo in ("py1s", "py2s") else nodes
         return _Plan(canonical, dataset.initial_physical_nodes or nodes, self.units_per_step(world))
 
     # --- what it is ---
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Samples in one epoch, those that Streaming repeats to fill canonical nodes included."""
+        """Samples in one epoch, including those that Streaming repeats to fill canonical nodes."""
         dataset = self.source.dataset
         if dataset.batching_method != "random":
-            return None  # only making the plan of an epoch tells
+            return None  # known only once the epoch is planned
         canonical = self._plan(world, detail).canonical
         each = -(-int(dataset.epoch_size) // canonical)
         nodes = private.nodes(dataset)
@@ -158,7 +158,7 @@ class StreamingAdapter(Adapter):
         return canonical * each
 
     def describe(self) -> dict[str, str]:
-        """The data and all that shuffles it; what may change on other nodes is in the detail."""
+        """The data and its shuffle. What depends on the nodes is in the detail."""
         dataset = self.source.dataset
         streams = [(stream.choose, stream.split) for stream in dataset.streams]
         shards = [shard.samples for shard in dataset.shards]
@@ -185,7 +185,7 @@ class StreamingAdapter(Adapter):
         return type(dataset), _parts(dataset), () if draws_nothing(collate) else collate
 
     def capabilities(self) -> Capabilities:
-        """As Streaming has it."""
+        """Those of Streaming."""
         dataset, collate = self.source.dataset, self.source.collate_fn
         exact = Capability(True, "samples are read as they were written")
         if not draws_nothing(collate):
@@ -219,7 +219,7 @@ class StreamingAdapter(Adapter):
         return here.detail or self.beginning(there[0], world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The plan can be carried out here."""
+        """Check that the plan can be carried out here."""
         saved, here, dataset = _Plan.parsed(detail), self._plan(world), self.source.dataset
         if saved.batch != here.batch and not _deals_one_by_one(dataset):
             raise StateMismatchError(
@@ -260,7 +260,7 @@ class StreamingAdapter(Adapter):
             )
 
     def _steps_back(self, epoch: int, position: int, world: World, detail: str) -> int:
-        """Steps of all ranks by which to begin earlier, among samples that do not only fill up the canonical nodes."""
+        """Steps of all ranks by which to begin earlier, to avoid beginning among samples that only fill nodes."""
         dataset = self.source.dataset
         size = self.size(dataset.shuffle_seed, epoch, world, detail)
         if size is None or not int(dataset.epoch_size) < position < size:
@@ -280,7 +280,7 @@ class StreamingAdapter(Adapter):
         if private.has_failed(dataset):
             _failed()
         if self._last is not None and self._last.failed and self._kept_workers is not None:
-            # What has gone wrong in a worker may last as long as it does.
+            # An error in a worker may last as long as the worker.
             shut_down(self._kept_workers)
         if not _can_go_on(self._kept_workers):
             private.free_barrier(dataset)
@@ -296,10 +296,10 @@ class StreamingAdapter(Adapter):
         )
         own_code = _has_own_code(dataset) or not draws_nothing(loader.collate_fn)
         reads = self._draws if own_code and self.options.streams else self._reads
-        # torch draws the worker processes' seed, which is none of the caller's business.
+        # torch draws a seed for the worker processes, which must not move the caller's generator.
         key = derive_key(Purpose.OPENING, run.seed, run.epoch)
         drawn = self._opening.under(key) if self.options.streams else contextlib.nullcontext()
-        # Persistent workers that were started by others know nothing of what ours are lent, and the other way round.
+        # Persistent workers keep the methods with which they started, so ours and foreign ones are not exchanged.
         theirs = kept_iterator(loader)
         keep_iterator(loader, self._kept_workers if _can_go_on(self._kept_workers) else None)
         try:
@@ -312,7 +312,7 @@ class StreamingAdapter(Adapter):
         return self._last
 
     def _begun(self) -> Iterator[Any]:
-        """torch's iterator, without Streaming's guess of how many samples a batch has."""
+        """torch's iterator, without Streaming's estimate of the samples in a batch."""
         loader = self.source
         generator = loader.generator
         if self.options.streams:
@@ -324,12 +324,12 @@ class StreamingAdapter(Adapter):
 
 
 def _can_go_on(iterator: Any) -> bool:
-    """Whether the workers of an iterator of torch's, if it is one, are all there."""
+    """Whether all workers of torch's iterator, if it has any, are alive."""
     return iterator is not None and alive(iterator)
 
 
 def _has_own_code(dataset: StreamingDataset) -> bool:
-    """Whether other code than `StreamingDataset`'s makes a sample: a class's, as in sets of pictures, or a format's."""
+    """Whether code other than that of `StreamingDataset` makes a sample: of a subclass or of a registered format."""
     kind = type(dataset)
     return (
         kind.__getitem__ is not StreamingDataset.__getitem__
@@ -349,7 +349,7 @@ def _deals_one_by_one(dataset: StreamingDataset) -> bool:
 
 
 def _parts(dataset: StreamingDataset) -> dict[str, Any]:
-    """What it holds, but for shards, streams of Streaming's own class, its pass, and what `_Draws` lends it."""
+    """Its attributes, except shards, Streaming's own streams, its pass, and the methods of `_Draws`."""
     parts = {name: part for name, part in vars(dataset).items() if name not in _THEIRS}
     parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
     parts["formats"] = formats = private.own_formats()
@@ -386,7 +386,7 @@ class _Reads:
             _given_way() if it.should_exit() else _failed()
 
     def end(self) -> None:
-        """To be called after each batch."""
+        """Called after each batch."""
 
 
 class _Draws(_Reads):
@@ -425,7 +425,7 @@ class _Draws(_Reads):
             loader.collate_fn = self._collate
 
     def end(self) -> None:
-        """Give the caller's generators back, also where a sample has failed."""
+        """Give the caller's generators back, also after a sample that failed."""
         self.streams.end()
 
     def _begin(self, epoch: int, sample_in_epoch: int) -> Any:
@@ -439,7 +439,7 @@ class _Draws(_Reads):
         return work
 
     def _roots(self) -> tuple[object, ...]:
-        """Where generators of its own may be."""
+        """The objects that may hold generators of their own."""
         return _parts(self.dataset), self._collate
 
     def stand(self, epoch: int, sample_in_epoch: int, world: Any) -> None:
@@ -454,7 +454,7 @@ class _Draws(_Reads):
         self._turn, self._turns = world.rank_of_node * world.num_nodes + world.node, world.num_ranks
 
     def words(self, index: int, number: int) -> tuple[int, ...]:
-        """What the key is made of, of the sample that this process reads after `index` others of a pass."""
+        """The words of a sample's key, for the sample that this process reads after `index` others of a pass."""
         step, place = divmod(index, self.dataset.batch_size)
         start = self._start + step * self._apart
         if _deals_one_by_one(self.dataset):
@@ -504,24 +504,24 @@ class _Draws(_Reads):
 
 
 class _StreamingSession(Session):
-    """This rank's batches, the first `back` left out; one at a time for each dataset, as Streaming has it."""
+    """This rank's batches without the first `back`. Like Streaming, it allows one pass at a time over a dataset."""
 
     def __init__(
         self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _Reads, back: int
     ) -> None:
-        # torch's own, without Streaming's guess of how many samples a batch has.
+        # torch's own iterator, without Streaming's estimate of the samples in a batch.
         self._loader, self._detail, self._reads = loader, detail, reads
         self._answers = WorkerAnswers(iterator, _tell)
-        self.failed = False  # a worker has, of those that may be kept
+        self.failed = False  # a worker that might be kept has failed
         self._began, self._back = False, back
-        self._reading: Any = None  # what Streaming knows of a pass in this process
+        self._reading: Any = None  # Streaming's own record of a pass in this process
         self._needed = private.RETRIES.needed()
         if loader.num_workers and not back:
             self.take = self._answers.__next__  # type: ignore[method-assign]
         _sessions[_here(loader.dataset)] = self
 
     def take(self) -> Any:
-        """The next batch, where it is read in this process or some are left out."""
+        """The next batch, if it is read in this process or some are left out."""
         while self._back:
             self._back -= 1
             self._take_one()
@@ -537,7 +537,7 @@ class _StreamingSession(Session):
                     return next(self._answers)
             finally:
                 self._reading = private.pass_of(self._loader.dataset)
-        except RuntimeError:  # Streaming's, at the sample that it was about to read
+        except RuntimeError:  # raised by Streaming at the sample that it was about to read
             if private.has_failed(self._loader.dataset):
                 _failed()
             raise
@@ -553,7 +553,7 @@ class _StreamingSession(Session):
         return self._detail
 
     def give_way(self) -> None:
-        """To another pass over the dataset: where this one is taken from again it says so."""
+        """Give way to another pass over the dataset. Taking from this one then raises an error."""
         self._answers.end(_given_way)
         self._end_threads()
 
@@ -572,7 +572,7 @@ class _StreamingSession(Session):
 
 
 _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()
-"""The session that reads a dataset. A forked process leaves alone those of the one that it comes from."""
+"""The session that reads each dataset. A forked process does not touch its parent's."""
 
 
 def _here(dataset: StreamingDataset) -> tuple[int, int]:
@@ -595,7 +595,7 @@ def _tell(reason: str, error: Exception) -> None:
 def _failed() -> NoReturn:
     raise SourceError(
         "a thread of Streaming's that reads ahead has failed and ended this pass (its error stands in the output "
-        "above): mend what that says, make the StreamingDataset again, and load the last state"
+        "above): fix what that says, make the StreamingDataset again, and load the last state"
     )
 
 

@@ -1,4 +1,4 @@
-"""What midepoch uses of Streaming that Streaming does not promise, checked when it is imported.
+"""Private parts of Streaming that midepoch uses, checked on import.
 
 Streaming has no interface for what is needed here: to set a place without leaving files open, to hear of samples as
 they are read, to tell a pass that has failed from one that has ended.
@@ -53,14 +53,14 @@ for _name in ("_each_sample_id", "_get_work", "_resume", "_set_shuffle_block_siz
 _STREAMING.part("streaming.base.util:random")
 
 RETRIES = Replacement(streaming.base.util, "random", random.Random())
-"""How long Streaming waits before it tries a download again is drawn by ``random.random()``, in a thread of its own.
+"""Streaming draws the delay before it retries a download from ``random.random()``, in a thread of its own.
 
 From the caller's generator it would take numbers, and from a sample that draws at that time.
 """
 
 
 def check(dataset: StreamingDataset) -> None:
-    """Raise UnsupportedSourceError unless a dataset has what is used of it."""
+    """Raise UnsupportedSourceError unless a dataset has the parts used here."""
     _STREAMING.check(
         dataset, "_parallel_rank_world.num_nodes", "_shared_barrier.flag", "_shared_barrier.num_enter",
         "_shared_barrier.num_exit", "_shm_prefix_int", "_unique_rank_world.rank", "_unique_rank_world.ranks_per_node",
@@ -77,7 +77,7 @@ def rank_world(dataset: StreamingDataset) -> Any:
 
 
 def nodes(dataset: StreamingDataset) -> int:
-    """Machines, of those that are given different samples."""
+    """The number of nodes that receive different samples."""
     return int(dataset._parallel_rank_world.num_nodes)
 
 
@@ -87,8 +87,8 @@ def worker_world(dataset: StreamingDataset) -> Any:
 
 
 def set_place(dataset: StreamingDataset, place: dict[str, Any]) -> None:
-    """Let the next pass begin at a place: ``load_state_dict``, without another shared block for each pass."""
-    # A pass looks at both: it takes the place for stale if its epoch is not the next one.
+    """Make the next pass begin at a place, as ``load_state_dict`` does, without a new shared block for each pass."""
+    # A pass checks both: it ignores the place if its epoch is not the next one.
     dataset.next_epoch = place["epoch"]
     if not hasattr(dataset, "_resume_shm"):
         dataset.load_state_dict(place)
@@ -130,12 +130,12 @@ def free_barrier(dataset: StreamingDataset) -> None:
         barrier.num_enter, barrier.num_exit, barrier.flag = 0, -1, True
 
 
-# --- methods that a dataset is lent -----------------------------------------------------------------------------------
+# --- replaced methods of a dataset ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def lent(dataset: StreamingDataset, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Let a dataset have these methods in place of its own. Copies that worker processes get meanwhile keep them."""
+    """Replace these methods of a dataset. Copies that worker processes receive meanwhile keep them."""
     for name, method in methods.items():
         setattr(dataset, name, method)
     try:
@@ -151,17 +151,17 @@ def leaves_no_files(dataset: StreamingDataset) -> dict[str, Callable[..., Any]]:
 
 
 def work(dataset: StreamingDataset, epoch: int, sample_in_epoch: int) -> Any:
-    """What its own ``_get_work`` returns."""
+    """The result of its own ``_get_work``."""
     return type(dataset)._get_work(dataset, epoch, sample_in_epoch)
 
 
 def each_sample(dataset: StreamingDataset, reading: Any) -> Iterator[int]:
-    """What its own ``_each_sample_id`` gives."""
+    """The items of its own ``_each_sample_id``."""
     return type(dataset)._each_sample_id(dataset, reading)  # type: ignore[no-any-return]
 
 
 LENT = ("_resume", "_get_work", "_each_sample_id")
-"""Names of what a dataset may be lent."""
+"""The names of methods that may be replaced."""
 
 
 # --- a pass -----------------------------------------------------------------------------------------------------------

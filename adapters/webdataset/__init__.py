@@ -31,12 +31,12 @@ from midepoch.loader.adapter import Adapter, Options
 
 __all__ = ["WebDatasetAdapter"]
 
-# How many streams there are unless the user says so: as many readers as divide them can share them.
+# The default number of streams. Any number of readers that divides it can share the streams.
 _STREAMS = (1, 2, 3, 4, 6, 12)
 
 
 class WebDatasetAdapter(Adapter):
-    """Chooses how a pipeline is read: by position where its shards can be indexed, else as streams."""
+    """Chooses how a pipeline is read: by position if its shards can be indexed, else as streams."""
 
     name = "webdataset"
     settings = frozenset({"index_cache", "progress", "refill", "replay", "streams"})

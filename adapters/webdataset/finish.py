@@ -1,4 +1,4 @@
-"""What is left for the main process: the stages that the user put behind a DataLoader."""
+"""The stages that run in the main process: those the user put behind a DataLoader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Answer", "Finish"]
 
 
 class Answer(NamedTuple):
-    """What came of a request: a batch, or several samples with the keys of their streams, or nothing."""
+    """The result of a request: a batch, or several samples with the keys of their streams, or nothing."""
 
     values: list[Any]
     keys: list[int]
@@ -37,7 +37,7 @@ class Finish:
 
     @staticmethod
     def check(values: list[Any], world: World) -> None:
-        """Raise SourceError where one rank alone is left without a batch, or one batch has become several."""
+        """Raise SourceError if only this rank is left without a batch, or if one batch has become several."""
         if not values and world.world_size > 1:
             raise SourceError(
                 f"a stage behind the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, for "
@@ -47,17 +47,17 @@ class Finish:
             raise SourceError(f"{len(values)} batches came of one: let the stages behind batched() keep their number")
 
     def begin_pass(self) -> None:
-        """To be called in front of the first answer of a session."""
+        """Call it before the first answer of a session."""
         if self._streams is not None:
             self._streams.begin_pass()
 
     def __call__(self, answer: Answer, key: int) -> list[Any]:
-        """What comes of a reader's answer. `key`: of the batch's stream."""
+        """Run the stages on a reader's answer. `key`: that of the batch's stream."""
         streams = self._streams
         if streams is None:
             return run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
         finished = self._under_streams(answer, key, streams)
-        if streams.made_late():  # the stages may have changed what they were given
+        if streams.made_late():  # the stages may have changed their input
             streams.warn_of_late()
         return finished
 

@@ -1,4 +1,4 @@
-"""Where each sample of each shard is: built once, kept in a cache beside what identifies the shard.
+"""The index of shards: where each sample is. Built once, and cached together with each shard's identity.
 
 An index holds two 64-bit integers a sample, the first byte and the length of the stretch in which its files are. Their
 names are read with them, so whatever webdataset makes of names, it makes of these too.
@@ -39,11 +39,11 @@ _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 2  # of the files in the cache
 _DRAFT = ".part"
 _PATIENCE = 0.5  # seconds of building before a progress bar appears
-_SKIPPED = re.compile(r"__[^/]*__($|/)")  # tar_file_iterator's own: what webdataset takes for metadata
+_SKIPPED = re.compile(r"__[^/]*__($|/)")  # as in tar_file_iterator: names that webdataset takes for metadata
 
 
 class Keys(NamedTuple):
-    """How files are grouped to samples: webdataset's arguments, where the user gave some."""
+    """How files are grouped into samples: the user's arguments for webdataset, if any."""
 
     keys: Callable[[str], tuple[str | None, str]] = base_plus_ext
     select_files: Callable[[str], bool] | None = None
@@ -51,7 +51,7 @@ class Keys(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Nothing of the user's own, so an index can be kept."""
+        """Whether no function is the user's own, so that an index can be cached."""
         return self == Keys()
 
     def chosen(self, name: str) -> str | None:
@@ -158,7 +158,7 @@ def _group(members: TarIndex, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.ND
 
 
 def _plain_prefixes(names: npt.NDArray[np.bytes_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None:
-    """Which files belong to samples, and which of these begin one; None where a name needs a closer look.
+    """Which files belong to samples, and which of them begin one; None if a name needs a closer look.
 
     What base_plus_ext does, for all names at once: a key ends at the first dot behind the last slash.
     """
@@ -180,7 +180,7 @@ def _plain_prefixes(names: npt.NDArray[np.bytes_]) -> tuple[npt.NDArray[np.int64
     if base.any():
         dots &= columns >= base[:, np.newaxis]
     dot = dots.argmax(axis=1)
-    # A name without a dot, or that begins with one, is of no sample.
+    # A name without a dot, or one that begins with a dot, belongs to no sample.
     kept = np.flatnonzero(dots.any(axis=1) & (dot > base))
     if not kept.size:
         return kept, np.empty(0, bool)
@@ -204,15 +204,15 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
                 members = index_tar(file, shard.url)
     except MidepochError:
         raise
-    except Exception as error:  # a network has kinds of its own
+    except Exception as error:  # network file systems have their own types
         raise SourceError(
-            f"{shard.url} could not be read ({type(error).__name__}: {error}): mend what it lies on, or leave the "
+            f"{shard.url} could not be read ({type(error).__name__}: {error}): fix what it lies on, or leave the "
             "shard out of the urls"
         ) from error
     starts, lengths = _group(members, keys)
     lost = ""
     if members.damage is not None:
-        handler(members.damage)  # raises, or the loss is accepted
+        handler(members.damage)  # raises unless the user accepts the loss
         starts, lengths, lost = _without_partial(shard, members, keys, starts, lengths)
         _LOG.warning("%s", lost)
     return ShardIndex(shard, starts, lengths, members.checksum, lost)
@@ -223,7 +223,7 @@ def _without_partial(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
     """A damaged shard's samples, without the last one if it may miss files: if another one has more."""
     damage = members.damage
-    assert isinstance(damage, TarError)  # the caller has seen to it
+    assert isinstance(damage, TarError)  # as the caller checks
     whole = len(starts)
     if whole:
         files = np.searchsorted(members.offsets, starts + lengths) - np.searchsorted(members.headers, starts)
@@ -241,7 +241,7 @@ def _without_partial(
 
 
 def _crc(head: Mapping[str, Any], body: bytes) -> int:
-    """Of all that is used of a file in the cache, the shard's own checksum in its head included."""
+    """The checksum of all that is used of a cached file, including the shard's own checksum in its header."""
     return zlib.crc32(body, zlib.crc32(str([head["samples"], head["checksum"]]).encode()))
 
 
@@ -279,7 +279,7 @@ class _Cache:
         if not self._warned:
             self._warned = True
             _LOG.warning(
-                "%s; shards are indexed again each time: let MIDEPOCH_CACHE or index_cache= name a folder with room, in "
+                "%s; shards are indexed each time: let MIDEPOCH_CACHE or index_cache= name a folder with room, in "
                 "which you may make a folder of your own",
                 what,
             )
@@ -288,7 +288,7 @@ class _Cache:
         """Drafts of processes that were killed: nobody holds the lock under which they were written."""
         if self._descriptor is None:
             return
-        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path is no descriptor
+        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path is not a descriptor
             if draft.endswith(_DRAFT):
                 with contextlib.suppress(OSError), self._locked(draft.partition(".")[0], wait=False):
                     os.unlink(draft, dir_fd=self._descriptor)
@@ -297,7 +297,7 @@ class _Cache:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
 
     def get(self, shard: Shard, build: Callable[[], ShardIndex]) -> ShardIndex:
-        """The shard's index: as it was kept, else as it is built, by one process while the others wait for it."""
+        """The shard's index, from the cache or else built, by one process while the others wait for it."""
         if self._descriptor is None:
             return build()
         where = os.path.realpath(shard.path) if shard.path else shard.url
@@ -316,7 +316,7 @@ class _Cache:
         return found
 
     def _load(self, key: str, shard: Shard) -> ShardIndex | None:
-        """What is kept of this very shard; None for anything else, damaged files included."""
+        """The cached index of exactly this shard; None for anything else, including damaged files."""
         name = f"{key}.index"
         try:
             with os.fdopen(self._file(name, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -336,7 +336,7 @@ class _Cache:
         return ShardIndex(shard, starts, lengths, head["checksum"])
 
     def _save(self, key: str, index: ShardIndex) -> None:
-        """Write it whole or not at all; a cache that cannot be written costs time, nothing else."""
+        """Write it completely or not at all. A cache that cannot be written only costs time."""
         body = np.stack([index.starts, index.lengths]).astype("<i8").tobytes()
         head = {
             "format": _FORMAT,
@@ -378,7 +378,7 @@ def _cached(shard: Shard, keys: Keys, handler: Callable[[Exception], Any], cache
     def build() -> ShardIndex:
         return _index_shard(shard, keys, handler)
 
-    # Without a stamp nothing tells a replaced shard; with functions of the user's own the samples depend on them.
+    # Without a stamp a replaced shard goes unnoticed; a user's own functions may change the samples.
     return cache.get(shard, build) if keys.plain and shard.stamp else build()
 
 
@@ -439,7 +439,7 @@ def _try_locate(url: str) -> Shard | str | Exception:
 
 
 class _Bar(tqdm):
-    """A bar without tqdm's watching thread, which would outlive it: worker processes are forked later."""
+    """A bar without tqdm's monitor thread, which would still run when worker processes are forked."""
 
     monitor_interval = 0
 
@@ -475,7 +475,7 @@ def _join(indexes: list[ShardIndex], missing: list[str]) -> Index:
     counts = [len(index.starts) for index in indexes]
     checksum = 0
     for index, count in zip(indexes, counts, strict=True):
-        # Of the path its last part: data that were moved are the same data.
+        # Only the last part of the path: moved data are the same data.
         name = index.shard.url.rpartition("/")[2]
         checksum = zlib.crc32(f"{name}:{count}:{index.shard.size}:{index.checksum}".encode(), checksum)
     empty = np.empty(0, np.int64)

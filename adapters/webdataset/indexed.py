@@ -1,4 +1,4 @@
-"""Shards whose samples can be read one by one: the order is ours, and the state is a position in it."""
+"""Shards whose samples can be read one by one, in midepoch's order: the state is a position in it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from midepoch.world import Share, World
 
 __all__ = ["IndexedAdapter", "order_of"]
 
-_FEWEST_SHARDS = 16  # mixed at a time: more than most loaders have workers, each of which mixes one
-_WIDER = 4  # times webdataset's buffer, so that samples move at least as far
-_ENDLESS_PASSES = 1 << 16  # of an epoch that nothing ends
-_UNITS = 1 << 60  # no position lies beyond, counted from the first epoch on
+_FEWEST_SHARDS = 16  # mixed at a time: more than the workers of most loaders, each of which would mix one
+_WIDER = 4  # times webdataset's buffer, so that samples move at least as far as there
+_ENDLESS_PASSES = 1 << 16  # in an epoch without end
+_UNITS = 1 << 60  # more than any position, counted from the first epoch on
 
 
 def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
-    """The order that takes the place of a pipeline's shuffles, over shards of so many samples."""
+    """The order that replaces a pipeline's shuffles, given the number of samples of each shard."""
     size, filled = sum(counts), sum(1 for count in counts if count)
     if not pipeline.shuffles:
         return Sequential(size)
@@ -123,19 +123,19 @@ class IndexedReader:
         self._session: int | None = None
 
     def __call__(self, request: _Request) -> Answer:
-        """The batch; no value where nothing of it is left."""
+        """The batch; without values if no sample of it is left."""
         streams = self._streams
         if streams is not None and self._session != request.session:
             self._session = request.session
             streams.begin_pass()
         answer = self._read(request, request.start, request.stop)
         if streams is not None and streams.made_late():
-            # Stages made generators of their own while they ran: now that they are known, once more.
+            # Stages made generators of their own while they ran: read the batch again, now that these are known.
             answer = self._read(request, request.start, request.stop)
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
             return answer
-        # Every sample of this rank was dropped, maybe of this rank alone: then it takes one of the others', since
-        # they would wait for it. What all ranks find empty, all pass over.
+        # Every sample of this rank was dropped. If other ranks still have some, this rank takes one of theirs, because
+        # they would wait for it. If the step is empty on all ranks, all skip it.
         for position in range(request.first, request.last):
             if not request.start <= position < request.stop:
                 answer = self._read(request, position, position + 1)
@@ -144,7 +144,7 @@ class IndexedReader:
         return answer
 
     def close(self) -> None:
-        """Close the shards that are open in this process; reading opens them again."""
+        """Close the shards that are open in this process. Reading opens them again."""
         self._ranges.close()
 
     def _places(self, request: _Request, start: int, stop: int) -> tuple[npt.NDArray[np.int64], list[int]]:
@@ -174,7 +174,7 @@ class IndexedReader:
     def _read(self, request: _Request, start: int, stop: int) -> Answer:
         samples, keys = self._places(request, start, stop)
         ranges = self._index.ranges(samples)
-        # Before any stream is begun: a file system of the network may draw random numbers.
+        # Before any random stream begins: a network file system may draw random numbers.
         takers = self._ranges.takers(ranges)
         with self._streams or contextlib.nullcontext() as begin:
             return self._run(request, start, ranges, takers, keys, begin)
@@ -210,7 +210,7 @@ def _batch_key(request: _Request, start: int) -> int:
 
 
 def _may_draw(stage: Any) -> bool:
-    """False for webdataset's and torch's own ways to make a batch, which draw nothing."""
+    """Whether a stage may draw: webdataset's and torch's own collation draws nothing."""
     function = getattr(stage, "collate", getattr(stage, "function", stage))
     return function not in (None, filters.default_collation_fn, default_collate, default_convert)
 
@@ -235,17 +235,17 @@ class IndexedAdapter(Adapter):
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, self._whole)
         self._finish = Finish(pipeline, options.streams, self._whole)
         self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
-        self._opened: tuple[int, int] | None = None  # epoch and size of what is open
+        self._opened: tuple[int, int] | None = None  # epoch and size of the open session
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """WebDatasetAdapter makes this adapter."""
+        """Never: WebDatasetAdapter makes this adapter."""
         return False
 
     # --- how long ---
 
     def _full_size(self, world: World) -> int | None:
-        """Samples of all ranks in one epoch that begins in this world; None where it does not end."""
+        """Samples of all ranks in an epoch that begins in this world; None if it has no end."""
         passes, limit = self._index.size, self._limit
         if limit is None:
             return passes
@@ -288,7 +288,7 @@ class IndexedAdapter(Adapter):
         return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The rest of an epoch that with_epoch ends goes by; with `refill` nothing does."""
+        """Skip the rest of an epoch that with_epoch ends; with `refill` skip nothing."""
         if there != (here.epoch + 1, 0):
             return ""
         if self._refill:
@@ -489,7 +489,7 @@ class _IndexedSession(Session):
         return self._passed_over > 0
 
     def mark(self) -> bool:
-        """Nothing but that the drift may have changed."""
+        """Only the drift may have changed."""
         return True
 
     def detail(self, mark: object) -> str:
@@ -506,7 +506,7 @@ class _IndexedSession(Session):
 
 
 class _RefilledSession(Session):
-    """Full batches: this rank reads on behind samples that were dropped, into the next pass if need be."""
+    """Full batches: this rank reads past dropped samples, into the next pass if necessary."""
 
     marks = True
 
@@ -523,10 +523,10 @@ class _RefilledSession(Session):
     ) -> None:
         self._answers, self._close, self._finish, self._run = answers, close, finish, run
         self._batch_size, self._left = batch_size, left
-        self._turn, self._skip = cursor  # the span that is next, or whose rest is held
+        self._turn, self._skip = cursor  # the next span, or the one whose rest is held
         self._held: deque[tuple[int, Any]] = deque()
         self._open = False  # the span at `_turn` has been read
-        self._patience = index.size // batch_size + 2  # spans without a sample, before that is an error
+        self._patience = index.size // batch_size + 2  # spans without a sample before it is an error
 
     def take(self) -> Any:
         """The next batch."""
@@ -569,7 +569,7 @@ class _RefilledSession(Session):
         return f"turn={turn};skip={skip}"
 
     def following(self) -> str:
-        """The next epoch goes on from there."""
+        """The place where the next epoch continues."""
         return self.detail(self.mark())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a webdataset pipeline means: which shards, in which order, and what is done to each sample and batch.
+"""The meaning of a webdataset pipeline: its shards, their order, and the stages for samples and batches.
 
 The stages that choose, open and shuffle are recognised and replaced. Those that work on one sample, or on one batch,
 are kept and run on one sample, or one batch, at a time, so a stage that works on the stream as a whole is refused.
@@ -24,7 +24,7 @@ Stage = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class Limit(NamedTuple):
-    """How long an epoch is, where the user says so.
+    """The length of an epoch, as the user states it.
 
     Attributes:
         units: samples of one rank; None for whole passes.
@@ -84,7 +84,7 @@ class Pipeline:
 
 
 def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
-    """What comes out of the stages, one after another."""
+    """The values after all stages."""
     stream: Iterable[Any] = iter(values)
     for stage in stages:
         stream = stage(stream)
@@ -111,8 +111,7 @@ class _Batched:
         self.size, self.collate, self.drop_last = size, collate, drop_last
 
     def __call__(self, samples: Iterable[Any]) -> Iterator[Any]:
-        # Dropped samples make a batch short, which is no reason to drop the others: the last batch is left out by
-        # its position.
+        # A batch that is short because samples were dropped is kept. The last batch is left out by its position.
         return private.BATCHED(samples, self.size, self.collate, True)  # type: ignore[no-any-return]
 
 
@@ -131,7 +130,7 @@ _ENDLESS = sys.maxsize
 
 
 def _function(stage: Any) -> Any:
-    """The function that a stage of webdataset's applies; the stage itself where it is no such stage."""
+    """The function that a webdataset stage applies; any other stage is returned as it is."""
     return stage.f if isinstance(stage, filters.FilterFunction) else stage
 
 
@@ -190,7 +189,7 @@ def _flatten(source: Any, found: Pipeline, late: bool) -> Iterator[_Step]:
             yield _Step(stage, late)
     if source.repetitions != 1 or source.nsamples > 0:
         if source.repetitions == 1:
-            return  # webdataset looks at nsamples only where it repeats
+            return  # webdataset uses nsamples only if it repeats
         yield _Step(_End(source.nsamples, source.repetitions, False), late)
 
 
@@ -199,7 +198,7 @@ def _mark_worker(stage: Any) -> Any:
 
 
 def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any) -> bool:
-    """True if the stage shuffles; what it says is noted. `units`: samples in each thing shuffled, None for shards."""
+    """Note a stage that shuffles, and return whether it does. `units`: samples per shuffled item, None for shards."""
     if isinstance(stage, filters.detshuffle):
         size, seed = stage.bufsize, stage.seed or None
     elif _function(stage) is private.SHUFFLE:
@@ -211,7 +210,7 @@ def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any)
         found.shuffles = True
         if units is not None:
             found.buffer = max(found.buffer, int(size) * units)
-        # WebDataset gives its own shard shuffle a seed that was drawn where the user stated none.
+        # WebDataset draws a seed for its own shard shuffle if the user states none.
         if type(seed) is int and seed is not own_seed and found.seed is None:
             found.seed = seed % (1 << 64)
     return True
@@ -255,7 +254,7 @@ def _innermost(dataset: Any) -> Any:
 
 
 def _take_urls(stage: Any, found: Pipeline) -> bool:
-    """True if the shards are drawn again and again without end."""
+    """Whether the shards repeat without end."""
     if type(stage) is shardlists.SimpleShardList:
         found.urls = list(stage.urls)
         if stage.seed is not None:
@@ -288,7 +287,7 @@ class _GopenStage:
 
 
 def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any]) -> list[dict[str, Any]]:
-    """webdataset's samples out of the files of one shard.
+    """webdataset's samples from the files of one shard.
 
     Raises:
         SourceError: a sample has two files of one name, and the handler does not go on.
@@ -403,7 +402,7 @@ def _unbatch(levels: list[_Level], stage: Any, late: bool) -> None:
                 f"works on batches of {level.units} that are taken apart again",
                 "put it before the first batched() or behind the last",
             )
-    # One at a time: values come out as they would from a batch, as numpy's numbers, say.
+    # One at a time, so that values have the types that they have in a batch, such as numpy's numbers.
     single = _Step(_Batched(1, batched.collate, False), level.stages[0].late)
     levels[-1].stages += [single, *level.stages[1:], _Step(stage, late)]
 
@@ -426,7 +425,7 @@ def _place_stages(levels: list[_Level], found: Pipeline) -> None:
 
 
 def _limit(ends: list[tuple[_End, int]], found: Pipeline) -> Limit | None:
-    """The outermost end says how long an epoch is; those inside it are begun again and again."""
+    """The outermost end states the length of an epoch; inner ones are repeated."""
     if not ends:
         return found.limit
     end, units = ends[-1]

@@ -1,4 +1,4 @@
-"""What midepoch uses of webdataset and fsspec that they do not promise; webdataset is checked when this is imported.
+"""Private parts of webdataset and fsspec that midepoch uses. webdataset is checked on import.
 
 webdataset makes each stage of a pipeline of a function with a private name, and only by these can a stage be told.
 """
@@ -26,7 +26,7 @@ SAMPLEWISE = tuple(
         "_rsample", "_extract_keys", "_rename_keys", "_xdecode",
     )
 )  # fmt: skip
-"""They work on one sample, or on one batch, whatever came before."""
+"""Stages that work on one sample or one batch, whatever came before."""
 
 BATCHED = _filter("_batched")
 INFO = _filter("_info")

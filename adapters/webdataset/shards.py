@@ -1,4 +1,4 @@
-"""Where shards are: local files, and objects that a server gives by ranges of bytes."""
+"""Access to shards: local files, and objects that a server returns by byte ranges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPEN_FILES = 128  # at once in one process; the usual limit is 1024
 
 
 class Shard(NamedTuple):
-    """One shard, and what tells that it has not changed.
+    """One shard, and the stamp that shows whether it has changed.
 
     Attributes:
         url: as the user has it.
@@ -67,7 +67,7 @@ def locate(url: str) -> Shard | str:
 
 
 def glance(url: str) -> str:
-    """What tells a local file from another of its name, without reading it; empty for anything else.
+    """What distinguishes a local file from another of the same name, without reading it; empty for anything else.
 
     Its size, and its first and last bytes: compressed files end in a checksum of their content.
 
@@ -84,7 +84,7 @@ def glance(url: str) -> str:
             file.seek(max(0, size - _GLANCE))
             return f"{size}:{zlib.crc32(file.read(), zlib.crc32(first)):08x}"
     except OSError as error:
-        raise SourceError(f"{url} could not be read ({error}): mend what it lies on, or leave it out") from error
+        raise SourceError(f"{url} could not be read ({error}): fix what it lies on, or leave it out") from error
 
 
 _GLANCE = 512  # bytes
@@ -103,7 +103,7 @@ def _locate_remote(url: str) -> Shard | str:
     except (ValueError, NotImplementedError) as error:
         return f"{url} cannot be read in parts ({error})"
     except Exception as error:
-        # Streaming has another order, so what may be over in a moment must not lead to it, perhaps on one rank alone.
+        # Streaming has another order, so a temporary error must not lead to it, perhaps on only one rank.
         if _may_pass(error):
             raise OSError(f"{type(error).__name__}: {error}") from error
         if not isinstance(error, OSError):
@@ -119,7 +119,7 @@ def _locate_remote(url: str) -> Shard | str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether an error says nothing of the object itself: a broken connection, a server that is out of order."""
+    """Whether an error is temporary and not about the object: a broken connection, a failing server."""
     each: BaseException | None = error
     while each is not None:
         status = getattr(each, "status", None)
@@ -131,7 +131,7 @@ def _may_pass(error: BaseException) -> bool:
     return False
 
 
-# What file systems of fsspec call an object's identity, the surest first.
+# The names under which fsspec's file systems keep an object's identity, the most reliable first.
 _STAMPS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "last_modified", "mtime")
 
 
@@ -168,7 +168,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _condition(shard: Shard) -> str:
-    """The etag under which alone a server is to give parts of it: only over HTTP can that be asked for.
+    """The etag that a server must match before it returns parts; only HTTP can state such a condition.
 
     Weak ones, which begin otherwise, are equal for different bytes and no condition for ranges (RFC 9110, 13.1.1).
     """
@@ -189,14 +189,13 @@ def _fetched(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
     return private.cat_ranges(filesystem, calls)
 
 
-# A forked process gets copies of the file systems of its parent, and fsspec drops them. That closes their connections,
-# which takes the sockets off the epoll instance that it still shares with the parent, and the parent waits for ever. So
-# none that was used here is ever dropped.
+# fsspec drops its parent's file systems in a forked process. That closes their connections, which removes the sockets
+# from the epoll instance shared with the parent, and the parent waits forever. So file systems used here are kept.
 _kept: dict[int, Any] = {}
 
 
 def _pread(file: int, count: int, start: int) -> bytes:
-    """So many bytes, fewer at the file's end alone: one reading may give fewer anywhere, and 2 GiB at most."""
+    """Read `count` bytes, fewer only at the file's end. A single read may return fewer anywhere, and at most 2 GiB."""
     data = os.pread(file, count, start)
     while len(data) < count and (more := os.pread(file, count - len(data), start + len(data))):
         data += more
@@ -243,11 +242,11 @@ class RangeReader:
         ]
 
     def _forget(self) -> None:
-        """No file is open in this process; those that will be are closed when this reader goes."""
+        """Start without open files. Those opened later are closed when this reader is dropped."""
         self._files: OrderedDict[int, int] = OrderedDict()
         self._pid = os.getpid()
         self._closed = weakref.finalize(self, _close_files, self._files, self._pid)
-        self._closed.atexit = False  # the system sees to that
+        self._closed.atexit = False  # the system closes files at exit
 
     def _take_local(self, number: int, start: int, length: int, offset: int, count: int) -> bytes:
         """Bytes of a range; neighbouring small ones come out of one reading."""
@@ -278,7 +277,7 @@ class RangeReader:
             data = _pread(file, length, start)
         except OSError as error:
             raise SourceError(
-                f"{self._shards[number].url} could not be read at byte {start} ({error}): mend what it lies on; the "
+                f"{self._shards[number].url} could not be read at byte {start} ({error}): fix what it lies on; the "
                 "next batch is the one that was not given"
             ) from error
         self._check(number, os.fstat(file))

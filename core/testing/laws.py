@@ -237,7 +237,7 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
 
 @law(
     "tail",
-    cause="the state counts what was prefetched, lacks the seed, or a random stream starts again in the resumed process",
+    cause="the state counts what was prefetched, lacks the seed, or a random stream restarts in the resumed process",
     cure="count what the training loop has received, and key each sample's stream by (seed, epoch, position)",
 )
 def tail(examination: Examination) -> Outcome:

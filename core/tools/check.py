@@ -61,7 +61,7 @@ def find_target(target: str) -> Callable[..., Any]:
         ) from error
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; mend it, and let what a script "
+            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; fix it, and let what a script "
             'does stand under `if __name__ == "__main__":`'
         ) from error
     imported = getattr(found, "__file__", None)
@@ -133,7 +133,7 @@ def _try_out(examination: Examination, target: str) -> None:
     try:
         kind, lacks = examination.run([(0, _methods_lacking, (examination.settings, examination.options()))])[0]
     except LawError as error:
-        raise TargetError(f"{target} builds no loader: mend it, or give its parameters defaults\n{error.got}") from None
+        raise TargetError(f"{target} builds no loader: fix it, or give its parameters defaults\n{error.got}") from None
     if lacks:
         raise TargetError(
             f"{target} builds a {kind}, which has no {' and no '.join(lacks)}: return midepoch.wrap(loader, seed=0), "
@@ -150,7 +150,7 @@ def _run_through(examination: Examination) -> Verdict | None:
     examination.begin(
         _WHOLE,
         "an error of the loader or of its data set, which has nothing to do with resuming",
-        "mend it until whole epochs run through, also with a state_dict() after each batch; then check again",
+        "fix it until whole epochs run through, also with a state_dict() after each batch; then check again",
     )
     try:
         examination.whole()
