@@ -21,7 +21,7 @@ import numpy.typing as npt
 from nvidia.dali import fn
 
 from midepoch.adapters.dali.feed import Data, Indices, add_a_thread, current_feed
-from midepoch.adapters.webdataset.tar import TarIndex, compression, index_tar
+from midepoch.adapters.tar import TarIndex, compression, index_tar
 from midepoch.errors import SourceError
 from midepoch.order import Sequential, Shuffled
 from midepoch.world import World

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from torch.utils.data import default_collate, default_convert
 from webdataset import filters
 
+from midepoch.adapters.tar import parse_members
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
-from midepoch.adapters.webdataset.tar import parse_members
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session

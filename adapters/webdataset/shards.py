@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from midepoch.adapters.tar import compression
 from midepoch.adapters.webdataset import private
-from midepoch.adapters.webdataset.tar import compression
 from midepoch.errors import SourceError
 
 __all__ = ["RangeReader", "Shard", "Take", "glance", "local_path", "locate", "open_shard"]

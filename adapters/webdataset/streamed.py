@@ -20,11 +20,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from webdataset.filters import reraise_exception
 
+from midepoch.adapters.tar import TarError, padded, walk
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import glance
-from midepoch.adapters.webdataset.tar import TarError, padded, walk
 from midepoch.errors import SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session

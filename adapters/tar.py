@@ -1,4 +1,4 @@
-"""Uncompressed tar archives: where every member is, and a reader for those that cannot be sought.
+"""Uncompressed tar archives, for every adapter: an index of their members, and a reader for those that cannot seek.
 
 Damage is never passed over in silence. A truncated member, a corrupt header and a missing end-of-archive marker are
 each a `TarError` that names the archive and the byte.
