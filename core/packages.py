@@ -41,7 +41,7 @@ class Package:
         # An unknown version was not tested either.
         if not here or here[: len(first)] < first or here[: len(last)] > last:
             warnings.warn(
-                f"midepoch uses private parts of {self.name} that were tested only with {self._range()}, but "
+                f"midepoch uses private parts of {self.name}, tested with {self._range()} only, but "
                 f"{self.version} is installed: {self.cure}, or run midepoch.testing.check_resumable on your source",
                 MidepochWarning,
                 stacklevel=stacklevel,

@@ -191,6 +191,7 @@ def scaled(results: dict[str, Any], factor: float) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.long  # test_each_kind_of_worsening_is_named asks the same function, without measuring again
 def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path) -> None:
     asked = ["overhead", "resume", "exactness"]
     generous = scaled(results, 100)

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import chaos
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
-# What a kill can spoil, once each: a place in our order; parts that only their rank knows. What killed processes leave
-# in shared memory is test_faults' subject. The other backends resume as the first does.
-SHORT = ("dataloader", "stateful")
+# The others resume as this one does. Parts of a state that only their rank knows are killed in test_processes, and what
+# killed processes leave in shared memory in test_faults.
+SHORT = ("dataloader",)
 NEEDED = {"stateful": "torchdata", "webdataset": "webdataset", "streaming": "streaming", "dali": "nvidia.dali",
           "dali-native": "nvidia.dali", "ffcv": "ffcv"}  # fmt: skip
 

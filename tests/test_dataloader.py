@@ -586,7 +586,7 @@ def test_draws_that_vary_are_admitted() -> None:
 def test_draws_that_vary_in_workers_or_ranks_are_named() -> None:
     at_once, later = rejected("from the start"), rejected("later")
     with midepoch.wrap(DataLoader(sources.Rejecting(20, later), num_workers=2), seed=5) as loader:  # noqa: SIM117
-        with pytest.raises(SourceError, match=r"Rejecting drew \d+ times.*shard=True"):
+        with pytest.raises(SourceError, match=r"Rejecting drew \d+ indices.*shard=True"):
             sources.taken(loader)
     with pytest.raises(UnsupportedSourceError, match="shard=True"):
         sources.taken(midepoch.wrap(DataLoader(sources.Rejecting(20, at_once), num_workers=2), seed=5))

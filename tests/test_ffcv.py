@@ -264,7 +264,8 @@ def test_what_an_earlier_batch_left_in_a_buffer_is_not_handed_out() -> None:
             assert row.tolist() == [number + 1] * length + [0] * (len(row) - length)
 
 
-@pytest.mark.parametrize("layer", ["omp", "workqueue", "tbb"] if ALL else ["workqueue"])
+@pytest.mark.long  # other tests run numba's threads, in the layer that the machine has
+@pytest.mark.parametrize("layer", ["omp", "workqueue", "tbb"])
 def test_any_layer_of_threads_gives_the_same_pixels(layer: str) -> None:
     # In-process, numba has its own choice of layer, which the machine decides.
     code = (

@@ -108,7 +108,7 @@ def test_another_number_of_draws_than_the_states_is_named() -> None:
     next(iter(saved))
     loader = wrap(Drawing(12, 1), seed=0)
     loader.load_state_dict(saved.state_dict())
-    with pytest.raises(SourceError, match=r"drew 1 times .* saved with 2 draws"):
+    with pytest.raises(SourceError, match=r"drew 1 indices .* saved with 2 per sample"):
         next(iter(loader))
 
 

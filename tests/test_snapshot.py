@@ -255,7 +255,7 @@ def test_a_run_does_not_write_over_one_that_it_has_not_loaded(tmp_path: Path) ->
     other = Run(tmp_path / "snapshot.pt")
     other.snapshot.load()
     other.snapshot.save()
-    with pytest.raises(SnapshotError, match="some other process writes to the same path"):
+    with pytest.raises(SnapshotError, match="another process writes to the same path"):
         run.snapshot.save()
 
 
@@ -478,7 +478,7 @@ def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
         run.snapshot.load()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the kernel refuses to write more, as on a full disk
-        with pytest.raises(SnapshotError, match="was not saved, the previous snapshot is unchanged"):
+        with pytest.raises(SnapshotError, match="was not saved, and the previous snapshot is unchanged"):
             run.train(1)
 
     assert in_a_child(write) == 0

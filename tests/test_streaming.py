@@ -82,8 +82,10 @@ def resumed(state: dict[str, Any], **options: Any) -> Loader:
     return loader
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("drop_last", "num_workers"),
+    [(False, 0), (True, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((False, 2), (True, 0)))],
+)
 def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: bool) -> None:
     with make(num_workers=num_workers, drop_last=drop_last) as loader:
         length = len(loader)

@@ -99,7 +99,7 @@ def hugging_face(
     return trainer
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_hugging_face_trainer(accumulate: int, tmp_path: Path) -> None:
     expected: list[Any] = []
     reference = hugging_face(tmp_path / "whole", expected, gradient_accumulation_steps=accumulate)

@@ -147,8 +147,8 @@ def check(state: object) -> State:
     expected = _checksum(copy)
     if copy["checksum"] != expected:
         raise StateCorruptError(
-            f"the state's checksum is {copy['checksum']}, but its content gives {expected}: use an older "
-            "one, or midepoch.reseal(state) if it was edited on purpose"
+            f"the state's checksum is {copy['checksum']}, but its content gives {expected}: it is "
+            "damaged; use an older one, or midepoch.reseal(state) if it was edited on purpose"
         )
     return copy
 

@@ -88,23 +88,23 @@ class Examination:
 
     @property
     def named(self) -> Settings:
-        """The settings, with a way to name samples: the one given, else one that is found out by looking at batches."""
+        """The settings, with a way to name samples: the given one, or one found by comparing batches."""
         return self.settings if self.settings.identify is not None else self._once("named", self._with_names)
 
     @property
     def naming(self) -> Naming | None:
-        """How samples are named where this was found out; None where it was given."""
+        """How samples are named, if this was found by comparing batches; None if it was given."""
         return self.named.identify if isinstance(self.named.identify, Naming) else None
 
     def need_names(self) -> None:
-        """Raise `InapplicableError` where samples have no names, so that no law can tell which of them are there."""
+        """Raise `InapplicableError` if samples have no names, so that no law can identify them."""
         if self.naming is not None and self.naming.blind:
             raise InapplicableError(UNNAMED)
 
     def _with_names(self) -> Settings:
         found = self.run([(0, experiment, (read_views, (self.settings, self.options(), 2, ())))])[0]
         naming: Naming | None = Naming()
-        if not isinstance(found, Failure):  # which the law will come upon
+        if not isinstance(found, Failure):  # the law will meet it itself
             (first, second), paddings, ragged = found
             random = self.capability("exact_augmentations")[0] is False
             other: View | None = None
@@ -134,7 +134,7 @@ class Examination:
         return shared
 
     def begin(self, law: str, cause: str, cure: str) -> None:
-        """From here on failures are those of ``law``."""
+        """Attribute failures to ``law`` from now on."""
         self._law, self._cause, self._cure = law, cause, cure
         self._varied.clear()
 
@@ -152,7 +152,7 @@ class Examination:
         return LawError(self._law, epoch, batch, expected, got, cause or self._cause, cure or self._cure)
 
     def explained(self, error: LawError) -> LawError:
-        """``error``, with a word on what make_loader's parameters were taken for, and on the process's seeds."""
+        """``error``, with notes on how make_loader's parameters were understood and on the process's seeds."""
         taken = "; ".join(f"{name} for {OPTIONS[name]}" for name in self._varied)
         if taken:
             told = f"Of make_loader's parameters were taken: {taken}. Leave out of options= what means something else"
@@ -285,7 +285,7 @@ class Examination:
                 cure=found.cure,
             )
 
-    # What several laws look at.
+    # Shared by several laws.
 
     def whole(self) -> Recording:
         """An uninterrupted run in process 0 with no state asked for: one epoch more than is cut."""
@@ -311,7 +311,7 @@ class Examination:
         return self.heads()[0]
 
     def rank_independent(self) -> bool:
-        """Whether any rank's state will do: as declared, else where the ranks' states are found to be equal."""
+        """Whether one rank's state is enough: as declared, or else if the ranks' states are equal."""
         declared, _ = self.capability("rank_independent")
         if declared is not None:
             return declared
@@ -375,8 +375,8 @@ class Examination:
         def plans(rank: int) -> list[Plan]:
             result = []
             for epoch, cut in places:
-                # Any rank's state must do where they are independent, so each one's has its turn. At the end of an
-                # epoch that gives one rank more than another, only the state after its last batch is of the end.
+                # If states are rank-independent, any rank's must do, so each one's is tried. At the end of an uneven
+                # epoch, only the rank with the last batch has the state of the end.
                 able = [head for head in heads if len(head.passes[epoch].batches) >= cut]
                 source = able[(epoch + cut) % len(able)] if independent else heads[rank % len(heads)]
                 state = source.passes[epoch].states[cut]
