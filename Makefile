@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos trainers lint docs bench bench-check bench-each clean
+.PHONY: help setup demo test pytest chaos trainers lint docs bench bench-check bench-each clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,10 @@ demo: setup ## kill a training job in mid-epoch and continue it exactly; results
 
 # Files go to the processes in the order of tests/conftest.py, the slowest first; a quarter of their time they wait,
 # so three processes keep two cores busy.
-test: lint ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
+test: setup ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line lint pytest
+
+pytest: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from midepoch.errors import StateMismatchError, UnsupportedSourceError
+from midepoch.dividing import check_division
+from midepoch.errors import StateMismatchError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -57,12 +58,9 @@ class MapDataLoaderAdapter(Adapter):
         self._server = Server(source, options)
 
     def _understand(self) -> None:
-        understood = understand(self._sampler)
-        if understood.shards and self.options.shard is None:
-            raise UnsupportedSourceError(
-                f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): pass shard=False if it does, or shard=True if all ranks have the same list"
-            )
+        understood = understand(self._sampler, length_of(self.source.dataset))
+        if self.options.shard is None:
+            check_division(self._sampler, understood.division)
         self._order, self._length = understood.order, length_of(self.source.dataset)
         self.tail, self.world = understood.tail, understood.world
         own = self.source.generator

@@ -44,7 +44,7 @@ NOT_WRITTEN = "not written"
 """Of a data set in files that is larger than those that were made."""
 Row = dict[str, Any]
 
-# By default glibc gives memory back to the kernel, and takes it anew, whenever the top of a heap happens to be free,
+# By default glibc gives memory back to the kernel, and takes it again, whenever the top of a heap happens to be free,
 # and unmaps a thread's heap as soon as that is empty: by luck a decoding process has no page faults or 2,400 a batch,
 # and the batch takes 10 ms or 15. So that this does not pass for a loader's cost, all peers keep what they have. The
 # padding, of two of a thread's heaps, is what keeps these (heap_trim in malloc/arena.c). See mallopt(3); bytes.

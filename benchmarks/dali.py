@@ -96,7 +96,7 @@ def bare(root: str, random: bool = True) -> Any:
 
 IDLE = 0.15  # seconds in which a loader's threads finish what they have read ahead
 WARM, TIMED = 4, 20  # batches of one turn: before the clock runs, and while it does
-TURNS = 3  # of each loader, before all are made anew
+TURNS = 3  # of each loader, before all are made again
 
 
 def pace(batches: Iterator[Any]) -> tuple[float, float]:
@@ -120,7 +120,7 @@ def fed(root: str, random: bool = True) -> Any:
 
 
 def throughput(root: str, rounds: int, random: bool) -> None:
-    """In each round all loaders are made anew, in another order, and take short turns.
+    """In each round all loaders are made again, in another order, and take short turns.
 
     New ones, since a pipeline with luckier memory than others stays faster for as long as it lives; short turns, since
     the machine is not the same from one second to the next. Ratios are to the geometric mean of two bare iterators.

@@ -594,7 +594,7 @@ class WebDataset(ByHand):
                     writer.write({"__key__": f"{number:07}", "number": str(number).encode(), **jpeg})
 
     def pipeline(self, spec: Spec, epoch: int | None) -> Any:
-        """Shuffled anew in each epoch, or as the seed of the process says."""
+        """Shuffled again in each epoch, or as the seed of the process says."""
         import webdataset as wds
 
         urls = [str(self.folder(spec) / f"{shard:02}.tar") for shard in range(SHARDS)]

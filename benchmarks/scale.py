@@ -332,7 +332,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Peer:
-    """A loader's time to its first batch after a resume; None where it has to begin its epoch anew."""
+    """A loader's time to its first batch after a resume; None where it has to begin its epoch again."""
 
     label: str
     seconds: float | None
@@ -370,7 +370,7 @@ def optimum(failures_per_hour: float, save: float) -> float:
 def goodput_of(peer: Peer, failures_per_hour: float, job: Job, fixed: bool) -> float:
     """With the fixed interval, or with Young's.
 
-    Where a loader begins its epoch anew, only what is saved at the end of one counts: the interval is an epoch. How
+    Where a loader begins its epoch again, only what is saved at the end of one counts: the interval is an epoch. How
     long the first batch takes it then is left out, in its favour.
     """
     if peer.seconds is None:
@@ -402,7 +402,7 @@ def peers_in(path: Path, samples: int) -> list[Peer]:
     The file has ``{"first_batch": [{"peer", "work", "size", "progress", "workers", "times", "why"}, ...]}``. Of
     pictures that are decoded without workers, the first batch at 0 % and at 90 % says what a sample costs that is
     skipped: nothing, where their difference is within their noise. A job fails at the middle of its epoch of so many
-    samples, on average. A peer that did not manage 90 % begins its epoch anew.
+    samples, on average. A peer that did not manage 90 % begins its epoch again.
     """
     rows = json.loads(path.read_text()).get("first_batch", []) if path.exists() else []
     rows = [row for row in rows if row["work"] == "jpeg" and not row.get("workers")]
@@ -414,7 +414,7 @@ def peers_in(path: Path, samples: int) -> list[Peer]:
         early, late = at[0]["times"], at[0.9]["times"]
         if not early or not late:
             why = at[0.9]["why"] or at[0]["why"]
-            peers.append(Peer(f"{name}: epoch anew ({textwrap.shorten(why, 40)})", None))
+            peers.append(Peer(f"{name}: epoch again ({textwrap.shorten(why, 40)})", None))
             continue
         seconds = statistics.median(early)
         if longer(early, late):

@@ -20,6 +20,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from .copying import private_copy
+from .dividing import Division, division_of
 from .errors import SourceError
 from .order import Order, Sequential, Shuffled
 from .order.keys import derive_key
@@ -27,9 +29,10 @@ from .randomness.streams import Purpose, Streams
 from .state.digest import digest
 from .world import Tail, World
 
-__all__ = ["Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand"]
+__all__ = [
+    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand", "understand_as_parent",
+]  # fmt: skip
 
-_DEEPEST_NESTING = 8  # samplers inside samplers
 _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
 
 
@@ -59,13 +62,13 @@ class ListedEpoch:
 class Listed:
     """The order of any iterable of indices, such as a WeightedRandomSampler or a user's own BatchSampler.
 
-    The list is built once an epoch, under a random stream keyed by (seed, epoch), which makes it a function of both. A
-    sampler that keeps state from one epoch to the next is refused as soon as its list does not repeat.
+    The list is built once an epoch, under a random stream keyed by (seed, epoch), from a copy of the sampler. So it is
+    a function of both, even if the sampler changes in a pass, for instance by shuffling a list of its own in place. A
+    sampler is refused if its list does not repeat, or if its epochs differ only by the number of passes.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._streams = Streams(sampler)
         self._lists: dict[tuple[int, int], ListedEpoch] = {}
         # torch's own samplers repeat themselves; others have to prove it once.
         self._pure = self._trusted = _is_pure(sampler)
@@ -88,10 +91,9 @@ class Listed:
         """
         listed = self._lists.get((seed, epoch))
         if listed is None:
-            listed = self._build(seed, epoch)
+            listed = self._build(seed, epoch)[0]
             if not self._trusted:
-                again = self._build(seed, epoch)
-                if again.crc != listed.crc:
+                if not self._repeats(listed, seed, epoch):
                     raise SourceError(
                         f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under "
                         "one seed differ; derive its order from the epoch (set_epoch) or from torch's, numpy's or "
@@ -107,20 +109,31 @@ class Listed:
         """Drop the lists; they are built again when needed."""
         self._lists.clear()
 
-    def _build(self, seed: int, epoch: int) -> ListedEpoch:
-        sampler = _at_epoch(self._sampler, epoch)
-        try:
-            limit = 2 * len(sampler) + 1000
-        except TypeError:
-            limit = _LONGEST_LIST
-        with self._streams.under(derive_key(Purpose.LISTING, seed, epoch)):
-            items = list(itertools.islice(iter(sampler), limit + 1))
-        if len(items) > limit:
-            raise SourceError(
-                f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
-                "one for each epoch, or wrap a generator function that reads it"
-            )
-        return ListedEpoch(items)
+    def _repeats(self, listed: ListedEpoch, seed: int, epoch: int) -> bool:
+        """Whether another copy gives the same list, and more than a count of passes tells epochs apart."""
+        again, second = self._build(seed, epoch, passes=2)
+        if again.crc != listed.crc:
+            return False
+        # One that changes in a pass, but not by its streams, would give the same list in every epoch.
+        return second.crc == again.crc or self._build(seed, epoch + 1)[0].crc != listed.crc
+
+    def _build(self, seed: int, epoch: int, passes: int = 1) -> list[ListedEpoch]:
+        """The lists of so many passes over one copy, each under the epoch's stream."""
+        copied = None if self._pure else private_copy(self._sampler)
+        sampler = _at_epoch(self._sampler if copied is None else copied, epoch)
+        length = length_of(sampler)
+        limit = _LONGEST_LIST if length is None else 2 * length + 1000
+        streams, lists = Streams(sampler), []
+        for _ in range(passes):
+            with streams.under(derive_key(Purpose.LISTING, seed, epoch)):
+                items = list(itertools.islice(iter(sampler), limit + 1))
+            if len(items) > limit:
+                raise SourceError(
+                    f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
+                    "one for each epoch, or wrap a generator function that reads it"
+                )
+            lists.append(ListedEpoch(items))
+        return lists
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
@@ -155,14 +168,14 @@ class Understood:
     Attributes:
         order: of all ranks together.
         seed, tail, world: as the sampler states them, or None.
-        shards: the sampler seems to give each rank a list of its own, which must not be divided again.
+        division: signs that the sampler divides its list among ranks by itself; None if there are none.
     """
 
     order: Order | Listed
     seed: int | None = None
     tail: Tail | None = None
     world: World | None = None
-    shards: bool = False
+    division: Division | None = None
 
 
 class OrderedSampler(Sampler[int]):
@@ -173,9 +186,22 @@ class OrderedSampler(Sampler[int]):
         """The order, and what else the sampler states."""
 
 
-def understand(sampler: Any) -> Understood:
-    """The order that `sampler` stands for: computed where possible, listed otherwise."""
+_as_parent: set[tuple[str, str]] = set()
+
+
+def understand_as_parent(module: str, name: str) -> None:
+    """Declare that a subclass of one of torch's samplers has the same order as its parent."""
+    _as_parent.add((module, name))
+
+
+def understand(sampler: Any, size: int | None = None) -> Understood:
+    """The order that `sampler` stands for: computed where possible, listed otherwise.
+
+    `size`: of the dataset, if known; a list that is shorter may be one rank's share.
+    """
     kind = type(sampler)
+    if (kind.__module__, kind.__qualname__) in _as_parent:
+        kind = kind.__mro__[1]
     if kind is SequentialSampler:
         return Understood(Sequential(len(sampler.data_source)))
     if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
@@ -190,16 +216,8 @@ def understand(sampler: Any) -> Understood:
         )
     if "understood" in vars(kind):  # not a subclass of such a class, which may have another order
         return cast(OrderedSampler, sampler).understood()
-    return Understood(Listed(sampler), seed=_seed_of(getattr(sampler, "generator", None)), shards=_is_ranked(sampler))
-
-
-def _is_ranked(sampler: Any) -> bool:
-    """Whether the sampler, or one inside it, has a rank, and so may give each rank a list of its own."""
-    for _ in range(_DEEPEST_NESTING):
-        if isinstance(sampler, DistributedSampler) or any(hasattr(sampler, name) for name in ("num_replicas", "rank")):
-            return True
-        sampler = getattr(sampler, "sampler", None)
-    return False
+    seed = _seed_of(getattr(sampler, "generator", None))
+    return Understood(Listed(sampler), seed=seed, division=division_of(sampler, size))
 
 
 def _seed_of(generator: object) -> int | None:

@@ -7,7 +7,9 @@ the ranks' batches in rank order are the global batch, and the order of samples 
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Share", "Tail", "World", "check_tail"]
+__all__ = ["Share", "Tail", "World", "check_tail", "mesh_in_use"]
 
 Tail = Literal["pad", "drop", "uneven"]
 """How samples that do not divide by the world size are shared: repeat some, leave some out, or unequal shares."""
@@ -120,6 +122,15 @@ class World:
         if mesh.ndim != 1:
             raise ValueError(f"World.from_mesh needs one dimension, got {mesh.ndim}: index the mesh, as in mesh['dp']")
         return cls.from_group(mesh.get_group())
+
+
+def mesh_in_use() -> DeviceMesh | None:
+    """A device mesh of several dimensions that this process keeps, if any. Looks at all objects: some 50 ms."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    if module is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    meshes = (each for each in gc.get_objects() if type(each) is module.DeviceMesh)
+    return next((mesh for mesh in meshes if mesh.ndim > 1), None)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
 from .loader.loader import Loader, when_loaded_by
 from .reading.indexed import never_draws
+from .samplers import understand_as_parent
 from .state.format import State
 from .world import Tail, World
 
@@ -58,6 +59,10 @@ _COUNTING_TRAINERS = {
     "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
     "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
 }
+
+
+# Subclasses of torch's samplers that give the order of their parent, and keep a state beside it.
+_AS_THEIR_PARENT = (("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),)
 
 
 class Settings(TypedDict, total=False):
@@ -168,6 +173,9 @@ def _tell_later(path: str) -> Callable[[Loader, State], None]:
 
 for _module in _DRAWLESS_COLLATES:
     never_draws(_module)
+
+for _module, _name in _AS_THEIR_PARENT:
+    understand_as_parent(_module, _name)
 
 for _module, _path in _COUNTING_TRAINERS.items():
     when_loaded_by(_module, _tell_later(_path))

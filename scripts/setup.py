@@ -194,7 +194,7 @@ def pip_install(*arguments: str) -> None:
 
 
 def make_environment() -> None:
-    """Create `.venv`, anew where what is there does not work, and forget packages that are not whole."""
+    """Create `.venv`, again where what is there does not work, and forget packages that are not whole."""
     try:
         run([PYTHON, "-m", "pip", "--version"])
     except (SetupError, OSError):
@@ -288,7 +288,7 @@ def set_up() -> None:
     """Bring `.venv` to what the files of this checkout ask for."""
     stamp = read_stamp()
     if stamp and stamp.get("root") != str(ROOT):
-        say("This folder was moved since its set-up: .venv is made anew.")
+        say("This folder was moved since its set-up: .venv is made again.")
         shutil.rmtree(VENV)
         stamp = {}
     current = wanted()

@@ -31,6 +31,9 @@ EVERYTHING = {each for question in compare.MEASURED for each in compare.distribu
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
 
 
+measured = pytest.mark.long  # it measures for half a minute what no other part of midepoch depends on
+
+
 def started(*options: str) -> forking.Program:
     """The comparison, whose servers are forked too."""
     script = Path(compare.__file__)
@@ -62,6 +65,7 @@ def results(output: Path) -> dict[str, Any]:
     return {**times, "exactness": others["exactness"]}
 
 
+@measured
 def test_markdown_and_plots_are_written(output: Path) -> None:
     said = (output / "results.md").read_text()
     assert all(f"| {name} |" in said for name in NAMES)
@@ -104,6 +108,7 @@ def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) 
         together(["overhead"])
 
 
+@measured
 def test_it_is_said_when_from_what_and_by_which_plan_a_question_was_measured(output: Path) -> None:
     made = json.loads((output / "results.json").read_text())["made"]
     assert list(made) == ["overhead", "resume", "state"]
@@ -114,6 +119,7 @@ def test_it_is_said_when_from_what_and_by_which_plan_a_question_was_measured(out
     assert "lightning" in compare.conditions("boring", NAMES, compare.QUICK)["versions"]
 
 
+@measured
 def test_times_and_sizes_are_sane(results: dict[str, Any]) -> None:
     assert len(results["overhead"]) == 3 * 3 * 2
     assert all(0 < row["lowest"] <= row["microseconds"] <= row["highest"] for row in results["overhead"])
@@ -148,12 +154,14 @@ def verdicts(results: dict[str, Any], name: str) -> dict[str, str]:
     return {row["question"]: row["verdict"] for row in results["exactness"] if row["peer"] == name}
 
 
+@measured
 def test_midepoch_is_exact_or_refuses(results: dict[str, Any]) -> None:
     found = verdicts(results, OURS)
     assert found.pop("longer") == "refused: StateMismatchError"
     assert set(found.values()) == {"exact"} and len(found) == len(compare.QUESTIONS) - 1
 
 
+@measured
 def test_what_others_lose_is_found_by_measuring(results: dict[str, Any]) -> None:
     found = verdicts(results, TORCHDATA)
     assert found["world 2 to 3"].startswith("loses ") and found["longer"].startswith("loses ")
@@ -168,6 +176,7 @@ def test_a_verdict_counts_what_is_lost_and_repeated() -> None:
     assert compare.verdict([0, 1], [1, 2], [2, 3], 4) == "loses 1, repeats 1 silently"
 
 
+@measured
 def test_forged_states_equal_real_ones(results: dict[str, Any]) -> None:
     """A server refuses to go on where one does not; with workers none is made up."""
     assert all(row["forged"] == (not row["workers"]) for row in results["first_batch"])
@@ -191,7 +200,7 @@ def scaled(results: dict[str, Any], factor: float) -> dict[str, Any]:
     return changed
 
 
-@pytest.mark.long  # test_each_kind_of_worsening_is_named asks the same function, without measuring again
+@measured
 def test_what_has_become_worse_is_named(results: dict[str, Any], tmp_path: Path) -> None:
     asked = ["overhead", "resume", "exactness"]
     generous = scaled(results, 100)
@@ -221,6 +230,7 @@ def test_one_that_is_compared_with_another_than_the_plain_loader_can_be_measured
     assert {(row["peer"], row["base"], row["ratio"]) for row in rows} == {("midepoch Streaming", "Streaming", 2.0)}
 
 
+@measured
 def test_each_kind_of_worsening_is_named(results: dict[str, Any]) -> None:
     asked = ["overhead", "resume", "exactness"]
     # Without what the machine did meanwhile: times that hardly differ, then some that are 30 times longer.
@@ -251,6 +261,7 @@ def without(results: dict[str, Any], *keys: str) -> dict[str, Any]:
     }
 
 
+@measured
 def test_what_was_not_published_is_named_and_not_called_worse(results: dict[str, Any]) -> None:
     asked = ["overhead", "resume", "exactness"]
     now = {**results, "made": {each: {"plan": {"limit": 60, "rounds": 5}} for each in asked}}

@@ -51,7 +51,11 @@ def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backen
 
 
 @pytest.mark.parametrize(
-    ("backend", "problem"), [("skipping", "has other samples, or other bits"), ("changing", "differs when it is made")]
+    ("backend", "problem"),
+    [
+        ("skipping", "has other samples, or other bits"),
+        pytest.param("changing", "differs when it is made", marks=pytest.mark.long),
+    ],
 )
 def test_a_loader_that_is_wrong_is_found_and_how_to_see_it_again_is_said(backend: str, problem: str) -> None:
     command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", "30", "--seed", "2"]

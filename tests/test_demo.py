@@ -149,7 +149,7 @@ def test_a_snapshot_without_the_loaders_state_is_found_out(tmp_path: Path) -> No
     assert "NOT EXACT" in finished.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupting_takes_all_processes_with_it(tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "output"
     command = [sys.executable, "-m", "midepoch", "demo", f"--output={output}", *_SMALL, "--world-sizes=2"]

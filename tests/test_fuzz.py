@@ -82,6 +82,7 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
     assert found or (target in SHORT and not LONG)  # both have been seen, unless there were a dozen
 
 
+@pytest.mark.long  # the same targets as above, with mutations that coverage chooses
 @pytest.mark.timeout(0 if LONG else 120)
 @pytest.mark.parametrize("target", ["tar archives", "webdataset"])
 def test_mutations_led_by_coverage(target: str) -> None:
@@ -142,6 +143,7 @@ def test_states_round_trip(target: str) -> None:
 # --- the fuzzing itself ---
 
 
+@pytest.mark.long  # of the fuzzing program alone
 def test_crashes_hangs_and_large_allocations_are_told_with_what_repeats_them() -> None:
     outcome = fuzz.run("broken", 1, 10, patience=2.0)
     assert (len(outcome.crashed), len(outcome.hung), len(outcome.wrong)) == (1, 1, 2)

@@ -508,7 +508,7 @@ class TryingAgain(StreamingDataset):  # type: ignore[misc]
 
 @pytest.mark.parametrize(
     ("workers", "loading"),
-    [(0, {}), (2, {}), (1, {"multiprocessing_context": "spawn"})],
+    [(0, {}), (2, {}), pytest.param(1, {"multiprocessing_context": "spawn"}, marks=pytest.mark.long)],
     ids=["here", "forked", "spawned"],
 )
 def test_a_download_that_is_tried_again_draws_nothing_of_a_samples(workers: int, loading: dict[str, Any]) -> None:
@@ -847,7 +847,7 @@ def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Pat
     """1 x 12, 2 x 6 and 3 x 4 are the same steps; the ranks share each."""
     alone = ranks(tmp_path / "alone", 1, 48, 12)[0]
     whole, drawn = alone["batches"], dict(zip(flat(alone["batches"]), flat(alone["draws"]), strict=True))
-    for world_size, new in ((2, 3), (3, 1), (1, 2)):
+    for world_size, new in ((2, 3), (3, 1), (1, 2)) if os.environ.get("MIDEPOCH_CHAOS") else ((2, 3),):
         head = ranks(tmp_path / f"{world_size}", world_size, 48, 12 // world_size, steps=2)
         states = [rank["state"] for rank in head]
         assert all(state == states[0] for state in states)

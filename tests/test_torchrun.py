@@ -361,6 +361,7 @@ def children(process: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_group_that_cannot_talk_about_what_is_on_the_cpu(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
     """As NCCL's: snapshots make a group of their own, which waits no longer than that does."""
     job = Job(tmp_path, 2, "--backend=cuda:gloo", "--timeout=7", "--every=4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,13 @@ def _worlds(rank: int) -> dict[str, Any]:
         "dp": World.from_mesh(mesh["dp"]),
         "tp": World.from_mesh(mesh["tp"]),
     }
+    before: Any = torch.utils.data.DataLoader(range(8), batch_size=1)  # type: ignore[arg-type]
+    for name, world in (("silent", World.current()), ("shared", seen["dp"]), ("unstated", None)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loader = midepoch.wrap(before, seed=0, world=world)
+            taken = [batch.tolist() for _ in range(2) for batch in loader]
+        seen[name] = [str(each.message) for each in told if "DeviceMesh" in str(each.message)], taken
     refused: dict[str, Callable[[], World]] = {
         "another's group": lambda: World.from_group(every_group[1 - rank % 2]),
         "two dimensions": lambda: World.from_mesh(mesh),
@@ -140,6 +148,11 @@ def test_groups_and_meshes_of_real_processes() -> None:
         assert seen["two dimensions"].startswith("ValueError: World.from_mesh needs one dimension, got 2")
         assert "world_size 4" in seen["disagreement"]
         assert "WORLD_SIZE=3" in seen["disagreement"]
+        assert seen["silent"][0] == seen["shared"][0] == []
+        (warned,) = seen["unstated"][0]  # once, not in each epoch
+        assert "shape (2, 2) with dimensions dp, tp" in warned
+        assert "World.from_mesh(mesh['dp'])" in warned and "World.current()" in warned
+        assert seen["unstated"][1] == seen["silent"][1]
 
 
 # --- the share ---

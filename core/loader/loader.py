@@ -24,7 +24,7 @@ from midepoch.randomness.streams import process_seed
 from midepoch.state import format as states
 from midepoch.state import parts
 from midepoch.state.format import State
-from midepoch.world import Share, World
+from midepoch.world import Share, World, mesh_in_use
 
 from .adapter import Adapter, Options, Run
 from .capabilities import Capabilities
@@ -83,6 +83,7 @@ class Loader:
         self._came = _Came.FRESH
         self._loaded: State | None = None  # the loaded state, until a batch is handed out
         self._world: World | None = None  # of the last pass
+        self._mesh_checked = False
         self._cursor = Cursor()
         self._history = new_history()
 
@@ -489,6 +490,8 @@ class Loader:
                 f"rank {world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is "
                 "in use, or load a state to continue in another world"
             )
+        if self._world is None and not self._mesh_checked and world.world_size > 1:
+            self._check_mesh()
         adapter, seed, place = self._adapter, self._current_seed(world), self._here()
         adapter.prepare(seed, place.epoch)
         share = adapter.share(seed, place.epoch, place.position, world, place.detail)
@@ -502,6 +505,23 @@ class Loader:
         cursor.open(adapter.open(run), run, adapter.units_per_step(world))
         cursor.resumed = cursor.resumed or self._loaded is not None
         self._seed, self._world = seed, world
+
+    def _check_mesh(self) -> None:
+        """Warn where peers of tensor parallelism would receive different batches, because nobody stated the world."""
+        self._mesh_checked = True
+        if self._options.world is not None or self._adapter.world is not None:
+            return
+        mesh = mesh_in_use()
+        if mesh is not None:
+            names = mesh.mesh_dim_names or ("dp", "...")
+            warnings.warn(
+                f"a DeviceMesh of shape {tuple(mesh.mesh.shape)} with dimensions {', '.join(names)} is in use, and "
+                "this loader gives every rank other batches. Where ranks share a batch (tensor, pipeline or context "
+                f"parallelism), pass world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all "
+                "dimensions are data-parallel, pass world=midepoch.World.current()",
+                MidepochWarning,
+                stacklevel=5,
+            )
 
     def _close_session(self, mark: Any = None, keep: bool = True) -> None:
         """Close the open session. `mark`: taken before a batch that failed. `keep`: keep the session's place."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from midepoch.dividing import check_division
 from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -74,7 +75,8 @@ class IterableAdapter(Adapter):
         self._why = "it exposes no samplers" if not understood else "it has not been tried yet"
         if options.shard is not None and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
-        for each in understood.values():
+        for path, each in understood.items():
+            check_division(exposed_samplers(stream)[path], each.division)
             self._adopt(each)
         self._warned = False
         self._readers: dict[str, Any] = {}
@@ -82,11 +84,6 @@ class IterableAdapter(Adapter):
             self._require_shard(f"{workers} worker processes")
 
     def _adopt(self, understood: Understood) -> None:
-        if understood.shards:
-            raise UnsupportedSourceError(
-                "the dataset exposes a sampler that seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): pass shard=False if it does, or shard=True if all ranks have the same list"
-            )
         self.seed = understood.seed if self.seed is None else self.seed
         self.tail = understood.tail if self.tail is None else self.tail
         self.world = understood.world if self.world is None else self.world

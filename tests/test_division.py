@@ -1,0 +1,191 @@
+"""Samplers that divide the data among ranks by themselves, and samplers that change while they are read."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, TensorDataset
+
+import midepoch
+from midepoch import MidepochWarning, SourceError, UnsupportedSourceError, World
+from midepoch.copying import LARGEST_COPY, private_copy
+
+SIZE = 24
+
+
+class Private(Sampler[int]):
+    """Gives one rank's list, under names of its own."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return len(range(self._rank, SIZE, self._world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._rank, SIZE, self._world_size))
+
+
+class Holding(Sampler[Any]):
+    """A batch sampler over whatever it is given, which it holds where it likes."""
+
+    def __init__(self, inner: Any, **held: Any) -> None:
+        self.held = {"deep": [held, {"inner": inner}]}
+        self._read = inner
+
+    def __len__(self) -> int:
+        return -(-len(self._read) // 4)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self._read, 4, False))
+
+
+class Named(Sampler[int]):
+    """Holds numbers under some names, and gives all indices."""
+
+    def __init__(self, length: int = SIZE, **names: int) -> None:
+        self.__dict__.update(names)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def loader(sampler: Any = None, batch_sampler: Any = None) -> DataLoader[int]:
+    if batch_sampler is not None:
+        return DataLoader(range(SIZE), batch_sampler=batch_sampler)  # type: ignore[arg-type]
+    return DataLoader(range(SIZE), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+
+def distributed(replicas: int = 2, rank: int = 0) -> DistributedSampler[int]:
+    return DistributedSampler(range(SIZE), replicas, rank)  # type: ignore[arg-type]
+
+
+DIVIDING = {
+    "private names": lambda: loader(Private(1, 2)),
+    "a DistributedSampler under another name": lambda: loader(batch_sampler=Holding(distributed())),
+    "names in two objects": lambda: loader(batch_sampler=Holding(Named(num_shards=3), sampler=Named(shard_id=2))),
+    "a share's length": lambda: loader(Named(SIZE // 3, n_replicas=3)),
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDING)
+def test_a_sampler_that_divides_is_refused_with_the_cure_that_works(kind: str) -> None:
+    with pytest.raises(UnsupportedSourceError, match=r"divides its list among ranks .*num_replicas=1, rank=0"):
+        midepoch.wrap(DIVIDING[kind](), seed=1)
+    assert midepoch.wrap(DIVIDING[kind](), seed=1, shard=False).capabilities.elastic_world.holds is False
+    midepoch.wrap(DIVIDING[kind](), seed=1, shard=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_cure_divides_once(rank: int) -> None:
+    for batch_sampler in (Holding(distributed(1)), Holding(Private(0, 1))):
+        parts = []
+        for each in range(2):
+            ours = midepoch.wrap(loader(batch_sampler=batch_sampler), seed=1, world=World(each, 2))
+            parts.append([index for batch in ours for index in batch.tolist()])
+        assert sorted(parts[0] + parts[1]) == list(range(SIZE))
+        assert rank in (0, 1)
+
+
+@pytest.mark.parametrize("names", [{"_rank": 1}, {"world_size": 4}, {"rank": 5, "num_replicas": 2}])
+def test_one_sign_warns(names: dict[str, int]) -> None:
+    with pytest.warns(MidepochWarning, match="may divide its list among ranks .*num_replicas=1"):
+        midepoch.wrap(loader(Named(**names)), seed=1)
+
+
+@pytest.mark.parametrize("sampler", [Named(), Named(num_replicas=1, rank=0), Named(seed=3), RandomSampler(range(SIZE))])
+def test_no_sign_is_no_alarm(sampler: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(loader(sampler), seed=1)
+
+
+def test_a_distributed_sampler_with_a_state_is_understood_as_its_parent() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="needs torchdata")
+    theirs = stateful.StatefulDistributedSampler(range(SIZE), 2, 1, seed=5)
+    ours = midepoch.wrap(loader(theirs))
+    plain = midepoch.wrap(loader(DistributedSampler(range(SIZE), 2, 1, seed=5)))  # type: ignore[arg-type]
+    assert ours.capabilities.elastic_world
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
+# --- samplers that change ---------------------------------------------------------------------------------------------
+
+
+class InPlace(Sampler[int]):
+    """Shuffles a list of its own, which stays shuffled."""
+
+    def __init__(self) -> None:
+        self.indices = list(range(SIZE))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class Passes(Sampler[int]):
+    """Orders by a seed of its own and the number of its passes."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(SIZE), SIZE))
+
+
+def test_a_sampler_that_shuffles_a_list_of_its_own_repeats_itself() -> None:
+    def taken(ours: midepoch.Loader) -> list[list[int]]:
+        return [batch.tolist() for batch in ours]
+
+    sampler = InPlace()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    first, second = taken(ours), taken(ours)
+    assert first != second and sampler.indices == list(range(SIZE)), "the user's own is left as it was"
+    for epoch, whole in enumerate((first, second)):
+        for cut in range(6):
+            head = midepoch.wrap(loader(InPlace()), seed=1)
+            head.seek(epoch, 4 * cut)
+            assert taken(head) == whole[cut:]
+
+
+def test_an_order_that_only_passes_change_is_refused() -> None:
+    with pytest.raises(SourceError, match="does not repeat itself"):
+        list(midepoch.wrap(loader(Passes()), seed=1))
+
+
+def test_what_is_tuned_between_epochs_is_followed() -> None:
+    sampler = Named()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    assert len(list(ours)) == 6
+    sampler.length = 8
+    assert [batch.tolist() for batch in ours] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_copy_shares_data_and_is_bounded() -> None:
+    dataset = TensorDataset(torch.zeros(3))
+    sampler = Holding(RandomSampler(dataset), data=dataset)
+    copied = private_copy(sampler)
+    assert copied is not None and copied is not sampler and copied.held["deep"] is not sampler.held["deep"]
+    assert copied.held["deep"][0]["data"] is dataset and copied._read.data_source is dataset
+    assert private_copy(Named(names=1)) is not None
+    large, uncopyable = Named(), Named()
+    large.content = bytearray(LARGEST_COPY + 1)  # type: ignore[attr-defined]
+    uncopyable.file = open(__file__)  # type: ignore[attr-defined]  # noqa: PTH123, SIM115
+    assert private_copy(large) is None and private_copy(uncopyable) is None
+    uncopyable.file.close()  # type: ignore[attr-defined]
