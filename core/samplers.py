@@ -26,7 +26,7 @@ from .errors import SourceError
 from .order import Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
-from .state.digest import digest
+from .state.checksum import checksum_of
 from .world import Tail, World
 
 __all__ = [
@@ -50,7 +50,7 @@ class ListedEpoch:
     def __init__(self, items: list[Any]) -> None:
         self._items = items
         plain = all(type(item) is int for item in items)
-        self.crc = f"{zlib.crc32(repr(items).encode()):08x}" if plain else digest(items)
+        self.crc = f"{zlib.crc32(repr(items).encode()):08x}" if plain else checksum_of(items)
 
     def __len__(self) -> int:
         return len(self._items)

@@ -109,7 +109,7 @@ def write_shards(path: Path, state: Any) -> None:
 def test_every_kind_of_checkpoint(write: Any, name: str, tmp_path: Path) -> None:
     state = after(3).state_dict()
     write(tmp_path / "checkpoint", state)
-    (place,) = look(tmp_path / "checkpoint").places
+    (place,) = look(tmp_path / "checkpoint").found
     assert (place.name, place.state, place.problem) == (name, state, "")
 
 
@@ -131,8 +131,8 @@ def test_a_checkpoint_of_lightnings(tmp_path: Path) -> None:
     trainer.fit(Model())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     contents = look(tmp_path / "last.ckpt")
-    assert [place.state["position"] for place in contents.places] == [12]
-    assert "combined_loader" in contents.places[0].name
+    assert [place.state["position"] for place in contents.found] == [12]
+    assert "combined_loader" in contents.found[0].name
 
 
 # --- edited copies ------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def test_a_copy_of_lightnings_in_which_the_loader_stands_elsewhere(tmp_path: Pat
         assert fit(3, **settings) == whole[:3]
         out = tmp_path / f"out{number}.ckpt"
         assert seek(tmp_path / "3.ckpt", out, epoch=1, position=20).problem == ""
-        assert {place.state["position"] for place in look(out).places} == {20}
-        assert len(look(out).places) == 1 + number
+        assert {place.state["position"] for place in look(out).found} == {20}
+        assert len(look(out).found) == 1 + number
         assert fit(5, out, **settings)[:2] == whole[15:17]
 
 
@@ -181,11 +181,11 @@ def chosen(epoch: int) -> Any:
 def test_one_state_in_several_places_and_several_states(tmp_path: Path) -> None:
     state, other = after(3).state_dict(), after(3).state_dict()
     torch.save({"a": state, "b": {"c": [(state,)]}, "other": other}, tmp_path / "in.pt")
-    assert [place.name for place in look(tmp_path / "in.pt").places] == ["a", "b.c.0.0", "other"]
+    assert [place.name for place in look(tmp_path / "in.pt").found] == ["a", "b.c.0.0", "other"]
     with pytest.raises(StateError, match=r"'a', 'b\.c\.0\.0', 'other'; name one"):
         seek(tmp_path / "in.pt", tmp_path / "out.pt", epoch=1)
     seek(tmp_path / "in.pt", tmp_path / "out.pt", epoch=1, name="b.c.0.0")
-    assert [place.state["epoch"] for place in look(tmp_path / "out.pt").places] == [1, 1, 0]
+    assert [place.state["epoch"] for place in look(tmp_path / "out.pt").found] == [1, 1, 0]
 
 
 class Own:
@@ -275,7 +275,7 @@ def test_a_copy_in_which_the_loader_stands_elsewhere(tmp_path: Path) -> None:
 def test_one_of_both(epoch: int | None, position: int | None, place: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "in", after(3).state_dict())
     seek(tmp_path / "in", tmp_path / "out", epoch=epoch, position=position)
-    (found,) = look(tmp_path / "out").places
+    (found,) = look(tmp_path / "out").found
     assert found.problem == ""
     loader = make()
     loader.load_state_dict(found.state)
@@ -431,7 +431,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     torch.save({"loader": after(5).state_dict()}, tmp_path / "folder" / "own.pt")
     (tmp_path / "folder" / "link.pt").symlink_to("../other.pt")
-    assert [place.file.name for place in look(tmp_path / "folder").places] == ["own.pt"]
+    assert [place.file.name for place in look(tmp_path / "folder").found] == ["own.pt"]
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_a_content_that_refers_to_itself(tmp_path: Path) -> None:
     for _ in range(150):
         deep = [deep]
     torch.save({"shallow": content, "deep": deep}, tmp_path / "checkpoint.pt")
-    (place,) = look(tmp_path / "checkpoint.pt").places
+    (place,) = look(tmp_path / "checkpoint.pt").found
     assert place.name == "shallow.loader"
 
 

@@ -193,7 +193,6 @@ def test_streaming_is_as_it_was_when_its_passes_are_over(monkeypatch: pytest.Mon
     import streaming_sources as sources
 
     gc.collect()  # loaders that other tests have left
-    gc.collect()  # loaders that other tests have left
     first, second = (midepoch.wrap(sources.bare(24)) for _ in range(2))
     assert streaming.base.util.random is random
     one, other = iter(first), iter(second)

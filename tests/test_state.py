@@ -33,8 +33,8 @@ import sources
 import midepoch
 from midepoch import StateCorruptError, StateError, StateMismatchError, StateVersionError
 from midepoch.loader.loader import Loader
+from midepoch.state.checksum import checksum_of
 from midepoch.state.codec import decode, encode
-from midepoch.state.digest import digest
 
 KEYS = [
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
@@ -506,7 +506,7 @@ def test_digests_tell_what_is_close() -> None:
         torch.zeros(1, dtype=torch.int64), np.zeros(1), np.float64(0), torch.ones(1), [0, 0], [[0], 0], {"a": 1},
         {"b": 1}, {"a": 2}, "a" * 10, "a" * 11, torch.zeros(100_000), torch.zeros(100_001),
     ]  # fmt: skip
-    digests = [digest(value) for value in values]
+    digests = [checksum_of(value) for value in values]
     assert len(set(digests)) == len(values)
-    assert digests == [digest(copy.deepcopy(value)) for value in values]
-    assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.arange(6).reshape(2, 3).T.contiguous())
+    assert digests == [checksum_of(copy.deepcopy(value)) for value in values]
+    assert checksum_of(torch.arange(6).reshape(2, 3).T) == checksum_of(torch.arange(6).reshape(2, 3).T.contiguous())

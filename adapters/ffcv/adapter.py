@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from midepoch.adapters.ffcv import beton
 from midepoch.adapters.ffcv.epoch import Reading, Request, Work, check_file, identity_of
-from midepoch.adapters.ffcv.pipeline import Plan, chains, draws, kind_in_use, make_plan, operation_of
+from midepoch.adapters.ffcv.pipeline import Steps, chains, draws, kind_in_use, make_steps, operation_of
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -101,7 +101,7 @@ class FFCVAdapter(Adapter):
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
         self._mixes = "mix" in self._kinds
         self._draws = any(map(draws, self._operations()))
-        self._first_plan: Plan | None = None
+        self._first_steps: Steps | None = None
         self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
         self._streams = Streams(*self._drawing) if options.streams else None
 
@@ -162,14 +162,14 @@ class FFCVAdapter(Adapter):
         check_file(self.source.fname, self._file)
         order = self._order.epoch(run.seed, run.epoch)
         copies = self.source in _copied
-        work = Work(self.source, self._plan, self._file, run.epoch, copies, self._streams)
+        work = Work(self.source, self._steps_now, self._file, run.epoch, copies, self._streams)
         return Reading(work, _requests(run, order, self._draws), share.steps)
 
-    def _plan(self) -> Plan:
+    def _steps_now(self) -> Steps:
         """The steps; with recompile=True as the operations are now, else as they were in the first epoch."""
-        plan = make_plan(self.source, self.options.streams, None if self.source.recompile else self._first_plan)
-        self._first_plan = self._first_plan or plan
-        return plan
+        steps = make_steps(self.source, self.options.streams, None if self.source.recompile else self._first_steps)
+        self._first_steps = self._first_steps or steps
+        return steps
 
 
 def _requests(run: Run, order: EpochOrder, drawing: bool) -> Iterator[Request]:

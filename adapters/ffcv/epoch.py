@@ -22,7 +22,7 @@ import torch
 from numba.np.ufunc.parallel import NUM_THREADS
 
 from midepoch.adapters.ffcv.pages import Pages
-from midepoch.adapters.ffcv.pipeline import Batch, Damage, Plan, Step
+from midepoch.adapters.ffcv.pipeline import Batch, Damage, Step, Steps
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
 from midepoch.loader.adapter import Session
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
     Attributes:
         loader: FFCV's.
-        make_plan: gives the steps; called in the session's thread, since compiling belongs there.
+        make_steps: gives the steps; called in the session's thread, since compiling belongs there.
         file: what `stat` must go on saying of the file: its inode, size and time of change.
         epoch: for messages.
         copies: whether batches are copied out of FFCV's buffers.
@@ -58,7 +58,7 @@ class Work(NamedTuple):
     """
 
     loader: Any
-    make_plan: Callable[[], Plan]
+    make_steps: Callable[[], Steps]
     file: tuple[int, int, int]
     epoch: int
     copies: bool
@@ -111,12 +111,12 @@ class Reading(Session):
         return self._finish(ready)
 
     def _finish(self, ready: _Ready) -> Any:
-        production, batch, plan = self._production, ready.batch, self._production.plan
+        production, batch, steps = self._production, ready.batch, self._production.all_steps
         if production.device is not None:
             torch.cuda.current_stream(production.device).wait_stream(production.streams[ready.slot])
         if production.deferred:
             _run_deferred(self._work, production, ready)
-        result = tuple(batch.values[node] for node in plan.outputs)
+        result = tuple(batch.values[node] for node in steps.outputs)
         return tuple(_copied(value) for value in result) if self._work.copies else result
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class _Production:
         self._next_check = 0.0
         self._events: list[Any] = [None] * self._slots
         self._memory: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.plan = Plan((), ())
+        self.all_steps = Steps((), ())
         self.deferred: tuple[Step, ...] = ()
         self.device: torch.device | None = None
         self.streams: list[Any] = []
@@ -261,9 +261,9 @@ class _Production:
     def _prepare(self) -> None:
         loader = self._work.loader
         numba.set_num_threads(loader.num_workers)  # of this thread alone
-        self.plan = self._work.make_plan()
-        self.deferred = tuple(step for step in self.plan.steps if step.deferred)
-        for step in self.plan.steps:
+        self.all_steps = self._work.make_steps()
+        self.deferred = tuple(step for step in self.all_steps.steps if step.deferred)
+        for step in self.all_steps.steps:
             kept, scratch = step.allocation, None
             if step.scratch:
                 # FFCV keeps room to decode all images of all batches ahead; less of it stays in the processor's caches.
@@ -273,7 +273,7 @@ class _Production:
             for slot in range(self._slots):
                 memory = _at(both[0], slot)
                 self._memory[step.node, slot] = (memory if scratch is None else (memory, scratch), _at(both[1], slot))
-        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.plan.steps)), None)
+        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.all_steps.steps)), None)
         if self.device is not None:
             self.streams = [
                 torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -297,7 +297,7 @@ class _Production:
             requests, memory = iter(listed), Pages(manager, [request.indices for request in listed])
         else:
             memory = manager.schedule_epoch(())
-        steps = tuple(step for step in self.plan.steps if not step.deferred)
+        steps = tuple(step for step in self.all_steps.steps if not step.deferred)
         memory.__enter__()
         try:
             storage = memory.state

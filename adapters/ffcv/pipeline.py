@@ -21,7 +21,7 @@ from midepoch.adapters.ffcv import kernels
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, Kind, kind_of, parts, requirements
 from midepoch.errors import SourceError, UnsupportedSourceError
 
-__all__ = ["Batch", "Damage", "Plan", "Step", "declare", "make_plan"]
+__all__ = ["Batch", "Damage", "Step", "Steps", "declare", "make_steps"]
 
 _declared: dict[type, Kind] = {}
 
@@ -106,7 +106,7 @@ class Step(NamedTuple):
     scratch: bool
 
 
-class Plan(NamedTuple):
+class Steps(NamedTuple):
     """All steps, parents first, and the nodes whose values make up a batch.
 
     Attributes:
@@ -151,13 +151,13 @@ def operation_of(node: Any) -> Any:
     return node.decoder if isinstance(node, parts().DecoderNode) else node.operation
 
 
-def make_plan(loader: Any, streams: bool, before: Plan | None = None) -> Plan:
+def make_steps(loader: Any, streams: bool, before: Steps | None = None) -> Steps:
     """The steps of `loader`, as it is now.
 
     Args:
         loader: FFCV's.
         streams: whether random numbers come from streams; otherwise all runs as FFCV has it, in its thread.
-        before: an earlier plan, to keep to operations as they were then; None to make it of them as they are now. What
+        before: earlier steps, to keep operations as they were then; None to take them as they are now. What
             memory they need is asked again where they have changed, as for images that grow with the epochs. (FFCV asks
             at each epoch. Its decoders then look through the whole file's table.)
     """
@@ -192,7 +192,7 @@ def make_plan(loader: Any, streams: bool, before: Plan | None = None) -> Plan:
                 kind == "image" and isinstance(allocations["operation"][node.id], tuple),
             )
             started.add(id(operation))
-    return Plan(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()), appearance)
+    return Steps(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()), appearance)
 
 
 _PLAIN = (int, float, str, bytes, type(None), np.dtype, torch.dtype, torch.device)

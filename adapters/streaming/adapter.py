@@ -35,7 +35,7 @@ from midepoch.world import World
 __all__ = ["StreamingAdapter"]
 
 
-class _Plan(NamedTuple):
+class _Topology(NamedTuple):
     """What Streaming's order depends on besides seed, epoch and data.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Plan(NamedTuple):
         return f"canonical={self.canonical};nodes={self.nodes};batch={self.batch}"
 
     @classmethod
-    def parsed(cls, detail: str) -> _Plan:
+    def parsed(cls, detail: str) -> _Topology:
         found = re.fullmatch(r"canonical=(\d{1,9});nodes=(\d{1,9});batch=(\d{1,12})", detail, re.ASCII)
         plan = None if found is None else cls(*map(int, found.groups()))
         if plan is None or not all(plan):
@@ -133,15 +133,15 @@ class StreamingAdapter(Adapter):
             )
         return World(world.rank // self._shared_by, world.world_size // self._shared_by)
 
-    def _plan(self, world: World, detail: str = "") -> _Plan:
+    def _topology(self, world: World, detail: str = "") -> _Topology:
         if detail:
-            return _Plan.parsed(detail)
+            return _Topology.parsed(detail)
         dataset = self.source.dataset
         nodes = private.nodes(dataset)
         canonical = dataset.num_canonical_nodes
         if not canonical:  # as Streaming chooses it in the first pass
             canonical = 64 * nodes if dataset.shuffle_algo in ("py1s", "py2s") else nodes
-        return _Plan(canonical, dataset.initial_physical_nodes or nodes, self.units_per_step(world))
+        return _Topology(canonical, dataset.initial_physical_nodes or nodes, self.units_per_step(world))
 
     # --- what it is ---
 
@@ -150,7 +150,7 @@ class StreamingAdapter(Adapter):
         dataset = self.source.dataset
         if dataset.batching_method != "random":
             return None  # known only once the epoch is planned
-        canonical = self._plan(world, detail).canonical
+        canonical = self._topology(world, detail).canonical
         each = -(-int(dataset.epoch_size) // canonical)
         nodes = private.nodes(dataset)
         if canonical < nodes:
@@ -211,7 +211,7 @@ class StreamingAdapter(Adapter):
 
     def beginning(self, epoch: int, world: World) -> str:
         """The plan."""
-        return str(self._plan(world))
+        return str(self._topology(world))
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The same plan."""
@@ -220,7 +220,7 @@ class StreamingAdapter(Adapter):
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that the plan can be carried out here."""
-        saved, here, dataset = _Plan.parsed(detail), self._plan(world), self.source.dataset
+        saved, here, dataset = _Topology.parsed(detail), self._topology(world), self.source.dataset
         if saved.batch != here.batch and not _deals_one_by_one(dataset):
             raise StateMismatchError(
                 f"the global batch size differs: the state was saved with {saved.batch}, this loader has {here.batch}; "
@@ -272,7 +272,7 @@ class StreamingAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Batches from the position on."""
         self.sharing(run.world)  # refuses another world
-        plan = self._plan(run.world, run.detail)
+        plan = self._topology(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
         back = self._steps_back(run.epoch, run.position, run.world, run.detail)
         if (reading := _sessions.get(_here(dataset))) is not None:

@@ -36,39 +36,39 @@ class LentGlobals:
     """
 
     def __init__(self, by_memory: bool = True) -> None:
-        self._python_mark: _Mark
-        self._numpy_mark: _Mark
-        self._pair_mark: _Mark
+        self._python_stamp: _Stamp
+        self._numpy_stamp: _Stamp
+        self._pair_stamp: _Stamp
         # Looked up once: the path of every batch leads through here.
         self._generator: Any = random._inst
         self._torch = torch.default_generator
         # numpy's RandomState is lent a bit generator of ours: seeding it means the same whatever the caller's is.
         self._ours = np.random.MT19937(0)
-        self._python_mark, self._numpy_mark, self._pair_mark = _PythonState(), _NumpyState(self._ours), _Pair()
+        self._python_stamp, self._numpy_stamp, self._pair_stamp = _PythonState(), _NumpyState(self._ours), _Pair()
         pair = _offset_of_pair()
         if by_memory and _python_is_known():
-            self._python_mark = _python_mark(self._generator)
+            self._python_stamp = _python_stamp(self._generator)
         if by_memory and _numpy_is_known():
-            self._numpy_mark = _numpy_mark(self._ours)
+            self._numpy_stamp = _numpy_stamp(self._ours)
         if by_memory and pair is not None:
-            self._pair_mark = _memory(id(np.random.mtrand._rand) + pair, 4)
+            self._pair_stamp = _memory(id(np.random.mtrand._rand) + pair, 4)
         self._python_saved: Any = None
         self._python_saved_at: tuple[bytes, float | None] | None = None
         self._numpy_saved: Any = None
         self._pair_saved: Any = None
         self._torch_saved = self._torch.get_state()
-        self._marks: tuple[Any, ...] = ()
+        self._stamps: tuple[Any, ...] = ()
 
     def borrow(self) -> None:
         """Remember the caller's states, and let `touched` tell whether they change from here on."""
-        python = self._python_mark.tobytes(), self._generator.gauss_next
+        python = self._python_stamp.tobytes(), self._generator.gauss_next
         if python != self._python_saved_at:
             self._python_saved, self._python_saved_at = random.getstate(), python
         self._torch_saved = self._torch.get_state()
-        self._pair_saved = np.random.get_state(legacy=False) if any(self._pair_mark.tobytes()) else None
+        self._pair_saved = np.random.get_state(legacy=False) if any(self._pair_stamp.tobytes()) else None
         self._numpy_saved = np.random.get_bit_generator()
         np.random.set_bit_generator(self._ours)
-        self._marks = python, self._numpy_mark.tobytes(), self._torch_saved.numpy().tobytes()
+        self._stamps = python, self._numpy_stamp.tobytes(), self._torch_saved.numpy().tobytes()
 
     def give_back(self) -> None:
         """Put the caller's states back."""
@@ -76,19 +76,19 @@ class LentGlobals:
         if self._pair_saved is not None:
             np.random.set_state(self._pair_saved)
         self._torch.set_state(self._torch_saved)
-        if (self._python_mark.tobytes(), self._generator.gauss_next) != self._python_saved_at:
+        if (self._python_stamp.tobytes(), self._generator.gauss_next) != self._python_saved_at:
             random.setstate(self._python_saved)
 
     def watch(self) -> None:
         """Let `touched` tell what happens from here on."""
-        python = self._python_mark.tobytes(), self._generator.gauss_next
-        self._marks = python, self._numpy_mark.tobytes(), self._torch.get_state().numpy().tobytes()
+        python = self._python_stamp.tobytes(), self._generator.gauss_next
+        self._stamps = python, self._numpy_stamp.tobytes(), self._torch.get_state().numpy().tobytes()
 
     def touched(self) -> bool:
         """Whether a number has been drawn since `borrow` or `watch`, or a seed set."""
-        return self._marks != (
-            (self._python_mark.tobytes(), self._generator.gauss_next),
-            self._numpy_mark.tobytes(),
+        return self._stamps != (
+            (self._python_stamp.tobytes(), self._generator.gauss_next),
+            self._numpy_stamp.tobytes(),
             self._torch.get_state().numpy().tobytes(),
         )
 
@@ -97,7 +97,7 @@ class LentGlobals:
 # The count of numbers drawn comes back to itself after 624, when all words have been made again: it and some words do.
 
 
-class _Mark(Protocol):
+class _Stamp(Protocol):
     def tobytes(self) -> bytes:
         """Bytes that change when the generator does."""
 
@@ -126,32 +126,32 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-def _python_mark(generator: Any) -> memoryview:
+def _python_stamp(generator: Any) -> memoryview:
     """In CPython: ``struct { PyObject_HEAD int index; uint32_t state[624]; }``."""
     return _memory(id(generator) + object.__basicsize__, 32)
 
 
-def _numpy_mark(bits: Any) -> memoryview:
+def _numpy_stamp(bits: Any) -> memoryview:
     """In its bit generator: ``struct { uint32_t key[624]; int pos; }``."""
     return _memory(bits.ctypes.state_address + 4 * (_WORDS - 4), 20)
 
 
 @functools.cache
 def _python_is_known() -> bool:
-    """True if a generator's state stands where `_python_mark` reads it."""
+    """True if a generator's state stands where `_python_stamp` reads it."""
     generator = random.Random(1)
     if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + 4 * (_WORDS + 1):
         return False
     *words, index = generator.getstate()[1]
-    return _python_mark(generator).tobytes() == struct.pack("8I", index, *words[:7])
+    return _python_stamp(generator).tobytes() == struct.pack("8I", index, *words[:7])
 
 
 @functools.cache
 def _numpy_is_known() -> bool:
-    """True if a bit generator's state stands where `_numpy_mark` reads it."""
+    """True if a bit generator's state stands where `_numpy_stamp` reads it."""
     bits = np.random.MT19937(1)
     state: Any = bits.state["state"]
-    return _numpy_mark(bits).tobytes() == struct.pack("5I", *state["key"][-4:].tolist(), state["pos"])
+    return _numpy_stamp(bits).tobytes() == struct.pack("5I", *state["key"][-4:].tolist(), state["pos"])
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from midepoch.order import EpochOrder, Order
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import Listed, ListedEpoch, length_of
-from midepoch.state.digest import digest
+from midepoch.state.checksum import checksum_of
 
 from .indexed import as_list, draws_nothing, spans
 
@@ -240,7 +240,7 @@ class _Counting:
                 return None
         drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
         restarted = any(sampler.passes > 1 for sampler in self._samplers)
-        return _Counted(drawn, restarted, digest(item), _places(self._iterator))
+        return _Counted(drawn, restarted, checksum_of(item), _places(self._iterator))
 
 
 def _places(iterator: Any) -> dict[str, str]:

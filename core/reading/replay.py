@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 from midepoch.errors import SourceError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.state.digest import digest
+from midepoch.state.checksum import checksum_of
 from midepoch.world import Share, Tail, World
 
 from .indexed import draws_nothing
@@ -162,7 +162,7 @@ class ReplayReader:
                 iterator = self._iterator = None
                 break
             if self._read == 0:
-                self._first = digest(unit)
+                self._first = checksum_of(unit)
             self._read += 1
             units.append(unit)
         return units
@@ -189,7 +189,7 @@ class ReplayReader:
                         "does not repeat itself; seed it, or start over with this data"
                     )
                 return End(self._first)
-            if self._read == request.start and request.expected and digest(last[0]) != request.expected:
+            if self._read == request.start and request.expected and checksum_of(last[0]) != request.expected:
                 raise SourceError(
                     f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs "
                     "from the one consumed before the save; make it depend on midepoch's streams or a seed alone, "
@@ -199,7 +199,7 @@ class ReplayReader:
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
             return End(self._first)
-        last_digest = digest(units[-1])
+        last_digest = checksum_of(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
@@ -252,7 +252,7 @@ class ReplayReader:
         units = self._units(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
             return End("")
-        seen = digest(units[-1])
+        seen = checksum_of(units[-1])
         if request.skip:
             return Replayed(None, seen, "", 0)
         return Replayed(self._collated(units, extend_key(self._sample_key, self._read, Purpose.BATCH)), seen, "", 0)

@@ -16,10 +16,10 @@ from .record import (
     OPTIONS,
     Failure,
     Finding,
-    Plan,
     Recording,
     Seen,
     Settings,
+    Task,
     experiment,
     in_group,
     read_capabilities,
@@ -160,9 +160,9 @@ class Examination:
         heads = self._memory.get(("heads", 1, False))
         if not heads or heads[0].failure is not None:
             return error
-        plan = self.plan(self.options(), later=True)
+        task = self.task(self.options(), later=True)
         try:
-            other: Recording = self._once("later", lambda: self.record([plan], process=1)[0])
+            other: Recording = self._once("later", lambda: self.record([task], process=1)[0])
         except LawError:
             return error
         if other.failure is not None or other.passes[0].digests == heads[0].passes[0].digests:
@@ -223,34 +223,34 @@ class Examination:
         except ProcessError as error:
             raise self.error("the loader to answer", str(error)) from error
 
-    def plan(self, options: Mapping[str, Any], **more: Any) -> Plan:
-        """A `Plan` with these settings."""
-        return Plan(self.named, options, **{"limit": self.settings.max_batches, **more})
+    def task(self, options: Mapping[str, Any], **more: Any) -> Task:
+        """A `Task` with these settings."""
+        return Task(self.named, options, **{"limit": self.settings.max_batches, **more})
 
-    def record(self, plans: Sequence[Plan], process: int = 0) -> list[Recording]:
-        """Carry out plans one after another in one process."""
-        recordings: list[Recording] = self.run([(process, record_many, (plans,))])[0]
+    def record(self, tasks: Sequence[Task], process: int = 0) -> list[Recording]:
+        """Carry out tasks one after another in one process."""
+        recordings: list[Recording] = self.run([(process, record_many, (tasks,))])[0]
         return recordings
 
-    def resume(self, plans: Sequence[Plan]) -> list[Recording]:
-        """Carry out plans in processes other than 0, side by side, in their order."""
+    def resume(self, tasks: Sequence[Task]) -> list[Recording]:
+        """Carry out tasks in processes other than 0, side by side, in their order."""
         processes = [number for number in range(1, max(2, *self.worlds)) if number < 3] or [1]
-        shares = [plans[number :: len(processes)] for number in range(len(processes))]
+        shares = [tasks[number :: len(processes)] for number in range(len(processes))]
         calls = [(process, record_many, (share,)) for process, share in zip(processes, shares, strict=True) if share]
-        results: list[Recording] = [Recording()] * len(plans)
+        results: list[Recording] = [Recording()] * len(tasks)
         for number, recordings in enumerate(self.run(calls)):
             results[number :: len(processes)] = recordings
         return results
 
-    def on_ranks(self, world_size: int, plans: Callable[[int], Sequence[Plan]], group: bool) -> list[list[Recording]]:
-        """``plans(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
+    def on_ranks(self, world_size: int, tasks: Callable[[int], Sequence[Task]], group: bool) -> list[list[Recording]]:
+        """``tasks(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
         if not group:
-            calls = [(rank, record_many, (list(plans(rank)),)) for rank in range(world_size)]
+            calls = [(rank, record_many, (list(tasks(rank)),)) for rank in range(world_size)]
             return self.run(calls)
         with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
             meeting = str(Path(folder) / "meeting")
             grouped: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = [
-                (rank, in_group, (meeting, rank, world_size, record_many, list(plans(rank))))
+                (rank, in_group, (meeting, rank, world_size, record_many, list(tasks(rank))))
                 for rank in range(world_size)
             ]
             return self.run(grouped)
@@ -289,8 +289,8 @@ class Examination:
 
     def whole(self) -> Recording:
         """An uninterrupted run in process 0 with no state asked for: one epoch more than is cut."""
-        plan = self.plan(self.options(), passes=self.settings.epochs + 1)
-        recording: Recording = self._once("whole", lambda: self.record([plan])[0])
+        task = self.task(self.options(), passes=self.settings.epochs + 1)
+        recording: Recording = self._once("whole", lambda: self.record([task])[0])
         self.sound(recording, "an uninterrupted run")
         if not recording.passes[0].batches:
             raise ValueError(
@@ -329,7 +329,7 @@ class Examination:
                 recordings[0]
                 for recordings in self.on_ranks(
                     world_size,
-                    lambda rank: [self.plan(self.options(rank, world_size), passes=epochs, states=True)],
+                    lambda rank: [self.task(self.options(rank, world_size), passes=epochs, states=True)],
                     group,
                 )
             ]
@@ -372,7 +372,7 @@ class Examination:
         independent = self.rank_independent()
         longest = sum(len(part.batches) for part in heads[0].passes) * len(heads) + 1
 
-        def plans(rank: int) -> list[Plan]:
+        def tasks(rank: int) -> list[Task]:
             result = []
             for epoch, cut in places:
                 # If states are rank-independent, any rank's must do, so each one's is tried. At the end of an uneven
@@ -381,10 +381,10 @@ class Examination:
                 source = able[(epoch + cut) % len(able)] if independent else heads[rank % len(heads)]
                 state = source.passes[epoch].states[cut]
                 passes = 1 + ((epoch, cut) in followed)
-                result.append(self.plan(self.options(rank, world_size), state=state, passes=passes, limit=longest))
+                result.append(self.task(self.options(rank, world_size), state=state, passes=passes, limit=longest))
             return result
 
-        return self.on_ranks(world_size, plans, group=world_size > 1 and self.gathers())
+        return self.on_ranks(world_size, tasks, group=world_size > 1 and self.gathers())
 
     def resumed_world(self, world_size: int) -> dict[tuple[int, int], list[Recording]]:
         """(epoch, cut) -> the rest of that epoch on each rank of a world, from the states of `heads` of its own size.
@@ -411,7 +411,7 @@ class Examination:
 
         def run() -> Recording:
             passes = self.settings.epochs + 1
-            return self.record([self.plan(self.options(**{option: value}), passes=passes, states=True)])[0]
+            return self.record([self.task(self.options(**{option: value}), passes=passes, states=True)])[0]
 
         recording: Recording = self._once(("head", option, value), run)
         return self.sound(recording, f"a run with {option}={value}")
@@ -427,8 +427,8 @@ class Examination:
         head = self.head_with("num_workers", workers)
         places = self.places(head)
         followed = self.followed(places)
-        plans = [
-            self.plan(
+        tasks = [
+            self.task(
                 self.options(num_workers=workers),
                 state=head.passes[epoch].states[cut],
                 passes=1 + ((epoch, cut) in followed),
@@ -437,7 +437,7 @@ class Examination:
             for epoch, cut in places
         ]
         recordings: dict[tuple[int, int], Recording] = self._once(
-            ("resumed", "workers"), lambda: dict(zip(places, self.resume(plans), strict=True))
+            ("resumed", "workers"), lambda: dict(zip(places, self.resume(tasks), strict=True))
         )
         return recordings
 
@@ -450,8 +450,8 @@ class Examination:
         """Whether two uninterrupted runs with workers agree bit for bit; asked only where a resume does not."""
         workers = self.most_workers
         one = self.head_with("num_workers", workers)
-        plan = self.plan(self.options(num_workers=workers), passes=len(one.passes), states=True)
-        other: Recording = self._once(("head again", workers), lambda: self.record([plan], process=1)[0])
+        task = self.task(self.options(num_workers=workers), passes=len(one.passes), states=True)
+        other: Recording = self._once(("head again", workers), lambda: self.record([task], process=1)[0])
         return [part.digests for part in one.passes] == [part.digests for part in other.passes]
 
     def inexact(self) -> Outcome | None:
@@ -473,12 +473,12 @@ class Examination:
             for epoch in range(self.settings.epochs)
             for cut in [0, *self.interior(head, epoch), len(head.passes[epoch].batches)]
         ]
-        plans = [
-            self.plan(self.options(), state=head.passes[epoch].states[cut], passes=2, limit=longest + 1)
+        tasks = [
+            self.task(self.options(), state=head.passes[epoch].states[cut], passes=2, limit=longest + 1)
             for epoch, cut in places
         ]
         results: dict[tuple[int, int], Recording] = self._once(
-            "resumed", lambda: dict(zip(places, self.resume(plans), strict=True))
+            "resumed", lambda: dict(zip(places, self.resume(tasks), strict=True))
         )
         return results
 

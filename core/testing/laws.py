@@ -29,7 +29,7 @@ from . import items
 from .examine import Examination
 from .law import Law, law
 from .naming import UNNAMED
-from .record import Finding, Pass, Plan, Recording, Seen, Settings, from_midepoch, length_of, open_loader, see
+from .record import Finding, Pass, Recording, Seen, Settings, Task, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
 from .report import HOLDS, InapplicableError, LawError, Outcome, Report, Verdict, combined
 from .worlds import partition, topology
@@ -181,7 +181,7 @@ def determinism(examination: Examination) -> Outcome:
     if inexact:
         return inexact
     whole = examination.whole()
-    twin = examination.plan(examination.options(), passes=len(whole.passes))
+    twin = examination.task(examination.options(), passes=len(whole.passes))
     for process in (0, 1):
         other = examination.sound(examination.record([twin], process)[0], "a second fresh loader")
         for epoch, (expected, got) in enumerate(zip(whole.passes, other.passes, strict=True)):
@@ -681,8 +681,8 @@ def transport(examination: Examination) -> Outcome:
     places = [(0, 0), *examination.places(head)]
     states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
-    plans = [examination.plan(examination.options(), state=state, passes=2, limit=longest) for state in states]
-    for (epoch, cut), recording in zip(places, examination.resume(plans), strict=True):
+    tasks = [examination.task(examination.options(), state=state, passes=2, limit=longest) for state in states]
+    for (epoch, cut), recording in zip(places, examination.resume(tasks), strict=True):
         examination.sound(recording, "a resume from a state that went through JSON", epoch=epoch, batch=cut)
         direct = examination.sound(resumed[epoch, cut], "a resume", epoch=epoch, batch=cut)
         for expected, got in zip(direct.passes, recording.passes, strict=True):
@@ -752,17 +752,17 @@ def chain(examination: Examination) -> Outcome:
     places = examination.places(head)
     seconds = examination.resume(
         [
-            examination.plan(examination.options(), state=head.passes[epoch].states[cut], states=True)
+            examination.task(examination.options(), state=head.passes[epoch].states[cut], states=True)
             for epoch, cut in places
         ]
     )
-    links: list[tuple[int, int, int, list[Seen], Plan]] = []
+    links: list[tuple[int, int, int, list[Seen], Task]] = []
     for (epoch, cut), second in zip(places, seconds, strict=True):
         examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
         batches, states = second.passes[0].batches, second.passes[0].states
         for more in range(1, len(batches)):
-            plan = examination.plan(examination.options(), state=states[more])
-            links.append((epoch, cut, cut + more, batches[more:], plan))
+            task = examination.task(examination.options(), state=states[more])
+            links.append((epoch, cut, cut + more, batches[more:], task))
     if not links:
         return Outcome("not applicable", "an epoch has fewer than three batches, so it cannot be cut twice")
     thirds = examination.record([link[-1] for link in links])
@@ -852,10 +852,10 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
 
 def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow: _Slow) -> None:
     """A state that counts what is in flight may be written differently, but must resume at the same batch."""
-    plans = [
-        examination.plan(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
+    tasks = [
+        examination.task(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
     ]
-    for (epoch, number, held, state), recording in zip(slow.other, examination.resume(plans), strict=True):
+    for (epoch, number, held, state), recording in zip(slow.other, examination.resume(tasks), strict=True):
         expected = slow.ids[epoch][number - held :]
         if recording.failure is None and recording.passes[0].ids == expected:
             continue
@@ -901,11 +901,11 @@ def cost(examination: Examination) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
         logs = [Path(folder) / str(number) for number in range(len(places) + 1)]
         states = [None, *(head.passes[epoch].states[cut] for epoch, cut in places)]
-        plans = [
-            examination.plan(examination.options(read_log=str(log)), state=state)
+        tasks = [
+            examination.task(examination.options(read_log=str(log)), state=state)
             for log, state in zip(logs, states, strict=True)
         ]
-        recordings = examination.resume(plans)
+        recordings = examination.resume(tasks)
         reads = [len(log.read_text().splitlines()) if log.exists() else 0 for log in logs]
     if not reads[0]:
         raise ValueError(
@@ -1040,8 +1040,8 @@ def any_item(examination: Examination) -> Outcome:
         return Outcome("not applicable", "the factory takes no items")
     settings = dataclasses.replace(examination.settings, identify=_whole_item, draws=None)
     options = examination.options(items=list(ANY_ITEMS))
-    plan = Plan(settings, options, passes=2, states=True, limit=2 * len(ANY_ITEMS))
-    head = examination.sound(examination.record([plan])[0], "a source of odd items")
+    task = Task(settings, options, passes=2, states=True, limit=2 * len(ANY_ITEMS))
+    head = examination.sound(examination.record([task])[0], "a source of odd items")
     expected = Counter(identity for item in ANY_ITEMS for identity in _whole_item(item))
     for epoch, part in enumerate(head.passes):
         got = Counter(identity for ids in part.ids for identity in ids)
@@ -1053,8 +1053,8 @@ def any_item(examination: Examination) -> Outcome:
                 epoch=epoch,
                 batch=len(part.batches),
             )
-    plans = [Plan(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]]
-    for cut, recording in enumerate(examination.resume(plans)):
+    tasks = [Task(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]]
+    for cut, recording in enumerate(examination.resume(tasks)):
         examination.sound(recording, f"a resume after {cut} odd items", epoch=0, batch=cut)
         examination.same(
             head.passes[0].batches[cut:],

@@ -26,10 +26,10 @@ __all__ = [
     "Failure",
     "Finding",
     "Pass",
-    "Plan",
     "Recording",
     "Seen",
     "Settings",
+    "Task",
     "capture_failure",
     "experiment",
     "from_midepoch",
@@ -164,13 +164,13 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Task:
     """What to do with a fresh loader.
 
     ``options`` go to make_loader, ``state`` is loaded first if it is not None, ``passes`` full iterations follow;
     with ``states`` a state is asked for before the first batch and after every batch. ``limit`` ends a pass that
     has become longer than any epoch should be. ``later``: under the global seeds of a process that resumes, as
-    every plan with a state is.
+    every task with a state is.
     """
 
     settings: Settings
@@ -232,39 +232,39 @@ def capture_failure(error: Exception, during: str) -> Failure:
     return Failure(kinds, str(error), traceback.format_exc(), during)
 
 
-def record(plan: Plan) -> Recording:
-    """Carry out ``plan``. A failure of the loader is part of the recording, never raised."""
+def record(task: Task) -> Recording:
+    """Carry out ``task``. A failure of the loader is part of the recording, never raised."""
     recording = Recording()
     during = "making the loader"
     try:
-        with open_loader(plan.settings, plan.options, later=plan.later or plan.state is not None) as loader:
-            if plan.state is not None:
+        with open_loader(task.settings, task.options, later=task.later or task.state is not None) as loader:
+            if task.state is not None:
                 during = "loading a state"
-                loader.load_state_dict(copy.deepcopy(plan.state))
+                loader.load_state_dict(copy.deepcopy(task.state))
                 recording.loaded = copy.deepcopy(loader.state_dict())
-            for number in range(plan.passes):
+            for number in range(task.passes):
                 during = f"iterating, pass {number}"
                 recording.passes.append(Pass())
-                _record_pass(plan, loader, recording.passes[-1])
+                _record_pass(task, loader, recording.passes[-1])
             during = "closing the loader"
     except Exception as error:  # noqa: BLE001 - the law that asked judges it
         recording.failure = capture_failure(error, during)
     return recording
 
 
-def record_many(plans: Sequence[Plan]) -> list[Recording]:
-    """`record` for each plan: one request instead of many."""
-    return [record(plan) for plan in plans]
+def record_many(tasks: Sequence[Task]) -> list[Recording]:
+    """`record` for each task: one request instead of many."""
+    return [record(task) for task in tasks]
 
 
-def _record_pass(plan: Plan, loader: Any, into: Pass) -> None:
-    if plan.states:
-        into.states.append(copy.deepcopy(_state_of(plan.settings, loader)))
+def _record_pass(task: Task, loader: Any, into: Pass) -> None:
+    if task.states:
+        into.states.append(copy.deepcopy(_state_of(task.settings, loader)))
     for batch in loader:
-        into.batches.append(see(plan.settings, batch))
-        if plan.states:
-            into.states.append(copy.deepcopy(_state_of(plan.settings, loader)))
-        if len(into.batches) >= plan.limit:
+        into.batches.append(see(task.settings, batch))
+        if task.states:
+            into.states.append(copy.deepcopy(_state_of(task.settings, loader)))
+        if len(into.batches) >= task.limit:
             break
 
 

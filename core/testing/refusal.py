@@ -150,8 +150,8 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
         if option == "size":
             return Outcome("not applicable", "the factory's size has no default to vary")
         default = 0
-    plan = examination.plan(examination.options(**{option: default + 1}), states=True)
-    other = examination.sound(examination.record([plan])[0], f"a run with {option}={default + 1}")
+    task = examination.task(examination.options(**{option: default + 1}), states=True)
+    other = examination.sound(examination.record([task])[0], f"a run with {option}={default + 1}")
     states = other.passes[0].states
     seed = default if option == "seed" else None
     return _Case(

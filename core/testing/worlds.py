@@ -217,10 +217,10 @@ def _check_equal_states(examination: Examination, world_size: int) -> None:
 
 def _check_single_refused(examination: Examination, world_size: int) -> None:
     """Where each rank knows only its part, another rank must not take it for its own."""
-    plan = examination.plan(examination.options(0, world_size), states=True)
-    head = examination.sound(examination.record([plan])[0], f"a run on rank 0 of {world_size}")
+    task = examination.task(examination.options(0, world_size), states=True)
+    head = examination.sound(examination.record([task])[0], f"a run on rank 0 of {world_size}")
     state = head.passes[0].states[1]
-    loaded = examination.record([examination.plan(examination.options(1, world_size), state=state)], process=1)[0]
+    loaded = examination.record([examination.task(examination.options(1, world_size), state=state)], process=1)[0]
     change = f"the state of rank 0 alone, loaded on rank 1 of {world_size}"
     _check_refused(examination, loaded.failure, change, (0,), 0, 1)
 
@@ -327,8 +327,8 @@ def _other_option(examination: Examination, option: str) -> Outcome:
         for new in values:
             if new == old or not places:
                 continue
-            plans = [
-                examination.plan(
+            tasks = [
+                examination.task(
                     examination.options(**{option: new}),
                     state=head.passes[epoch].states[cut],
                     passes=1 + ((epoch, cut) in followed),
@@ -336,7 +336,7 @@ def _other_option(examination: Examination, option: str) -> Outcome:
                 )
                 for epoch, cut in places
             ]
-            resumed = [examination.resume(plans)]
+            resumed = [examination.resume(tasks)]
             outcomes.append(_judge_change(examination, [head], places, resumed, option, (old, new)))
     return _agreement(examination, outcomes)
 

@@ -26,7 +26,7 @@ from midepoch.testing.page import make_page, take_pictures
 from midepoch.testing.record import Settings, open_loader
 from midepoch.testing.report import LawError, Report, Verdict
 
-from .inspection import Contents, Place
+from .inspection import Contents, StateInFile
 
 __all__ = ["TargetError", "as_json", "examine", "find_target", "printable", "show_contents"]
 
@@ -202,13 +202,13 @@ def show_contents(contents: Contents) -> None:
     console.print(_text(f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{facts}"), soft_wrap=True)
     for problem in contents.problems:
         console.print(_text(f"damaged: {problem}", "bold red"), soft_wrap=True)
-    for place in contents.places:
+    for place in contents.found:
         console.print(_state_table(place, contents.path))
-    if not contents.places:
+    if not contents.found:
         console.print("No state of a loader that midepoch wrapped is in it.")
 
 
-def _state_table(place: Place, path: Path) -> Table:
+def _state_table(place: StateInFile, path: Path) -> Table:
     state = place.state
     inside = "" if place.file == path else f"{place.file.relative_to(path)} "
     table = Table(
@@ -278,7 +278,7 @@ def as_json(contents: Contents) -> str:
                     "problem": place.problem,
                     "state": {str(name): _plain(value) for name, value in place.state.items()},
                 }
-                for place in contents.places
+                for place in contents.found
             ],
         },
         indent=1,

@@ -152,7 +152,7 @@ def inspect(
         print(checking.as_json(contents))
     else:
         checking.show_contents(contents)
-    if contents.problems or any(place.problem for place in contents.places):
+    if contents.problems or any(place.problem for place in contents.found):
         raise typer.Exit(DIFFERENT)
 
 

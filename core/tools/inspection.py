@@ -30,7 +30,7 @@ from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, State, check, reseal
 
-__all__ = ["Contents", "Place", "look", "modest", "seek"]
+__all__ = ["Contents", "StateInFile", "look", "modest", "seek"]
 
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; parsed, it takes up to a hundred times as much memory
 _LARGEST_PICKLE = 256 << 20  # bytes of the pickle that describes a checkpoint's tensors
@@ -44,7 +44,7 @@ Keys = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class StateInFile:
     """A loader's state in a checkpoint.
 
     Attributes:
@@ -73,7 +73,7 @@ class Contents:
         path: of the file or folder.
         kind: what it is, in words.
         saved: when, in seconds since 1970; as the file says, else as the file system says.
-        places: the states of loaders in it.
+        found: the states of loaders in it.
         facts: what else it says about itself, such as steps.
         problems: what is damaged, besides the states.
     """
@@ -81,7 +81,7 @@ class Contents:
     path: Path
     kind: str
     saved: float
-    places: tuple[Place, ...]
+    found: tuple[StateInFile, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -119,7 +119,7 @@ def seek(
     epoch: int | None = None,
     position: int | None = None,
     name: str | None = None,
-) -> Place:
+) -> StateInFile:
     """Write a copy of a checkpoint in which a loader stands elsewhere; all else in it is as it was.
 
     Only a state without a ``detail`` can be moved: then its epoch and position say all that its source needs. At the
@@ -134,7 +134,7 @@ def seek(
         out: the copy's path, which must not be there yet.
         epoch: the new epoch, from 0; None: as it is.
         position: the new position, in units of the epoch, from 0; None: 0 where `epoch` is given, else as it is.
-        name: which state, as in `Place.name`; None where there is only one.
+        name: which state, as in `StateInFile.name`; None where there is only one.
 
     Returns:
         The new state and its place in the copy.
@@ -171,10 +171,10 @@ def seek(
         raise SnapshotError(f"{out} was not written ({type(error).__name__}: {error}): choose another place") from error
     finally:
         draft.unlink(missing_ok=True)
-    return Place(out, place.keys, state, "")
+    return StateInFile(out, place.keys, state, "")
 
 
-def _chosen(path: Path, places: list[Place], name: str | None) -> Place:
+def _chosen(path: Path, places: list[StateInFile], name: str | None) -> StateInFile:
     found = [place for place in places if name is None or place.name == name]
     if not found or any(place.state is not found[0].state for place in found):
         names = ", ".join(repr(place.name) for place in places) or "none"
@@ -184,7 +184,7 @@ def _chosen(path: Path, places: list[Place], name: str | None) -> Place:
     return found[0]
 
 
-def _moved(place: Place, epoch: int | None, position: int | None) -> State:
+def _moved(place: StateInFile, epoch: int | None, position: int | None) -> State:
     state, size = dict(place.state), place.state["size"]
     for what, value in (("epoch", epoch), ("position", position)):
         if value is not None and not (type(value) is int and 0 <= value < 1 << 62):
@@ -317,7 +317,7 @@ def _is_inside(file: Path) -> bool:
 def _look_into_folder(path: Path) -> Contents:
     """Checkpoints of trainers that write several files."""
     files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and _is_inside(each))
-    places: list[Place] = []
+    places: list[StateInFile] = []
     problems: list[str] = []
     passed_over: list[SnapshotError] = []  # files with other objects, such as NumPy generators that a trainer pickled
     read = 0
@@ -429,7 +429,7 @@ def _entry(folder: Path, info: Any) -> Any:
 # --- finding -------------------------------------------------------------------------------------------------------
 
 
-def _places(file: Path, content: Any) -> Iterator[Place]:
+def _places(file: Path, content: Any) -> Iterator[StateInFile]:
     """Every dict that has the keys of a state. Containers may refer to themselves."""
     above: set[int] = set()  # ids of the containers that hold the current one
     waiting: list[tuple[Keys, Any, bool]] = [((), content, False)] if isinstance(content, _CONTAINERS) else []
@@ -458,9 +458,9 @@ def _places(file: Path, content: Any) -> Iterator[Place]:
 _CONTAINERS = (dict, list, tuple)
 
 
-def _place(file: Path, keys: Keys, state: State) -> Place:
+def _place(file: Path, keys: Keys, state: State) -> StateInFile:
     try:
         check(state)
     except StateError as error:
-        return Place(file, keys, state, str(error))
-    return Place(file, keys, state, "")
+        return StateInFile(file, keys, state, str(error))
+    return StateInFile(file, keys, state, "")

@@ -24,7 +24,7 @@ from .backends import BACKENDS
 from .compare import Comparison, Run, Segment, read_events, read_segment
 from .images import AVAILABLE, write_images
 
-__all__ = ["DemoError", "Kill", "Plan", "Result", "Settings", "Watch", "execute", "make_plans", "prepare"]
+__all__ = ["DemoError", "Kill", "Result", "Schedule", "Settings", "Watch", "execute", "make_schedules", "prepare"]
 
 _MARKER = ".midepoch-demo"
 _TOKEN = "MIDEPOCH_DEMO_JOB"  # an environment variable by which all processes of one job are found
@@ -120,7 +120,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """A run: its kills, and the number of processes before the first kill and after each."""
 
     name: str
@@ -133,19 +133,19 @@ class Plan:
         return f"{self.name}: processes {sizes}; SIGKILL to {kills or 'nobody'}"
 
 
-def make_plans(settings: Settings) -> list[Plan]:
+def make_schedules(settings: Settings) -> list[Schedule]:
     """The uninterrupted run, one killed on the same number of processes, and one killed on changing numbers.
 
     The kills follow from the seed.
     """
     generator = random.Random(settings.seed)
     first, segments = settings.world_sizes[0], settings.kills + 1
-    plans = [Plan("uninterrupted", (first,), ())]
+    schedules = [Schedule("uninterrupted", (first,), ())]
     cycled = tuple(settings.world_sizes[segment % len(settings.world_sizes)] for segment in range(segments))
     for name, sizes in (("same world", (first,) * segments), ("other worlds", cycled)):
-        if sizes != plans[-1].world_sizes:
-            plans.append(Plan(name, sizes, _random_kills(settings, sizes, generator)))
-    return plans
+        if sizes != schedules[-1].world_sizes:
+            schedules.append(Schedule(name, sizes, _random_kills(settings, sizes, generator)))
+    return schedules
 
 
 def _random_kills(settings: Settings, world_sizes: Sequence[int], generator: random.Random) -> tuple[Kill, ...]:
@@ -164,18 +164,18 @@ def _random_kills(settings: Settings, world_sizes: Sequence[int], generator: ran
 
 @dataclass(frozen=True)
 class Result:
-    """A plan and what came of it."""
+    """A schedule and what came of it."""
 
-    plan: Plan
+    schedule: Schedule
     run: Run
     comparison: Comparison
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Callbacks: `step(plan, step)` when a batch has begun, `say(text)` for a line of text."""
+    """Callbacks: `step(schedule, step)` when a batch has begun, `say(text)` for a line of text."""
 
-    step: Callable[[Plan, int], None]
+    step: Callable[[Schedule, int], None]
     say: Callable[[str], None]
 
 
@@ -202,38 +202,37 @@ def prepare(settings: Settings) -> None:
     BACKENDS[settings.backend].prepare(output / "images")
 
 
-def execute(settings: Settings, plans: Sequence[Plan], watch: Watch) -> list[Result]:
-    """Carry out the plans one after the other and compare each run with the first.
+def execute(settings: Settings, schedules: Sequence[Schedule], watch: Watch) -> list[Result]:
+    """Carry out the schedules one after the other and compare each run with the first.
 
     Raises:
         DemoError: a job ended by itself, or came to nothing within its time.
     """
-    runs = [
-        _carry_out(settings, plan, settings.output / "runs" / str(place), watch) for place, plan in enumerate(plans)
-    ]
+    folders = [settings.output / "runs" / str(place) for place in range(len(schedules))]
+    runs = [_carry_out(settings, *each, watch) for each in zip(schedules, folders, strict=True)]
     return [
-        Result(plan, run, Comparison(run, runs[0], settings.image_count, settings.epochs))
-        for plan, run in zip(plans, runs, strict=True)
+        Result(schedule, run, Comparison(run, runs[0], settings.image_count, settings.epochs))
+        for schedule, run in zip(schedules, runs, strict=True)
     ]
 
 
-def _carry_out(settings: Settings, plan: Plan, folder: Path, watch: Watch) -> Run:
+def _carry_out(settings: Settings, schedule: Schedule, folder: Path, watch: Watch) -> Run:
     segments: list[Segment] = []
-    for place, world_size in enumerate(plan.world_sizes):
-        kill = plan.kills[place] if place < len(plan.kills) else None
+    for place, world_size in enumerate(schedule.world_sizes):
+        kill = schedule.kills[place] if place < len(schedule.kills) else None
         log = folder / f"segment-{place}"
         log.mkdir(parents=True)
         with _Job(settings, folder / "snapshot.pt", log, world_size) as job:
-            remark = job.run(kill, lambda step: watch.step(plan, step))
+            remark = job.run(kill, lambda step: watch.step(schedule, step))
         if remark is not None:
-            watch.say(f"{plan.name}: {remark}; see {log / 'torchrun.log'}")
+            watch.say(f"{schedule.name}: {remark}; see {log / 'torchrun.log'}")
         segment = read_segment(log, world_size, job.started)
         segments.append(segment)
         if kill is not None:
             step = segment.reached
             watch.say(
-                f"{plan.name}: SIGKILL to {kill.whom} of {world_size} at batch {step} of {settings.steps}; "
-                f"going on with {plan.world_sizes[place + 1]}"
+                f"{schedule.name}: SIGKILL to {kill.whom} of {world_size} at batch {step} of {settings.steps}; "
+                f"going on with {schedule.world_sizes[place + 1]}"
             )
     return Run(segments)
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .compare import Segment
-from .orchestrate import Kill, Plan, Result, Settings, Watch, execute, make_plans, prepare
+from .orchestrate import Kill, Result, Schedule, Settings, Watch, execute, make_schedules, prepare
 
 __all__ = ["demonstrate", "make_tables", "write_json", "write_plot"]
 
@@ -34,25 +34,25 @@ def demonstrate(settings: Settings) -> bool:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=110)  # rich would take 80, and break the table's lines
     prepare(settings)
-    plans = make_plans(settings)
+    schedules = make_schedules(settings)
     console.print(f"{settings.image_count} JPEG files in {settings.output / 'images'}; seed {settings.seed}")
-    for plan in plans:
-        console.print(f"  {plan}", soft_wrap=True)
+    for schedule in schedules:
+        console.print(f"  {schedule}", soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        tasks = {plan: progress.add_task(plan.name, total=settings.steps, start=False) for plan in plans}
+        tasks = {each: progress.add_task(each.name, total=settings.steps, start=False) for each in schedules}
 
-        def show(plan: Plan, step: int) -> None:
-            progress.start_task(tasks[plan])
-            progress.update(tasks[plan], completed=step + 1)
+        def show(schedule: Schedule, step: int) -> None:
+            progress.start_task(tasks[schedule])
+            progress.update(tasks[schedule], completed=step + 1)
 
-        results = execute(settings, plans, Watch(show, functools.partial(console.print, soft_wrap=True)))
+        results = execute(settings, schedules, Watch(show, functools.partial(console.print, soft_wrap=True)))
     write_json(settings.output / "result.json", settings, results)
     write_plot(settings.output / "loss.png", settings, results)
     for table in make_tables(settings, results):
         console.print(table)
     console.print(f"Both loss curves: {settings.output / 'loss.png'}; all figures: {settings.output / 'result.json'}")
-    problems = {result.plan.name: result.comparison.problems for result in results if result.comparison.problems}
+    problems = {result.schedule.name: result.comparison.problems for result in results if result.comparison.problems}
     for name, found in problems.items():
         console.print(f"[red]{name}: {'; '.join(found)}")
     return not problems
@@ -61,7 +61,7 @@ def demonstrate(settings: Settings) -> bool:
 def make_tables(settings: Settings, results: Sequence[Result]) -> list[Table]:
     """What became of each run next to the uninterrupted one, and each restart."""
     tables = [_make_outcomes(settings, results)]
-    if any(result.plan.kills for result in results):
+    if any(result.schedule.kills for result in results):
         tables.append(_make_restarts(results))
     return tables
 
@@ -72,10 +72,10 @@ def _make_outcomes(settings: Settings, results: Sequence[Result]) -> Table:
     table = Table(title=f"{epochs} of {images} images in {batches} global batches of {settings.global_batch}")
     table.add_column("")
     for result in results:
-        table.add_column(result.plan.name, justify="right")
+        table.add_column(result.schedule.name, justify="right")
     rows: dict[str, Callable[[Result], str]] = {
-        "processes": lambda result: " → ".join(map(str, result.plan.world_sizes)),
-        "killed with SIGKILL": lambda result: _times(len(result.plan.kills)),
+        "processes": lambda result: " → ".join(map(str, result.schedule.world_sizes)),
+        "killed with SIGKILL": lambda result: _times(len(result.schedule.kills)),
         "samples trained on": lambda result: str(result.run.counts.total()),
         "samples lost": lambda result: _zero(result.comparison.lost),
         "samples repeated": lambda result: _zero(result.comparison.repeated),
@@ -114,7 +114,7 @@ def _make_restarts(results: Sequence[Result]) -> Table:
     for result in results:
         for place, (segment, kill) in enumerate(_segments(result)):
             table.add_row(
-                "" if place else result.plan.name,
+                "" if place else result.schedule.name,
                 str(segment.world_size),
                 str(segment.first_step),
                 f"{segment.epoch}, {segment.position}",
@@ -129,7 +129,7 @@ def _make_restarts(results: Sequence[Result]) -> Table:
 
 def _segments(result: Result) -> list[tuple[Segment, Kill | None]]:
     """Each segment with the kill that ended it."""
-    kills = [*result.plan.kills, None]
+    kills = [*result.schedule.kills, None]
     return list(zip(result.run.segments, kills, strict=True))
 
 
@@ -156,7 +156,7 @@ def _share(result: Result, equal: int, all_: int) -> str:
 
 def _again(result: Result) -> str:
     count, differing = len(result.run.done_again), result.comparison.differing_again
-    if not result.plan.kills:
+    if not result.schedule.kills:
         return ""
     return f"[red]{count}, {differing} differ" if differing else f"{count}, bit-equal"
 
@@ -176,9 +176,9 @@ def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> Non
         FigureCanvasAgg(figure)
         panels = figure.subplots(len(killed), 1, sharex=True, squeeze=False)[:, 0]
         for axes, result in zip(panels, killed, strict=True):
-            sizes = " → ".join(map(str, result.plan.world_sizes))
+            sizes = " → ".join(map(str, result.schedule.world_sizes))
             axes.set_title(
-                f"{result.plan.name}: {sizes} processes, killed {_times(len(result.plan.kills))}", loc="left"
+                f"{result.schedule.name}: {sizes} processes, killed {_times(len(result.schedule.kills))}", loc="left"
             )
             axes.set_ylabel("loss of the global batch")
             theirs, ours = reference.run.trained, result.run.trained
@@ -188,7 +188,7 @@ def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> Non
                 color="0.75",
                 linewidth=5,
                 solid_capstyle="round",
-                label=f"uninterrupted, {reference.plan.world_sizes[0]} processes",
+                label=f"uninterrupted, {reference.schedule.world_sizes[0]} processes",
             )
             if result is not reference:
                 axes.plot(
@@ -196,7 +196,7 @@ def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> Non
                     [batch.loss for batch in ours.values()],
                     color="C0",
                     linewidth=1.2,
-                    label=result.plan.name,
+                    label=result.schedule.name,
                 )
             _mark_kills(axes, result)
             axes.set_ylim(0, axes.get_ylim()[1] * 1.15)  # the first label stands above the curve
@@ -252,7 +252,7 @@ def write_json(path: Path, settings: Settings, results: Sequence[Result]) -> Non
 def _as_json(result: Result) -> dict[str, Any]:
     comparison = result.comparison
     return {
-        "name": result.plan.name,
+        "name": result.schedule.name,
         "problems": comparison.problems,
         "samples_lost": comparison.lost,
         "samples_repeated": comparison.repeated,

@@ -1,4 +1,4 @@
-"""A short digest of any item."""
+"""A short checksum of any item."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["digest"]
+__all__ = ["checksum_of"]
 
 _SAMPLED_BYTES = 4096
 
 
-def digest(item: object) -> str:
+def checksum_of(item: object) -> str:
     """Eight hexadecimal digits of an item: of its structure, types, shapes, and up to 4 KiB of each array.
 
     Its cost is bounded whatever the item's size, so it can be taken of every batch. It is no proof of equality.
