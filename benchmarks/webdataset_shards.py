@@ -26,7 +26,7 @@ import webdataset as wds
 
 import midepoch
 from midepoch.adapters.webdataset.index import Keys, build_index
-from midepoch.adapters.webdataset.tar import index_tar
+from midepoch.reading.tar import index_tar
 
 SHARDS, SHARD_BYTES = 10, 100_000_000
 JPEG_SHARDS, JPEG_SAMPLES = 4, 400

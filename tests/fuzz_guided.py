@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["midepoch"]):
 
     import midepoch
     import midepoch.adapters.webdataset
-    import midepoch.adapters.webdataset.tar
+    import midepoch.reading.tar
 
 FILES = ["snapshot files", "tar archives", "webdataset index caches"]  # compiled readers show no coverage
 TARGETS = [*fuzz_states.TARGETS, *FILES]

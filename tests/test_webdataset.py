@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import midepoch
-import midepoch.adapters.webdataset.tar
+import midepoch.reading.tar
 from midepoch import SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
@@ -852,7 +852,7 @@ def counted_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from midepoch.adapters.webdataset import index
 
     scanned: list[str] = []
-    original = midepoch.adapters.webdataset.tar.index_tar
+    original = midepoch.reading.tar.index_tar
 
     def scan(archive: Any, name: str) -> Any:
         scanned.append(name)
@@ -1127,7 +1127,7 @@ def test_equal_keys_are_samples_of_their_own(tmp_path: Path) -> None:
 
 def _damage(path: Path, kind: str) -> int:
     """Damage a shard at its fifth sample; the number of samples that are whole, as far as can be known."""
-    from midepoch.adapters.webdataset.tar import index_tar
+    from midepoch.reading.tar import index_tar
 
     index = index_tar(path)
     data = bytearray(path.read_bytes())

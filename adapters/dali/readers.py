@@ -21,9 +21,9 @@ import numpy.typing as npt
 from nvidia.dali import fn
 
 from midepoch.adapters.dali.feed import Data, Indices, add_a_thread, current_feed
-from midepoch.adapters.webdataset.tar import TarIndex, compression, index_tar
 from midepoch.errors import SourceError
 from midepoch.order import Sequential, Shuffled
+from midepoch.reading.tar import TarIndex, compression, index_tar
 from midepoch.world import World
 
 __all__ = ["file", "numpy", "webdataset"]

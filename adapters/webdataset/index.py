@@ -30,8 +30,8 @@ from tqdm import tqdm
 from webdataset.tariterators import base_plus_ext
 
 from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
-from midepoch.adapters.webdataset.tar import TarError, TarIndex, index_tar, padded
 from midepoch.errors import MidepochError, SourceError
+from midepoch.reading.tar import TarError, TarIndex, index_tar, padded
 
 __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 

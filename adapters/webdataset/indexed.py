@@ -19,7 +19,6 @@ from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
-from midepoch.adapters.webdataset.tar import parse_members
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -29,6 +28,7 @@ from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.indexed import spans
+from midepoch.reading.tar import parse_members
 from midepoch.reading.workers import Server
 from midepoch.world import Share, World
 

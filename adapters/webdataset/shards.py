@@ -15,8 +15,8 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from midepoch.adapters.webdataset import private
-from midepoch.adapters.webdataset.tar import compression
 from midepoch.errors import SourceError
+from midepoch.reading.tar import compression
 
 __all__ = ["RangeReader", "Shard", "Take", "glance", "local_path", "locate", "open_shard"]
 

@@ -24,7 +24,6 @@ from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import glance
-from midepoch.adapters.webdataset.tar import TarError, padded, walk
 from midepoch.errors import SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -33,6 +32,7 @@ from midepoch.loader.place import Place
 from midepoch.order import Sequential, Shuffled
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.tar import TarError, padded, walk
 from midepoch.reading.workers import Server
 from midepoch.state.parts import part_of, parts_in
 from midepoch.world import World

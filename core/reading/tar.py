@@ -50,8 +50,8 @@ class TarError(SourceError):
 
     def __init__(self, archive: str, offset: int, what: str, truncated: bool = False) -> None:
         super().__init__(
-            f"{archive} is damaged at byte {offset}: {what}; write it anew, or leave it out (webdataset: or pass "
-            "a handler that goes on)"
+            f"{archive} is damaged at byte {offset}: {what}; write the archive again, leave it out, or pass an error "
+            "handler that continues, where the loader takes one"
         )
         self.archive, self.offset, self.what, self.truncated = archive, offset, what, truncated
 
@@ -153,7 +153,7 @@ def _parse_header(block: bytes) -> _Header | None:
         raise ValueError("a header's size is negative")
     name = block[:100].partition(b"\0")[0]
     prefix = block[345:500].partition(b"\0")[0]
-    if prefix and kind not in tarfile.GNU_TYPES:  # as tarfile has it, and so webdataset, whatever format it is
+    if prefix and kind not in tarfile.GNU_TYPES:  # as tarfile does it, whatever the format
         name = prefix + b"/" + name
     if kind == tarfile.GNUTYPE_SPARSE:
         raise ValueError(f"{name!r} is stored as a sparse file")
