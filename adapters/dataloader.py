@@ -1,7 +1,7 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
 The user's DataLoader is only read. A reader makes its batches (midepoch.reading.indexed, driven or replay), in this
-process or in as many worker processes as the DataLoader names (midepoch.reading.workers).
+process or in as many worker processes as the DataLoader specifies (midepoch.reading.workers).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MapDataLoaderAdapter(Adapter):
         self.unit = "batch" if self._listed_batches else "sample"
         self._sampler = sampler
         self._understand()
-        # With shard=False each rank's data is its own, and so is its order.
+        # With shard=False each rank has its own data, and so its own order.
         self._own = options.shard is False
         single = batch_sampler is None
         self._reader = MapReader(source.dataset, source.collate_fn, single, self._listed_batches, options.streams)
@@ -60,9 +60,8 @@ class MapDataLoaderAdapter(Adapter):
         understood = understand(self._sampler)
         if understood.shards and self.options.shard is None:
             raise UnsupportedSourceError(
-                f"{type(self._sampler).__name__} seems to give each rank a list of its own (it has a rank or "
-                "num_replicas): pass shard=False to leave that to it, or shard=True if it gives every rank the same "
-                "list"
+                f"{type(self._sampler).__name__} seems to give each rank its own list (it has a rank or num_replicas): "
+                "pass shard=False if it does, or shard=True if it gives every rank the same list"
             )
         self._order, self._length = understood.order, length_of(self.source.dataset)
         self.tail, self.world = understood.tail, understood.world
@@ -73,16 +72,16 @@ class MapDataLoaderAdapter(Adapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A DataLoader that iterates as torch's does."""
+        """A DataLoader that keeps torch's own iteration."""
         return iterates_as_torch(source) and not isinstance(source.dataset, IterableDataset)
 
     def refresh(self) -> None:
-        """Follow a dataset that changed between epochs."""
+        """Follow a dataset that has changed between epochs."""
         if length_of(self.source.dataset) != self._length:
             self._understand()
 
     def prepare(self, seed: int, epoch: int) -> None:
-        """The same; and build the list of a listed order."""
+        """The same, and build the list of a listed order."""
         self.refresh()
         if isinstance(self._order, Listed):
             self._order.epoch(seed, epoch)
@@ -94,7 +93,7 @@ class MapDataLoaderAdapter(Adapter):
         return size * world.world_size if self._own else size
 
     def describe(self) -> dict[str, str]:
-        """The order, and whether batches or samples are counted."""
+        """The order, and whether positions count batches or samples."""
         described = {"order": self._order.describe(), "unit": "batch" if self._listed_batches else "sample"}
         return {**described, "shard": "own"} if self._own else described
 
@@ -102,7 +101,7 @@ class MapDataLoaderAdapter(Adapter):
         """All yes; with shard=False, not elastic."""
         exact = promises.augmentations(
             self.options,
-            "numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
+            "numbers drawn in __getitems__ or collate_fn are the batch's: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(
@@ -110,10 +109,10 @@ class MapDataLoaderAdapter(Adapter):
             if listed
             else promises.OUR_ORDER,
             exact_augmentations=exact,
-            constant_time_resume=Capability(True, "a jump, after the sampler has given the epoch's list once")
+            constant_time_resume=Capability(True, "a jump, once the sampler has given the epoch's list")
             if listed
             else promises.CONSTANT_TIME,
-            elastic_world=Capability(False, "with shard=False each rank's data is its own")
+            elastic_world=Capability(False, "with shard=False each rank has its own data")
             if self._own
             else promises.POSITIONS,
             elastic_workers=promises.POSITIONS,
@@ -121,32 +120,32 @@ class MapDataLoaderAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The CRC of a listed order's list, where the state stands inside its epoch."""
+        """Compare the CRC of a listed order's list, if the state is inside an epoch."""
         if not isinstance(self._order, Listed):
             super().check_detail(detail, seed, epoch, position, world)
         elif detail:
             crc = self._order.epoch(seed, epoch).crc
             if detail != f"crc={crc}":
-                self._order.forget()  # the user may mend the sampler
+                self._order.forget()  # the user may repair the sampler
                 raise StateMismatchError(
                     f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
-                    f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
-                    "this data anew"
+                    f"crc={crc}; the sampler is not reproducible, or its data has changed: restore it as it was, or "
+                    "start over without the state"
                 )
 
     def open(self, run: Run) -> Session:
-        """Batches from the position on."""
+        """Open a session at the run's position."""
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
         order = self._order.epoch(run.seed, run.epoch)
         requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
-        # With shard=False each rank's list is its own, and its CRC would make a state of one rank alone.
+        # With shard=False each rank has its own list. Its CRC would tie the state to one rank.
         detail = f"crc={order.crc}" if isinstance(order, ListedEpoch) and not self._own else ""
         return IteratorSession(answers, detail, close)
 
     def _own_run(self, run: Run) -> Run:
-        """This rank's data by itself: positions of all ranks divided by their number, and streams of its own."""
+        """A run over this rank's data alone: positions divided by the number of ranks, and its own random streams."""
         world_size, share = run.world.world_size, run.share
         assert share is not None  # what can be indexed has a size
         position, size = run.position // world_size, share.size // world_size
@@ -154,7 +153,7 @@ class MapDataLoaderAdapter(Adapter):
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())
 
     def close(self) -> None:
-        """Persistent worker processes."""
+        """End persistent worker processes."""
         self._server.close()
 
 
@@ -177,13 +176,13 @@ class IterableDataLoaderAdapter(IterableAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A DataLoader that iterates as torch's does."""
+        """A DataLoader that keeps torch's own iteration."""
         return iterates_as_torch(source) and isinstance(source.dataset, IterableDataset)
 
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """By the loader's worker processes."""
+        """Read in the loader's worker processes."""
         return self._server(reader, requests, run)
 
     def close(self) -> None:
-        """Persistent worker processes."""
+        """End persistent worker processes."""
         self._server.close()
