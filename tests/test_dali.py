@@ -802,7 +802,7 @@ def test_an_archive_that_is_not_there(tmp_path: Path) -> None:
     def pipeline() -> Any:
         return dali.readers.webdataset(tmp_path / "a.tar", ext="jpg")
 
-    with pytest.raises(SourceError, match=r"a\.tar cannot be read .*bring it back"):
+    with pytest.raises(SourceError, match=r"a\.tar cannot be read .*restore the file"):
         pipeline()
 
 

@@ -582,10 +582,10 @@ def test_a_file_that_is_not_whole_is_told_from_one_that_is(copied: Callable[[str
     size = path.stat().st_size
     for left, what in (
         (size - 100, "in the middle of an entry"),
-        (size - 24, "in no entry of the table"),
+        (size - 24, "no entry in the table"),
         (size // 2, "cut off at byte"),
         (100, "cut off at byte 100"),
-        (10, "less than the header"),
+        (10, "less than a .beton file's header"),
     ):
         truncate(path, left)
         with pytest.raises(SourceError, match=what):
@@ -662,7 +662,7 @@ def test_a_file_that_changes_or_goes_is_noticed(copied: Callable[[str], Path], o
     with pytest.raises(SourceError, match="has changed since its Loader was wrapped"):
         read(loader)
     path.unlink()
-    with pytest.raises(SourceError, match="cannot be found any more"):
+    with pytest.raises(SourceError, match="no longer exists"):
         read(loader)
     assert (loader.epoch, loader.position) == (1, 0)
 
@@ -676,7 +676,7 @@ def test_a_file_that_goes_in_the_middle_of_an_epoch_is_noticed(
     iterator = iter(loader)
     next(iterator)
     path.unlink()
-    with pytest.raises(SourceError, match="cannot be found any more"):
+    with pytest.raises(SourceError, match="no longer exists"):
         for _ in iterator:
             pass
     assert 0 < loader.position < sources.SIZE
@@ -727,7 +727,7 @@ def test_a_jpeg_of_another_size_than_the_file_says_is_named(copied: Callable[[st
     data[frame + 6] ^= 8  # other rows
     path.write_bytes(data)
     bare = sources.make(sources.readme_pipelines(), str(path), order=OrderOption.SEQUENTIAL)
-    with pytest.raises(SourceError, match=r"at position 5 of epoch 0, .* its JPEG data says another"):
+    with pytest.raises(SourceError, match=r"at position 5 of epoch 0, .* its JPEG data has another"):
         read(midepoch.wrap(bare, seed=1))
 
 
