@@ -193,7 +193,7 @@ def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
         taken_before = make(**options)
         assert taken(taken_before, cut) == whole[:cut]
         assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
-        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs it to stay"):
+        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs the same"):
             resumed(taken_before.state_dict(), batch_size=4, **options)
 
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_wrapped_says_what_can() -> None:
         def __iter__(self) -> Any:
             return super().__iter__()
 
-    with pytest.raises(UnsupportedSourceError, match="way of its own"):
+    with pytest.raises(UnsupportedSourceError, match="its own way to iterate"):
         wrap(Own(dataset, batch_size=sources.BATCH))
 
 
@@ -555,7 +555,7 @@ def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
     assert sources.numbers([next(one), next(other)]) == whole[:1] * 2
     for batch in (1, 2):
         for each in (one, other):
-            with pytest.raises(SourceError, match=r"another pass .* a StreamingDataset of its own; the next batch is"):
+            with pytest.raises(SourceError, match=r"another pass .* its own StreamingDataset; the next batch is"):
                 next(each)
             assert sources.numbers([next(each)]) == whole[batch : batch + 1]
     assert sources.numbers(list(other)) == whole[3:]
@@ -594,7 +594,7 @@ def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method:
 
     source.dataset.prepare_shard = fail
     done: list[list[int]] = []
-    with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
         for batch in loader:
             done += sources.numbers([batch])
     assert len(done) < len(whole)
@@ -625,7 +625,7 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
     if then == "load":
         loader.load_state_dict(loader.state_dict())
     goes_on = {"again": lambda: iter(loader), "wrap": lambda: iter(wrap(source))}.get(then, lambda: iterator)()
-    with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
         for _ in goes_on:
             pass
 
@@ -673,7 +673,7 @@ def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path:
         while not marker.with_suffix(".seen").exists():
             time.sleep(0.01)
         marker.unlink()
-        with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+        with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
             list(loader)
         assert len(list(loader)) in (100, 200 // 2 - loader.position // 2)
         assert len(list(loader)) == 100
