@@ -138,7 +138,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", MidepochWarning)
-        warnings.filterwarnings("ignore", "the validation that was interrupted", MidepochWarning)
+        warnings.filterwarnings("ignore", "the interrupted validation", MidepochWarning)
         warnings.filterwarnings("ignore", "resuming an iterable", MidepochWarning)
         warnings.filterwarnings("ignore", ".*read again from its start", MidepochWarning)
         trainer.fit(

@@ -226,8 +226,8 @@ class StreamingAdapter(Adapter):
         if saved.canonical % nodes and nodes % saved.canonical:
             raise StateMismatchError(
                 f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, "
-                f"and this run has {nodes}; run on a number of nodes that divides {saved.canonical} or is a multiple of "
-                "it"
+                f"and this run has {nodes} nodes; run on a number of nodes that divides {saved.canonical} or is a "
+                "multiple of it"
             )
         self._check_position(epoch, position, world, detail)
 
