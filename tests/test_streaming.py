@@ -402,7 +402,7 @@ def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
         loader.seek(position=3)
         state = loader.state_dict()
         source.dataset._parallel_rank_world = World(2, 1, 1, 0)
-        refused = r"would give 1 again on 2 nodes.*multiple of 2"
+        refused = r"would repeat 1 of them on 2 nodes.*multiple of 2"
         with pytest.raises(StateMismatchError, match=refused):
             loader.load_state_dict(state)
         with pytest.raises(StateMismatchError, match=refused):
@@ -415,7 +415,7 @@ def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
 def test_a_place_within_a_batch_is_refused_where_batches_are_made_whole(method: str) -> None:
     with wrap(sources.bare(batching_method=method), seed=sources.SEED) as loader:
-        with pytest.raises(StateMismatchError, match=r"would give 1 again.*multiple of the 3 samples"):
+        with pytest.raises(StateMismatchError, match=r"would repeat 1 of them.*multiple of the 3 samples"):
             loader.seek(position=4)
         loader.seek(position=3)
         assert loader.position == 3
@@ -444,7 +444,7 @@ def test_among_samples_that_only_fill_up_it_goes_on_too(num_workers: int) -> Non
 
 def test_a_place_among_samples_that_only_fill_up_is_refused_where_the_epoch_has_no_whole_step_before() -> None:
     with wrap(sources.bare(size=14, num_canonical_nodes=12, batch_size=20), seed=sources.SEED) as loader:
-        with pytest.raises(StateMismatchError, match=r"from 14 on only repeat.*seek\(epoch=1\)"):
+        with pytest.raises(StateMismatchError, match=r"from 14 on only fill.*seek\(epoch=1\)"):
             loader.seek(position=15)
         loader.seek(position=24)
         assert loader.position == 24
@@ -784,7 +784,7 @@ def test_a_dataset_that_iterates_in_a_way_of_its_own_is_refused() -> None:
         def __iter__(self) -> Iterator[Any]:
             return (sample for sample in super().__iter__() if sample["number"] % 2)
 
-    with pytest.raises(UnsupportedSourceError, match=r"Picky has an __iter__ of its own.*__getitem__"):
+    with pytest.raises(UnsupportedSourceError, match=r"Picky has its own __iter__.*__getitem__"):
         make(kind=Picky)
 
 

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "slice": (lambda u: plain(u).slice(3), "stage islice takes part of a stream"),
     "info": (lambda u: plain(u).compose(wds.filters.info()), "stage info prints"),
     "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached keeps"),
-    "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split stands before the shards are opened"),
+    "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split comes before the shards are opened"),
     "mix": (lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])), "stage RandomMix gives"),
     "unbatched": (lambda u: plain(u).unbatched(), "stage unbatched makes several samples of one"),
     "batch stage": (lambda u: plain(u).batched(2).map(len).unbatched(), "stage map works on batches of 2"),
@@ -642,7 +642,7 @@ def test_refill_gives_every_rank_as_many_batches_and_refuses_another_world(urls:
 
 
 def test_refill_says_where_nothing_is_kept(urls: list[str]) -> None:
-    with pytest.raises(SourceError, match="every sample of a whole pass was dropped"):
+    with pytest.raises(SourceError, match="the stages dropped every sample of a whole pass"):
         next(iter(selected(urls, (), refill=True)))
 
 
@@ -1365,7 +1365,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path,
         write_shard(Path(urls[0]), range(50, 59))
         assert Path(urls[0]).stat().st_size == size
         os.utime(urls[0], (1, 1))  # nginx makes an etag of this and the size
-        with pytest.raises(SourceError, match=r"0\.tar has changed since it was indexed: wrap the pipeline anew"):
+        with pytest.raises(SourceError, match=r"0\.tar has changed since it was indexed: wrap the pipeline again"):
             got.extend(batches)
         assert digest(got) == whole[: len(got)]
         assert loader.state_dict()["position"] >= state["position"]

@@ -1,7 +1,7 @@
-"""What a webdataset pipeline means: which shards, in which order, and what is done to each sample and batch.
+"""What a webdataset pipeline means: its shards, their order, and what is done to each sample and batch.
 
-The stages that choose, open and shuffle are recognised and replaced. Those that work on one sample, or on one batch,
-are kept and run on one sample, or one batch, at a time, so a stage that works on the stream as a whole is refused.
+Stages that choose, open and shuffle shards or samples are recognised and replaced. Stages for one sample or one batch
+are kept, and run on one sample or batch at a time. So a stage that works on the whole stream is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Stage = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class Limit(NamedTuple):
-    """How long an epoch is, where the user says so.
+    """The length of an epoch, if the user sets it.
 
     Attributes:
-        units: samples of one rank; None for whole passes.
-        passes: over the data; None for any number.
-        of_worker: each worker process counts for itself.
+        units: number of samples of one rank; None for whole passes.
+        passes: number of passes over the data; None for any number.
+        of_worker: whether each worker process counts for itself.
     """
 
     units: int | None
@@ -39,23 +39,25 @@ class Limit(NamedTuple):
 
 @dataclass
 class Pipeline:
-    """A pipeline, taken apart.
+    """A pipeline, split into its parts.
 
     Attributes:
         urls: of the shards, in the user's order.
-        splits: the pipeline divides its shards over nodes, or refuses several.
-        shuffles: shards or samples are shuffled; `buffer` is the largest number of samples held for that, 0 for none.
-        opener: from ``{"url": ...}`` to ``{"url": ..., "stream": ...}``, as a stage.
+        splits: whether the pipeline shards over nodes, or refuses several nodes.
+        shuffles: whether shards or samples are shuffled. `buffer` is the largest number of samples buffered for that,
+            0 for none.
+        opener: a stage from ``{"url": ...}`` to ``{"url": ..., "stream": ...}``.
         reading, grouping: the keywords of webdataset's tar_file_expander and group_by_keys.
-        must_have_samples: a pass without samples is an error.
-        sample_stages, batch_stages: for one sample, for the list of a batch's samples, in the process that reads.
-        late_sample_stages, late_batch_stages: the same in the main process: what the user put behind a DataLoader.
-        batch_size: samples in a batch; None where samples are handed out one by one.
-        drop_last: a last batch that is not full is left out.
-        limit: of an epoch, or None for one pass.
-        seed: as a shuffle stage states it, or None.
+        must_have_samples: whether a pass without samples is an error.
+        sample_stages, batch_stages: stages for one sample, and for the list of a batch's samples, in the reading
+            process.
+        late_sample_stages, late_batch_stages: the same for the main process: what the user put behind a DataLoader.
+        batch_size: number of samples in a batch; None if samples are handed out one by one.
+        drop_last: whether a last batch that is not full is left out.
+        limit: the length of an epoch, or None for one pass.
+        seed: of a shuffle stage, or None.
         loader: the DataLoader whose workers read, or None.
-        dataset: what `get_worker_info().dataset` is to be.
+        dataset: the value for `get_worker_info().dataset`.
     """
 
     dataset: Any
@@ -79,7 +81,7 @@ class Pipeline:
 
 
 def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
-    """What comes out of the stages, one after another."""
+    """Pass values through the stages, one after another."""
     stream: Iterable[Any] = iter(values)
     for stage in stages:
         stream = stage(stream)
@@ -92,7 +94,7 @@ class _Step(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The end of a DataPipeline that counts its epochs."""
+    """The end of a DataPipeline, which says how long an epoch is."""
 
     samples: int
     repetitions: int
@@ -100,19 +102,18 @@ class _End(NamedTuple):
 
 
 class _Batched:
-    """Collects samples in a batch, as a stage: webdataset's, or a DataLoader's."""
+    """A stage that collects samples into a batch, as webdataset or a DataLoader does."""
 
     def __init__(self, size: int, collate: Callable[[Any], Any] | None, drop_last: bool) -> None:
         self.size, self.collate, self.drop_last = size, collate, drop_last
 
     def __call__(self, samples: Iterable[Any]) -> Iterator[Any]:
-        # Dropped samples make a batch short, which is no reason to drop the others: the last batch is left out by
-        # its position.
+        # Dropped samples make a batch short, but the others in it are kept. A last batch is left out by its position.
         return private.BATCHED(samples, self.size, self.collate, True)  # type: ignore[no-any-return]
 
 
 class _Each:
-    """Applies a DataLoader's collate function to each item, as it does where it makes no batches."""
+    """Applies a DataLoader's collate function to each item, as a DataLoader without batches does."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -126,12 +127,12 @@ _ENDLESS = sys.maxsize
 
 
 def _function(stage: Any) -> Any:
-    """The function that a stage of webdataset's applies; the stage itself where it is no such stage."""
+    """The function that one of webdataset's stages applies; the stage itself if it is another kind."""
     return stage.f if isinstance(stage, filters.FilterFunction) else stage
 
 
 def _arguments(stage: Any, *names: str) -> dict[str, Any]:
-    """A stage's arguments by name, positional ones as `names` has them."""
+    """A stage's arguments by name. `names` are those of its positional arguments."""
     return {**dict(zip(names, stage.args, strict=False)), **stage.kw}
 
 
@@ -148,10 +149,10 @@ def _refuse(stage: Any, why: str, instead: str) -> UnsupportedSourceError:
 
 
 def understand(source: Any) -> Pipeline:
-    """Take a pipeline apart.
+    """Split a pipeline into its parts.
 
     Raises:
-        UnsupportedSourceError: a stage cannot be understood; the message names it.
+        UnsupportedSourceError: midepoch cannot interpret a stage; the message names it.
     """
     found = Pipeline(dataset=source)
     steps = list(_flatten(source, found, late=False))
@@ -167,7 +168,7 @@ def _flatten(source: Any, found: Pipeline, late: bool) -> Iterator[_Step]:
         if found.loader is not None:
             raise _refuse(source, "is a DataLoader inside a DataLoader", "keep one of them")
         if not isinstance(source.dataset, DataPipeline):
-            raise _refuse(source, f"reads a {type(source.dataset).__name__}", "let it read a webdataset pipeline")
+            raise _refuse(source, f"reads a {type(source.dataset).__name__}", "use a webdataset pipeline there")
         found.loader, found.dataset = source, source.dataset
         yield from (_Step(_mark_worker(step.stage), False) for step in _flatten(source.dataset, found, False))
         collate = source.collate_fn
@@ -185,7 +186,7 @@ def _flatten(source: Any, found: Pipeline, late: bool) -> Iterator[_Step]:
             yield _Step(stage, late)
     if source.repetitions != 1 or source.nsamples > 0:
         if source.repetitions == 1:
-            return  # webdataset looks at nsamples only where it repeats
+            return  # webdataset uses nsamples only if it repeats
         yield _Step(_End(source.nsamples, source.repetitions, False), late)
 
 
@@ -194,7 +195,7 @@ def _mark_worker(stage: Any) -> Any:
 
 
 def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any) -> bool:
-    """True if the stage shuffles; what it says is noted. `units`: samples in each thing shuffled, None for shards."""
+    """Whether the stage shuffles. Records its settings. `units`: samples in each thing shuffled, None for shards."""
     if isinstance(stage, filters.detshuffle):
         size, seed = stage.bufsize, stage.seed or None
     elif _function(stage) is private.SHUFFLE:
@@ -206,7 +207,7 @@ def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any)
         found.shuffles = True
         if units is not None:
             found.buffer = max(found.buffer, int(size) * units)
-        # WebDataset gives its own shard shuffle a seed that was drawn where the user stated none.
+        # Unless the user sets one, WebDataset gives its own shard shuffle a random seed.
         if type(seed) is int and seed is not own_seed and found.seed is None:
             found.seed = seed % (1 << 64)
     return True
@@ -237,8 +238,8 @@ def _shard_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
         else:
             raise _refuse(
                 stage,
-                "stands before the shards are opened and chooses among them in a way that midepoch cannot see",
-                "use wds.split_by_node and wds.split_by_worker, which it replaces",
+                "comes before the shards are opened, and midepoch cannot see how it chooses among them",
+                "use wds.split_by_node and wds.split_by_worker, which midepoch replaces",
             )
     raise UnsupportedSourceError("the pipeline opens no shards: add wds.tarfile_to_samples()")
 
@@ -250,7 +251,7 @@ def _innermost(dataset: Any) -> Any:
 
 
 def _take_urls(stage: Any, found: Pipeline) -> bool:
-    """True if the shards are drawn again and again without end."""
+    """Whether the shards are drawn endlessly, with repetition."""
     if type(stage) is shardlists.SimpleShardList:
         found.urls = list(stage.urls)
         if stage.seed is not None:
@@ -273,7 +274,7 @@ def _is_opener(stage: Any) -> bool:
 
 
 class _GopenStage:
-    """webdataset's url_opener under a handler."""
+    """webdataset's url_opener with its handler."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -283,10 +284,10 @@ class _GopenStage:
 
 
 def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any]) -> list[dict[str, Any]]:
-    """webdataset's samples out of the files of one shard.
+    """Group the files of one shard into webdataset's samples.
 
     Raises:
-        SourceError: a sample has two files of one name, and the handler does not go on.
+        SourceError: a sample has two files of one name, and the handler does not continue.
     """
     try:
         return list(tariterators.group_by_keys(iter(files), **grouping))
@@ -295,12 +296,12 @@ def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any])
             raise
         raise SourceError(
             f"{url}: a sample has two files of one name ({error.args[0]}); rename one of them, or pass a handler that "
-            "goes on"
+            "continues"
         ) from error
 
 
 def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
-    """Take the stages that open shards and make samples of files."""
+    """Take the stages that open shards and make samples from files."""
     first = steps[0].stage
     if _function(first) is tariterators.tarfile_samples:
         arguments = _arguments(first, "handler", "select_files", "rename_files")
@@ -314,11 +315,11 @@ def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
         wanted = (tariterators.tar_file_expander, tariterators.group_by_keys)
         if len(steps) < 3 or tuple(_function(step.stage) for step in steps[1:3]) != wanted:
             unexpected = steps[1].stage if len(steps) > 1 else first
-            raise _refuse(unexpected, "stands between a shard and its samples", "use wds.tarfile_to_samples()")
+            raise _refuse(unexpected, "comes between a shard and its samples", "use wds.tarfile_to_samples()")
         found.reading = _arguments(steps[1].stage, "handler", "select_files", "rename_files", "eof_value")
         found.grouping = _arguments(steps[2].stage, "keys", "lcase", "suffixes", "handler")
         if found.reading.pop("eof_value", {}) is None:
-            raise _refuse(steps[1].stage, "lets samples go on from shard to shard", "leave out eof_value=None")
+            raise _refuse(steps[1].stage, "lets a sample continue in the next shard", "leave out eof_value=None")
         rest = steps[3:]
     if rest and _function(rest[0].stage) is compat.check_empty:
         found.must_have_samples = True
@@ -328,14 +329,14 @@ def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
 
 @dataclass
 class _Level:
-    """The stages that work on samples, or on batches of so many samples."""
+    """The stages that work on samples, or on batches of `units` samples."""
 
     units: int
     stages: list[_Step]
 
 
 def _sample_steps(steps: list[_Step], found: Pipeline) -> None:
-    """The stages behind the samples: those for one sample, and those for one batch."""
+    """Take the stages behind the samples: those for one sample, and those for one batch."""
     levels = [_Level(1, [])]
     ends: list[tuple[_End, int]] = []
     for stage, late in steps:
@@ -366,9 +367,9 @@ def _sample_steps(steps: list[_Step], found: Pipeline) -> None:
 def _why(stage: Any) -> tuple[str, str]:
     function = _function(stage)
     if function is private.INFO:
-        return "prints the first samples of a stream, which a resumed one does not begin with", "take it out"
+        return "prints the first samples of a stream, which a resumed stream lacks", "remove it"
     if isinstance(stage, filters.Cached | filters.LMDBCached):
-        return "keeps the stream as it passed by", "take it out"
+        return "caches the whole stream", "remove it"
     if getattr(function, "__name__", "") == "islice":
         return "takes part of a stream", "pass fewer urls, or use with_epoch"
     return (
@@ -388,23 +389,23 @@ def _as_batched(stage: Any) -> _Batched:
 
 def _unbatch(levels: list[_Level], stage: Any, late: bool) -> None:
     if len(levels) == 1:
-        raise _refuse(stage, "makes several samples of one", "store them as samples of their own")
+        raise _refuse(stage, "makes several samples of one", "store them as separate samples")
     level = levels.pop()
     batched = level.stages[0].stage
     for inner in level.stages[1:]:
         if not (isinstance(inner.stage, _Each) and inner.stage.function is default_convert):
             raise _refuse(
                 inner.stage,
-                f"works on batches of {level.units} that are taken apart again",
+                f"works on batches of {level.units} that are split again",
                 "put it before the first batched() or behind the last",
             )
-    # One at a time: values come out as they would from a batch, as numpy's numbers, say.
+    # The values come out one at a time, as they would from a batch: numpy's numbers, for example.
     single = _Step(_Batched(1, batched.collate, False), level.stages[0].late)
     levels[-1].stages += [single, *level.stages[1:], _Step(stage, late)]
 
 
 def _place_stages(levels: list[_Level], found: Pipeline) -> None:
-    """Which stages run where samples are read, and which in the main process."""
+    """Decide which stages run where samples are read, and which in the main process."""
     samples = levels[0].stages
     batches = [step for level in levels[1:] for step in level.stages]
     plain = (_Batched, _Each)
@@ -421,7 +422,7 @@ def _place_stages(levels: list[_Level], found: Pipeline) -> None:
 
 
 def _limit(ends: list[tuple[_End, int]], found: Pipeline) -> Limit | None:
-    """The outermost end says how long an epoch is; those inside it are begun again and again."""
+    """The outermost end sets the length of an epoch. Inner ones start again and again."""
     if not ends:
         return found.limit
     end, units = ends[-1]
