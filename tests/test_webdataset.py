@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "pipelinefilter": (lambda u: plain(u).compose(wds.pipelinefilter(stream_stage)()), "stage stream_stage"),
     "slice": (lambda u: plain(u).slice(3), "stage islice takes part of a stream"),
     "info": (lambda u: plain(u).compose(wds.filters.info()), "stage info prints"),
-    "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached keeps"),
+    "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached caches"),
     "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split comes before the shards are opened"),
     "mix": (lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])), "stage RandomMix gives"),
     "unbatched": (lambda u: plain(u).unbatched(), "stage unbatched makes several samples of one"),

@@ -1,4 +1,4 @@
-"""The law that what does not fit is refused, and leaves no trace."""
+"""The law that a state which does not fit is refused, without side effects."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _senseless(good: dict[str, Any], kind: str = "builtins.Exception") -> list[_
 
 
 def _sealed(reseal: Callable[[dict[str, Any]], dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` resealed; as it is where the nonsense in it cannot even be sealed, which must be refused as well."""
+    """``state`` resealed; unchanged if it cannot even be sealed, which must be refused as well."""
     try:
         return reseal(dict(state))
     except (TypeError, ValueError, KeyError, OverflowError, MidepochError):
@@ -150,8 +150,8 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
         if option == "size":
             return Outcome("not applicable", "the factory's size has no default to vary")
         default = 0
-    plan = examination.plan(examination.options(**{option: default + 1}), states=True)
-    other = examination.sound(examination.record([plan])[0], f"a run with {option}={default + 1}")
+    trial = examination.trial(examination.options(**{option: default + 1}), states=True)
+    other = examination.sound(examination.record([trial])[0], f"a run with {option}={default + 1}")
     states = other.passes[0].states
     seed = default if option == "seed" else None
     return _Case(
@@ -164,7 +164,7 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
 
 
 def _refuse_all(examination: Examination, cases: Sequence[_Case], cut: int, good: dict[str, Any]) -> None:
-    """Offer all cases to a loader before, within and after a load; then see that it goes on as it was."""
+    """Offer all cases to a loader before, within and after a load. Then check that it continues as before."""
     plain = [case for case in cases if case.stated_seed is None]
     fresh: tuple[str, int, dict[str, Any] | None] = ("before the first batch", 0, None)
     begun: tuple[str, int, dict[str, Any] | None] = (f"after {cut} batches", cut, None)
@@ -250,7 +250,7 @@ def _refused(loader: Any, case: _Case) -> Finding | None:
                 str(failure),
                 0,
                 None,
-                "the message does not say what was saved and what is now",
+                "the message does not give the saved and the current value",
                 "put the saved value beside the current one in the message",
             )
         return None
