@@ -99,10 +99,10 @@ class NativeAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._factory = source if isinstance(source, Factory) else None
-        self._live: _Live | None = None
+        self._live: _LiveIterator | None = None
         if self._factory is not None:
             template = self._factory(())
-            self._live = _Live(template, (0, 0), False)
+            self._live = _LiveIterator(template, (0, 0), False)
         else:
             private.check(source)
             private.check_unused(source)
@@ -285,7 +285,7 @@ class NativeAdapter(Adapter):
         private.survive_forks()
         return _NativeSession(self, run)
 
-    def reach(self, run: Run) -> _Live:
+    def reach(self, run: Run) -> _LiveIterator:
         """An iterator whose next batch is the run's first. The current one is used if it is at that place."""
         place = (run.epoch, run.position)
         shards = self._stated_shards(run.world)
@@ -301,11 +301,11 @@ class NativeAdapter(Adapter):
             live = self._skipped(live, place, run)
         return live
 
-    def keep(self, live: _Live) -> None:
+    def keep(self, live: _LiveIterator) -> None:
         """Take back the iterator of a finished session."""
         self._live = live
 
-    def _taken_over(self, run: Run) -> _Live | None:
+    def _taken_over(self, run: Run) -> _LiveIterator | None:
         """The user's own pipelines, if rebuilt ones would be the same; None if not, or if they were taken before."""
         source, template = self.source, self._template
         if self._factory is not None or not private.keeps_checkpoints(template) or not private.is_new(source):
@@ -315,11 +315,11 @@ class NativeAdapter(Adapter):
         if self._serialized(run.world) != [graph.serialized for graph in self._graphs]:
             return None
         pipelines = private.take_pipelines(source)
-        return _Live(private.with_pipelines(template, pipelines), (0, 0), False)
+        return _LiveIterator(private.with_pipelines(template, pipelines), (0, 0), False)
 
     def _moved(
-        self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
-    ) -> _Live:
+        self, live: _LiveIterator | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
+    ) -> _LiveIterator:
         """An iterator restored from these checkpoints, over the current pipelines if they have not run, or new ones."""
         if live is not None and checkpoints and private.is_new(live.iterator):
             pipelines = private.pipelines_of(live.iterator)
@@ -329,15 +329,15 @@ class NativeAdapter(Adapter):
             except RuntimeError as error:
                 self._end(live)
                 raise _cannot_build(error) from error
-            return _Live(private.with_pipelines(self._template, pipelines), place, ended)
+            return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended)
         if live is not None:
             self._end(live)  # frees its memory before another one is made
         return self._make(checkpoints, place, ended, run)
 
-    def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _Live:
+    def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _LiveIterator:
         if self._factory is not None:
             self._serialized(run.world)  # refuses readers on another rank's shard
-            return _Live(self._factory(checkpoints), place, ended)
+            return _LiveIterator(self._factory(checkpoints), place, ended)
         pipelines = []
         for number, (serialized, settings) in enumerate(zip(self._serialized(run.world), self._settings, strict=True)):
             if settings["seed"] is None or self.options.seed is not None:
@@ -356,9 +356,9 @@ class NativeAdapter(Adapter):
                     f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): remove that operator, or "
                     "feed the pipeline with midepoch's own readers (midepoch.adapters.dali.readers)"
                 ) from error
-        return _Live(private.with_pipelines(self._template, pipelines), place, ended)
+        return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended)
 
-    def _skipped(self, live: _Live, place: Where, run: Run) -> _Live:
+    def _skipped(self, live: _LiveIterator, place: Where, run: Run) -> _LiveIterator:
         """An iterator at `place`, or at the end of the current epoch if `place` is in a later one."""
         epoch, position = live.place
         ranks = run.world.world_size
@@ -395,12 +395,12 @@ class NativeAdapter(Adapter):
         if live is not None:
             self._end(live)
 
-    def _end(self, live: _Live) -> None:
+    def _end(self, live: _LiveIterator) -> None:
         self._reader_metas  # noqa: B018  # as long as the template's pipelines, which these may be, can be asked
         live.end()
 
 
-class _Live:
+class _LiveIterator:
     """A running iterator, and its place.
 
     Attributes:
@@ -484,7 +484,7 @@ class _NativeSession(Session):
 
     def __init__(self, adapter: NativeAdapter, run: Run) -> None:
         self._adapter, self._run = adapter, run
-        self._live: _Live | None = None
+        self._live: _LiveIterator | None = None
         self._ended = False
         self._marked: _Mark | None = None
         self._left = None if run.share is None else run.share.steps

@@ -64,9 +64,9 @@ def file(
         file_filters: patterns. A file's name must match one of them; None for DALI's own (images and sound).
         dir_filters: the same for folders.
         case_sensitive_filter: whether the case of letters matters in the filters.
-        random_shuffle: shuffle the whole data set anew in each epoch.
+        random_shuffle: shuffle the whole data set in each epoch.
         drop_last: leave out a last batch that is not full.
-        world: which ranks share the data; None for the world as it is.
+        world: which ranks share the data; None for the current world.
         name: ignored, so that calls need not be changed.
 
     Raises:

@@ -102,7 +102,8 @@ class FFCVAdapter(Adapter):
         self._mixes = "mix" in self._kinds
         self._draws = any(map(draws, self._operations()))
         self._first_graph: StepGraph | None = None
-        self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
+        drawing = (each for each in self._operations() if kind_in_use(each) in ("module", "unknown"))
+        self._drawing = list(map(_without_file_parts, drawing))
         self._streams = Streams(*self._drawing) if options.streams else None
 
     def _operations(self) -> list[Any]:
@@ -201,12 +202,12 @@ def _one_by_one(order: EpochOrder, first: int, stop: int) -> npt.NDArray[np.int6
     return np.concatenate([order[place % size : place % size + 1] for place in range(first, stop)])
 
 
-def _alone(operation: Any) -> Any:
+def _without_file_parts(operation: Any) -> Any:
     """An operation without what FFCV told it about the file. What is left may hold generators of its own."""
-    alone = copy(operation)
+    copied = copy(operation)
     for name in FROM_THE_FILE:
-        vars(alone).pop(name, None)
-    return alone
+        vars(copied).pop(name, None)
+    return copied
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def check_tables(reader: Any) -> None:
         if sizes is not None:
             known.append(entries["size"])
             wanted.append(sizes)
-        missing = np.flatnonzero(~np.isin(_one_number(wanted), _one_number(known)))
+        missing = np.flatnonzero(~np.isin(_hash_rows(wanted), _hash_rows(known)))
         if len(missing):
             raise SourceError(
                 f"{path} is damaged: the data of field {name!r} of sample {missing[0]} ({len(missing)} samples in all) "
@@ -106,7 +106,7 @@ def check_tables(reader: Any) -> None:
         )
 
 
-def _one_number(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint64]:
+def _hash_rows(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint64]:
     """A hash of each row. Damage need not be detected with more than 64 bits."""
     mixed = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:

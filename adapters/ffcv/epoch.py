@@ -244,11 +244,11 @@ class _Production:
             self._prepare()
             self._produce()
         except Exception as error:  # noqa: BLE001  # the consumer is to have it, whatever it is
-            self._queue.put(_Failed(self._told(error)))
+            self._queue.put(_Failed(self._as_source_error(error)))
         finally:
             self._requests = iter(())
 
-    def _told(self, error: Exception) -> BaseException:
+    def _as_source_error(self, error: Exception) -> BaseException:
         if isinstance(error, MidepochError):
             return error
         told = SourceError(
@@ -260,7 +260,7 @@ class _Production:
 
     def _prepare(self) -> None:
         loader = self._work.loader
-        numba.set_num_threads(loader.num_workers)  # of this thread alone
+        numba.set_num_threads(loader.num_workers)  # for this thread only
         self.graph = self._work.build_graph()
         self.deferred = tuple(step for step in self.graph.steps if step.deferred)
         for step in self.graph.steps:

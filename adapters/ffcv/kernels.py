@@ -36,14 +36,14 @@ _lock = threading.Lock()
 # --- cache of kernels -----------------------------------------------------------------------------------------------
 
 
-class _Same:
+class _ByIdentity:
     """Wraps an object, compares by identity, and keeps the object alive."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _ByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -63,7 +63,7 @@ def identity(value: Any, _inside: tuple[types.FunctionType, ...] = ()) -> Any:
         return type(value), value.tobytes()
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return type(value), repr(value)
-    return _Same(value)
+    return _ByIdentity(value)
 
 
 def _function_identity(function: types.FunctionType, inside: tuple[types.FunctionType, ...]) -> Any:

@@ -177,7 +177,7 @@ def build_graph(loader: Any, streams: bool, before: StepGraph | None = None) -> 
                 continue
             operation = operation_of(node)
             path = f"{output}/{place}/{type(operation).__name__}"
-            maker = _Maker(loader, node, operation, functions["operation"][node.id], path)
+            maker = _StepBuilder(loader, node, operation, functions["operation"][node.id], path)
             parent = chain[place - 1].id if place else None
             kind = kind_in_use(operation)
             apart = kind in ("module", "mix", "unknown", "sample") and not maker.jitted
@@ -223,7 +223,7 @@ def _memory_of(allocations: Any, nodes: list[int]) -> list[tuple[Any, Any]]:
     return [(allocations["operation"][node], allocations["shared"][node]) for node in nodes]
 
 
-class _Maker:
+class _StepBuilder:
     """Makes the call of one step."""
 
     def __init__(self, loader: Any, node: Any, operation: Any, function: Any, path: str) -> None:

@@ -87,7 +87,7 @@ class StreamingAdapter(Adapter):
         self.batch_size, self.drop_last = source.batch_size, source.drop_last
         self.seed = dataset.shuffle_seed
         self._opening = Streams()
-        self._reads, self._draws = _Reads(dataset), _Draws(dataset)
+        self._reads, self._draws = _CheckedPass(dataset), _KeyedPass(dataset)
         self._kept_workers: Any = None  # the iterator with persistent workers
         self._last: _StreamingSession | None = None
 
@@ -274,7 +274,7 @@ class StreamingAdapter(Adapter):
         if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
         if private.has_failed(dataset):
-            _failed()
+            _raise_thread_failed()
         if self._last is not None and self._last.failed and self._kept_workers is not None:
             # A failed worker may stay broken as long as it lives.
             shut_down(self._kept_workers)
@@ -356,7 +356,7 @@ def _parts(dataset: StreamingDataset) -> dict[str, Any]:
 _NOT_PARTS = ("streams", "shards", "_iterator", *private.OVERRIDABLE)
 
 
-class _Reads:
+class _CheckedPass:
     """Reads all samples of Streaming's partition, or raises an error that says why not.
 
     Streaming ends silently if one of its threads fails or another pass over the dataset begins. To detect this, a
@@ -379,17 +379,17 @@ class _Reads:
         yield from private.each_sample(self.dataset, it)
         needed.end()
         if it.yield_index < it.total:
-            _given_way() if it.should_exit() else _failed()
+            _raise_ended_by_other_pass() if it.should_exit() else _raise_thread_failed()
 
     def end(self) -> None:
         """Call this after each batch."""
 
 
-class _Draws(_Reads):
+class _KeyedPass(_CheckedPass):
     """Puts what a dataset's own code draws for a sample, and `collate_fn` for a batch, under a random stream each.
 
     Streaming asks for the number of each sample right before it reads it. Before each pass, in each worker process, it
-    asks for the pass's starting point. Both methods are overridden, as in `_Reads`.
+    asks for the pass's starting point. Both methods are overridden, as in `_CheckedPass`.
 
     If all ranks take their samples from one sequence, a sample is keyed by its position there. Otherwise it is keyed by
     the step of all ranks and its number, so a sample that occurs twice in a step gets the same random numbers twice.
@@ -503,11 +503,11 @@ class _StreamingSession(Session):
     """This rank's batches, without the first `back`. A dataset has one session at a time, as Streaming requires."""
 
     def __init__(
-        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _Reads, back: int
+        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _CheckedPass, back: int
     ) -> None:
         # torch's own iterator, without Streaming's guess of the number of samples in a batch.
         self._loader, self._detail, self._reads = loader, detail, reads
-        self._answers = WorkerAnswers(iterator, _tell)
+        self._answers = WorkerAnswers(iterator, _raise_for_worker)
         self.failed = False  # whether a worker that may be persistent has failed
         self._began, self._back = False, back
         self._reading: Any = None  # Streaming's own record of a pass in this process
@@ -535,7 +535,7 @@ class _StreamingSession(Session):
                 self._reading = private.pass_of(self._loader.dataset)
         except RuntimeError:  # Streaming's own, before it reads the next sample
             if private.has_failed(self._loader.dataset):
-                _failed()
+                _raise_thread_failed()
             raise
         finally:
             self._reads.end()
@@ -550,7 +550,7 @@ class _StreamingSession(Session):
 
     def give_way(self) -> None:
         """End for another pass over the dataset. The next `take` raises an error that says so."""
-        self._answers.end(_given_way)
+        self._answers.end(_raise_ended_by_other_pass)
         self._end_threads()
 
     def close(self) -> None:
@@ -575,20 +575,20 @@ def _here(dataset: StreamingDataset) -> tuple[int, int]:
     return os.getpid(), id(dataset)
 
 
-def _given_way() -> NoReturn:
+def _raise_ended_by_other_pass() -> NoReturn:
     raise SourceError(
         "another pass over this StreamingDataset has begun, which ends the previous one: give each loader its own "
         "StreamingDataset; the next batch is the one that was not given"
     )
 
 
-def _tell(reason: str, error: Exception) -> None:
+def _raise_for_worker(reason: str, error: Exception) -> None:
     if "Background thread failed" in reason:  # Streaming's message, from a worker
-        _failed()
+        _raise_thread_failed()
     tell_of_a_death(reason, error)
 
 
-def _failed() -> NoReturn:
+def _raise_thread_failed() -> NoReturn:
     raise SourceError(
         "one of Streaming's prefetching threads has failed and ended this pass (its error is in the output above): "
         "fix its cause, make the StreamingDataset again, and load the last state"

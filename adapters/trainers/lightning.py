@@ -50,8 +50,8 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self._train: _Handed | None = None
-        self._validation: list[_Handed] = []
+        self._train: _CountedLoader | None = None
+        self._validation: list[_CountedLoader] = []
         self._before_sanity_check: list[State] = []
         self._validated: tuple[int, int] | None = None  # the loader and batch that a validation will ask for next
         self._saved: dict[str, Any] | None = None  # from the checkpoint that this run resumes from
@@ -97,7 +97,7 @@ class ExactResume(Callback):
         else:
             loader = combine(wrapped, private.mode_of(combined))
             shape = lambda batch: tree_unflatten(batch, private.spec_of(combined))  # noqa: E731
-        self._train = _Handed(loader, shape, lambda: private.fetcher_of(trainer.fit_loop))
+        self._train = _CountedLoader(loader, shape, lambda: private.fetcher_of(trainer.fit_loop))
         self._load_train()
         return self._train
 
@@ -114,10 +114,10 @@ class ExactResume(Callback):
                 return loaders
             shape = lambda batch: tree_unflatten(batch, private.spec_of(combined))  # noqa: E731
             wrapped = [each for each in parts if each is not None]
-            result: Any = _Handed(combine(wrapped, private.mode_of(combined)), shape, fetcher)
+            result: Any = _CountedLoader(combine(wrapped, private.mode_of(combined)), shape, fetcher)
             self._validation = [result]
         else:
-            own = [None if part is None else _Handed(part, None, fetcher) for part in parts]
+            own = [None if part is None else _CountedLoader(part, None, fetcher) for part in parts]
             self._validation = [each for each in own if each is not None]
             flat = [bare if each is None else each for each, bare in zip(own, combined.flattened, strict=True)]
             result = CombinedLoader(tree_unflatten(flat, private.spec_of(combined)), "sequential")
@@ -138,20 +138,20 @@ class ExactResume(Callback):
             progress.current.ready == progress.current.processed == self._train.handed and self._train.is_exhausted()
         )
         train: State | None = None
-        if not _will_ask_anew(trainer, private.train_made_in(trainer)):
+        if not _will_reload_loaders(trainer, private.train_made_in(trainer)):
             train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
         validating = _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
         next_place = self._validated if validating else None
         validation = []
         made = private.validation_made_in(trainer)
-        validated = [] if _will_ask_anew(trainer, made) else self._validation
+        validated = [] if _will_reload_loaders(trainer, made) else self._validation
         # Only wrapped loaders can resume in the middle. If one is not, all of them start this validation again.
-        anew = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
+        again = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
         for index, each in enumerate(validated):
             if next_place is None:
                 validation.append(each.state(0, ended=True))
-            elif anew:
+            elif again:
                 validation.append(each.state(each.handed, ended=False))
             else:
                 loader, batch = next_place
@@ -165,10 +165,10 @@ class ExactResume(Callback):
             "ended": ended,
             "batches": progress.current.processed,
             "validation": validation,
-            "next_in_validation": None if anew else next_place,
+            "next_in_validation": None if again else next_place,
         }
         if next_place is not None:
-            _stand_in_validation(checkpoint["loops"]["fit_loop"], 0 if anew else None)
+            _move_into_validation(checkpoint["loops"]["fit_loop"], 0 if again else None)
 
     def _validation_loaders(self, trainer: Any) -> list[Any]:
         combined = private.combined_of(trainer.fit_loop.epoch_loop.val_loop)
@@ -199,7 +199,7 @@ class ExactResume(Callback):
         if saved is None:
             if not by_lightning:
                 return
-            saved = self._of_lightning(by_lightning, loops)
+            saved = self._from_lightning(by_lightning, loops)
         elif saved.get("version") != _VERSION:
             raise StateError(
                 f"the checkpoint was saved by another version of midepoch's callback ({saved.get('version')}, this is "
@@ -219,7 +219,7 @@ class ExactResume(Callback):
         trained_on = batches["current"]["processed"] == batches["current"]["ready"]
         if trained_on and batches["current"]["completed"] < batches["current"]["processed"]:
             # Saved by on_train_batch_end. If a validation was due, it is still due.
-            _stand_in_validation(loops, 0)
+            _move_into_validation(loops, 0)
         for each in (batches["current"], batches["total"]):
             # An exception in the middle of a batch: it is given again. After the last batch, the epoch still goes on.
             if not trained_on or saved["ended"]:
@@ -229,7 +229,7 @@ class ExactResume(Callback):
         elif saved["ended"] and batches["current"]["ready"]:
             batches["is_last_batch"] = True  # Lightning may have expected more, from limit_train_batches
 
-    def _of_lightning(self, states: list[State], loops: dict[str, Any]) -> dict[str, Any]:
+    def _from_lightning(self, states: list[State], loops: dict[str, Any]) -> dict[str, Any]:
         """The same information, as far as known, for a checkpoint saved without the callback."""
         if len(states) > 1:
             raise StateError(
@@ -382,7 +382,7 @@ class ExactResume(Callback):
                 each.leave()
 
 
-class _Handed:
+class _CountedLoader:
     """What Lightning iterates: a loader, with a count of the batches that were handed over.
 
     Attributes:
@@ -491,13 +491,13 @@ def _has_ended(trainer: Any) -> bool:
     )
 
 
-def _will_ask_anew(trainer: Any, made: float) -> bool:
+def _will_reload_loaders(trainer: Any, made: float) -> bool:
     """Whether an epoch has ended and the next one makes new loaders. `made`: the epoch in which they were made last."""
     epochs, every = trainer.fit_loop.epoch_progress.current, trainer.reload_dataloaders_every_n_epochs
     return bool(every) and epochs.processed == epochs.ready and epochs.processed - made >= every
 
 
-def _stand_in_validation(loops: dict[str, Any], done: int | None = None) -> None:
+def _move_into_validation(loops: dict[str, Any], done: int | None = None) -> None:
     """Put Lightning at the start of a validation batch, the only place where it continues a validation.
 
     `done`: batches of the validation that are done; None for Lightning's own count.

@@ -18,7 +18,7 @@ from midepoch.adapters.webdataset import private
 from midepoch.errors import SourceError
 from midepoch.reading.tar import compression
 
-__all__ = ["RangeReader", "Shard", "Take", "glance", "local_path", "locate", "open_shard"]
+__all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard", "quick_identity"]
 
 _WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
 _OPEN_FILES = 128  # at a time in one process; the usual limit is 1024
@@ -66,7 +66,7 @@ def locate(url: str) -> Shard | str:
     return Shard(url, path, state.st_size, str(state.st_mtime_ns))
 
 
-def glance(url: str) -> str:
+def quick_identity(url: str) -> str:
     """A quick identity of a local file, without reading all of it; empty for anything else.
 
     It consists of the size and the first and last bytes. Compressed files end in a checksum of their content.
@@ -79,15 +79,15 @@ def glance(url: str) -> str:
         if path is None or not Path(path).is_file():
             return ""
         with Path(path).open("rb") as file:
-            first = file.read(_GLANCE)
+            first = file.read(_QUICK_BYTES)
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _GLANCE))
+            file.seek(max(0, size - _QUICK_BYTES))
             return f"{size}:{zlib.crc32(file.read(), zlib.crc32(first)):08x}"
     except OSError as error:
         raise SourceError(f"{url} could not be read ({error}): check its disk, or leave it out") from error
 
 
-_GLANCE = 512  # bytes
+_QUICK_BYTES = 512  # bytes
 
 
 def _locate_remote(url: str) -> Shard | str:

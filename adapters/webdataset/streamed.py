@@ -26,7 +26,7 @@ from webdataset.filters import reraise_exception
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
-from midepoch.adapters.webdataset.shards import glance
+from midepoch.adapters.webdataset.shards import quick_identity
 from midepoch.errors import SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -155,7 +155,7 @@ _BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class _Raw(NamedTuple):
-    """A sample as the shard has it, and its position."""
+    """A sample as stored in the shard, and its position."""
 
     place: int
     offset: int
@@ -600,7 +600,8 @@ class StreamedAdapter(Adapter):
     def describe(self) -> dict[str, str]:
         """The shards, by name and by quick identities of local ones, and how they are dealt."""
         layout = self._layout
-        names = zlib.crc32("\n".join(f"{url.rpartition('/')[2]} {glance(url)}" for url in self._pipeline.urls).encode())
+        lines = (f"{url.rpartition('/')[2]} {quick_identity(url)}" for url in self._pipeline.urls)
+        names = zlib.crc32("\n".join(lines).encode())
         shuffle = f"{layout.buffer}" if layout.shuffles else "no"
         described = {"order": f"streams(shuffle={shuffle})", "shards": f"{layout.shards}:{names:08x}"}
         described["streams"] = f"{layout.streams}"

@@ -209,7 +209,7 @@ def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a set as its items' sorted digests. Its own order depends on hashes, which each process seeds anew."""
+    """Writes a set as its items' sorted digests. Its own order depends on hashes, which differ between processes."""
 
     def persistent_id(self, item: Any) -> Any:
         return (type(item).__name__, sorted(map(digest, item))) if type(item) in (set, frozenset) else None

@@ -616,11 +616,11 @@ def _share_states(
             kept.append((number, loader.state_dict()))
             notes.append(items.digest(kept[-1][1]))
         if not untouched or items.digest(given) != items.digest(state):
-            findings.append(Finding("load_state_dict leaves its argument as it was", f"{given}", epoch, cut))
+            findings.append(Finding("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut))
         for (number, later), note in zip(kept, notes, strict=True):
             if items.digest(later) != note:
                 findings.append(
-                    Finding("a state that stays as it was given", f"it became {later}", epoch, cut + number)
+                    Finding("a state that never changes later", f"it became {later}", epoch, cut + number)
                 )
     with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)

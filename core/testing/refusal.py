@@ -46,7 +46,7 @@ _NONSENSE: dict[str, tuple[Any, ...]] = {
     cure="check keys, types, ranges, checksum and fingerprint first, raise a StateError, and only then change anything",
 )
 def refusal(examination: Examination) -> Outcome:
-    """What does not fit is refused with a typed error, and the loader goes on as it was."""
+    """What does not fit is refused with a typed error, and the loader continues as before."""
     head = examination.observed()
     cut = len(head.passes[0].batches) // 2
     good = head.passes[0].states[cut]
@@ -196,7 +196,7 @@ def _offer_all(
         return
     culprits = [case.name for case in cases if offer([case])[1:] != (quiet, True)]
     raise examination.error(
-        "after a refused state the loader goes on as it was",
+        "after a refused state the loader continues as before",
         f"{when}: not so after the state '{culprits[0] if culprits else 'of several together'}' was refused",
         epoch=0,
         batch=taken,

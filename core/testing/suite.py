@@ -91,7 +91,7 @@ class ResumableTests:
         self._examine("topology")
 
     def test_refusal(self) -> None:
-        """What does not fit is refused with a typed error, and the loader goes on as it was."""
+        """What does not fit is refused with a typed error, and the loader continues as before."""
         self._examine("refusal")
 
     def test_delivery(self) -> None:
