@@ -191,7 +191,7 @@ def _names(folder: bytes, prefix: bytes) -> Iterator[bytes]:
     for name in folders:
         end = bisect.bisect_left(names, name, begin) + 1
         yield _lines(names[begin:end], prefix)
-        yield from _names(os.path.join(folder, name), prefix + name + b"/")  # noqa: PTH118  # a Path is of str
+        yield from _names(os.path.join(folder, name), prefix + name + b"/")  # noqa: PTH118  # a Path does not take bytes
         begin = end
     yield _lines(names[begin:], prefix)
 

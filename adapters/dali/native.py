@@ -396,7 +396,7 @@ class NativeAdapter(Adapter):
             self._end(live)
 
     def _end(self, live: _LiveIterator) -> None:
-        self._reader_metas  # noqa: B018  # as long as the template's pipelines, which these may be, can be asked
+        self._reader_metas  # noqa: B018  # cache it while these pipelines can still answer
         live.end()
 
 

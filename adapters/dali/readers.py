@@ -76,7 +76,7 @@ def file(
     if (files is not None) + (file_list is not None) + (files is None and file_list is None and bool(root)) != 1:
         raise ValueError("readers.file needs one of file_root=, files= (with labels=) and file_list=")
     if files is not None:
-        paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118  # a Path each is too slow
+        paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118  # a million Path objects are too slow
         numbers = list(range(len(paths))) if labels is None else [int(label) for label in labels]
         if len(numbers) != len(paths):
             raise ValueError(f"readers.file got {len(paths)} files and {len(numbers)} labels: give one for each")

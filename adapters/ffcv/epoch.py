@@ -243,7 +243,7 @@ class _Production:
         try:
             self._prepare()
             self._produce()
-        except Exception as error:  # noqa: BLE001  # the consumer is to have it, whatever it is
+        except Exception as error:  # noqa: BLE001  # every error must reach the consumer
             self._queue.put(_Failed(self._as_source_error(error)))
         finally:
             self._requests = iter(())

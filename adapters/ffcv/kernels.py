@@ -288,7 +288,7 @@ def _make_decoder(
         @_jit
         def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
             target = memory[i]
-            if compressed:  # noqa: SIM102  # pruned as a whole
+            if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
                 if field["mode"] == mode:
                     height, width = field["height"], field["width"]
                     if not sized(data, height, width):
@@ -307,7 +307,7 @@ def _make_decoder(
             height, width = np.int64(field["height"]), np.int64(field["width"])
             size = 3 * height * width
             image = data
-            if compressed:  # noqa: SIM102  # pruned as a whole
+            if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
                 if field["mode"] == mode:
                     if not sized(data, height, width):
                         return 3

@@ -115,7 +115,7 @@ class StatefulAdapter(Adapter):
         """A copy of the source's state; None if it has none before it is read."""
         try:
             return decode(encode(self.source.state_dict()))
-        except Exception:  # noqa: BLE001  # whatever such a source raises
+        except Exception:  # noqa: BLE001  # sources raise various errors here
             return None
 
     # --- what differs between sources ---

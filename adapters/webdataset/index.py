@@ -288,7 +288,7 @@ class _Cache:
         """Remove drafts of processes that were killed: nobody holds the lock under which they were written."""
         if self._descriptor is None:
             return
-        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path is no descriptor
+        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path cannot hold a descriptor
             if draft.endswith(_DRAFT):
                 with contextlib.suppress(OSError), self._locked(draft.partition(".")[0], wait=False):
                     os.unlink(draft, dir_fd=self._descriptor)

@@ -344,4 +344,4 @@ class RangeReader:
         return {"_shards": self._shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_shards"])  # type: ignore[misc]  # nothing is open in this process
+        self.__init__(state["_shards"])  # type: ignore[misc]  # start without open files in this process

@@ -490,7 +490,7 @@ def _load_in_use(
             try:
                 for _ in range(2):  # the second time, nothing has been read since the first
                     loader.load_state_dict(copy.deepcopy(state))
-            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is wrong in silence
+            except Exception as error:  # noqa: BLE001 - any refusal is acceptable here, as long as it is an error
                 return legs, f"{type(error).__name__}: {error}"
             loaded = copy.deepcopy(loader.state_dict())
             del iterator

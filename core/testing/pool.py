@@ -277,5 +277,5 @@ def _answer(message: bytes) -> bytes:
         _provide_modules(files)
         function, arguments = pickle.loads(payload)
         return pickle.dumps((True, function(*arguments), ""))
-    except Exception as error:  # noqa: BLE001 - it is passed on whole, to be raised where the call was made
+    except Exception as error:  # noqa: BLE001 - it is sent back and raised in the caller
         return pickle.dumps((False, f"{type(error).__name__}: {error}", traceback.format_exc()))

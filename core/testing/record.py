@@ -247,7 +247,7 @@ def record(trial: Trial) -> Recording:
                 recording.passes.append(Pass())
                 _record_pass(trial, loader, recording.passes[-1])
             during = "closing the loader"
-    except Exception as error:  # noqa: BLE001 - the law that asked judges it
+    except Exception as error:  # noqa: BLE001 - the calling law judges it
         recording.failure = capture_failure(error, during)
     return recording
 
@@ -353,5 +353,5 @@ def experiment(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The result of ``function(*arguments)``, or the `Failure` in which it ended."""
     try:
         return function(*arguments)
-    except Exception as error:  # noqa: BLE001 - the law that asked judges it
+    except Exception as error:  # noqa: BLE001 - the calling law judges it
         return capture_failure(error, f"in the experiment '{function.__name__.strip('_').replace('_', ' ')}'")

@@ -233,7 +233,7 @@ def _refused(loader: Any, case: _Case) -> Finding | None:
     expected = f"{kind} for a state with {case.name}"
     try:
         loader.load_state_dict(copy.deepcopy(case.state))
-    except Exception as error:  # noqa: BLE001 - which exception it is, is what is examined
+    except Exception as error:  # noqa: BLE001 - the law examines the kind of exception
         failure = capture_failure(error, "loading a state")
         if case.kind not in failure.kinds:
             return Finding(

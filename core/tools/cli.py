@@ -96,7 +96,7 @@ def check(
             epochs=epochs,
             quick=quick,
             shuffled=shuffled,
-            tail=tail,  # type: ignore[arg-type]  # which checks it
+            tail=tail,  # type: ignore[arg-type]  # Settings checks it
             drop_last=drop_last,
             cuts=None if cuts is None else integers(cuts),
             identify=None if identify is None else find_target(identify),

@@ -259,7 +259,7 @@ def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
         if isinstance(source, Path):
             try:
                 names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-            except Exception:  # noqa: BLE001  # the reason then is the first error
+            except Exception:  # noqa: BLE001  # the first error is the reason
                 names = ""
         if names:
             raise _NotUnpickledError(
