@@ -1,7 +1,7 @@
 """torch's DataLoader: map-style datasets under any sampler, and iterable datasets.
 
-The user's DataLoader is never iterated. A reader makes its batches (midepoch.reading.indexed, driven, replay), in this
-process or in `num_workers` worker processes (midepoch.reading.workers).
+The user's DataLoader is only read. A reader makes its batches (midepoch.reading.indexed, driven or replay), in this
+process or in as many worker processes as the DataLoader specifies (midepoch.reading.workers).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MapDataLoaderAdapter(Adapter):
         self.unit = "batch" if self._listed_batches else "sample"
         self._sampler = sampler
         self._understand()
-        # With shard=False each rank's data is its own, and so is its order.
+        # With shard=False each rank has its own data, and so its own order.
         self._own = options.shard is False
         single = batch_sampler is None
         self._reader = MapReader(source.dataset, source.collate_fn, single, self._listed_batches, options.streams)
@@ -70,16 +70,16 @@ class MapDataLoaderAdapter(Adapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A DataLoader that iterates as torch's does."""
+        """A DataLoader that keeps torch's own iteration."""
         return iterates_as_torch(source) and not isinstance(source.dataset, IterableDataset)
 
     def refresh(self) -> None:
-        """Follow a dataset that changed between epochs."""
+        """Follow a dataset that has changed between epochs."""
         if length_of(self.source.dataset) != self._length:
             self._understand()
 
     def prepare(self, seed: int, epoch: int) -> None:
-        """Follow a changed dataset, and build the list of a listed order."""
+        """The same, and build the list of a listed order."""
         self.refresh()
         if isinstance(self._order, Listed):
             self._order.epoch(seed, epoch)
@@ -91,7 +91,7 @@ class MapDataLoaderAdapter(Adapter):
         return size * world.world_size if self._own else size
 
     def describe(self) -> dict[str, str]:
-        """The order, and whether batches or samples are counted."""
+        """The order, and whether positions count batches or samples."""
         described = {"order": self._order.describe(), "unit": "batch" if self._listed_batches else "sample"}
         return {**described, "shard": "own"} if self._own else described
 
@@ -103,7 +103,7 @@ class MapDataLoaderAdapter(Adapter):
         """All yes; with shard=False, not elastic."""
         exact = promises.augmentations(
             self.options,
-            "numbers drawn in __getitems__ or collate_fn are those of the batch: exact on the same split",
+            "numbers drawn in __getitems__ or collate_fn are the batch's: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(
@@ -111,10 +111,10 @@ class MapDataLoaderAdapter(Adapter):
             if listed
             else promises.OUR_ORDER,
             exact_augmentations=exact,
-            constant_time_resume=Capability(True, "a jump, after the sampler has given the epoch's list once")
+            constant_time_resume=Capability(True, "a jump, once the sampler has given the epoch's list")
             if listed
             else promises.CONSTANT_TIME,
-            elastic_world=Capability(False, "with shard=False each rank's data is its own")
+            elastic_world=Capability(False, "with shard=False each rank has its own data")
             if self._own
             else promises.POSITIONS,
             elastic_workers=promises.POSITIONS,
@@ -122,32 +122,32 @@ class MapDataLoaderAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Compare the CRC of a listed order's list, if the state stands inside an epoch."""
+        """Compare the CRC of a listed order's list, if the state is inside an epoch."""
         if not isinstance(self._order, Listed):
             super().check_detail(detail, seed, epoch, position, world)
         elif detail:
             crc = self._order.epoch(seed, epoch).crc
             if detail != f"crc={crc}":
-                self._order.forget()  # the user may fix the sampler
+                self._order.forget()  # the user may repair the sampler
                 raise StateMismatchError(
-                    f"the list of epoch {epoch} differs: the state was saved with {detail}, but this sampler gives "
-                    f"crc={crc}; it does not repeat itself, or its data has changed: make it as it was, or start "
-                    "over with this data"
+                    f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
+                    f"crc={crc}; the sampler is not reproducible, or its data has changed: restore it as it was, or "
+                    "start over without the state"
                 )
 
     def open(self, run: Run) -> Session:
-        """Batches from the position on."""
+        """Open a session at the run's position."""
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
         order = self._order.epoch(run.seed, run.epoch)
         requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
-        # With shard=False each rank has its own list, and its CRC would tie the state to one rank.
+        # With shard=False each rank has its own list. Its CRC would tie the state to one rank.
         detail = f"crc={order.crc}" if isinstance(order, ListedEpoch) and not self._own else ""
         return IteratorSession(answers, detail, close)
 
     def _own_run(self, run: Run) -> Run:
-        """A run over this rank's own data: positions divided by the number of ranks, and its own random streams."""
+        """A run over this rank's data alone: positions divided by the number of ranks, and its own random streams."""
         world_size, share = run.world.world_size, run.share
         assert share is not None  # what can be indexed has a size
         position, size = run.position // world_size, share.size // world_size
@@ -155,7 +155,7 @@ class MapDataLoaderAdapter(Adapter):
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())
 
     def close(self) -> None:
-        """Persistent worker processes."""
+        """End persistent worker processes."""
         self._server.close()
 
 
@@ -178,13 +178,13 @@ class IterableDataLoaderAdapter(IterableAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A DataLoader that iterates as torch's does."""
+        """A DataLoader that keeps torch's own iteration."""
         return iterates_as_torch(source) and isinstance(source.dataset, IterableDataset)
 
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """Answer in the loader's worker processes."""
+        """Read in the loader's worker processes."""
         return self._server(reader, requests, run)
 
     def close(self) -> None:
-        """Persistent worker processes."""
+        """End persistent worker processes."""
         self._server.close()

@@ -1,4 +1,4 @@
-"""Plain Python: a list or tuple of batches, anything else with an index, iterables, and functions that return them."""
+"""Plain python: lists and tuples of batches, other indexable objects, iterables, and functions that return them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class SequenceAdapter(Adapter):
         super().__init__(source, options)
         if options.shard is False:
             raise UnsupportedSourceError(
-                "shard=False on a sequence: midepoch divides its items among the ranks; to give each rank items of "
-                "its own, pass world=midepoch.World() and keep one state for each rank"
+                "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank its own items, "
+                "pass world=midepoch.World() and keep a state for each rank"
             )
-        # The items of a list exist already, so reading one draws nothing.
+        # A list's items exist already, so reading them draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
         self._reader = MapReader(source, _as_it_is, True, False, streams)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Whether it has a length and an index, and is not text."""
+        """An object with a length and an index that is not text."""
         if isinstance(source, str | bytes | bytearray | memoryview | IterableDataset):
             return False
         indexed = isinstance(source, Sequence) or (isinstance(source, Dataset) and hasattr(source, "__getitem__"))
@@ -62,7 +62,7 @@ class SequenceAdapter(Adapter):
         """All yes."""
         return Capabilities(
             exact_order=promises.OUR_ORDER,
-            exact_augmentations=Capability(True, "the items are there already")
+            exact_augmentations=Capability(True, "the items exist already")
             if isinstance(self.source, list | tuple)
             else promises.augmentations(self.options),
             constant_time_resume=promises.CONSTANT_TIME,
@@ -78,7 +78,7 @@ class SequenceAdapter(Adapter):
 
 
 class PlainIterableAdapter(IterableAdapter):
-    """An iterable in this process, or a function without arguments that returns one."""
+    """An iterable read in this process, or a function without arguments that returns one."""
 
     name: ClassVar[str] = "iterable"
 
@@ -88,22 +88,22 @@ class PlainIterableAdapter(IterableAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Anything that can be iterated or called. This adapter is the last resort."""
+        """Anything that can be iterated or called. This adapter is asked last."""
         return hasattr(type(source), "__iter__") or (callable(source) and not isinstance(source, type))
 
 
 def _refuse_what_cannot_restart(source: Any) -> None:
     kind = type(source).__name__
     if isinstance(source, str | bytes | bytearray | memoryview | dict):
-        raise UnsupportedSourceError(f"a {kind} is no source of batches: wrap a loader, or a list of batches")
+        raise UnsupportedSourceError(f"a {kind} is not a source of batches: wrap a loader, or a list of batches")
     if isinstance(source, set | frozenset):
         raise UnsupportedSourceError(f"the items of a {kind} come in another order in another process: wrap sorted(it)")
     iterates = getattr(type(source), "__iter__", None)
-    # A user's class that returns itself may start over in __iter__; a built-in iterator does not.
+    # A user's class that returns itself may restart in __iter__. Built-in iterators do not.
     if isinstance(source, Iterator) and not isinstance(iterates, types.FunctionType):
         raise UnsupportedSourceError(
-            f"a {kind} is an iterator, which cannot be restarted: wrap the function that makes it, "
-            " as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+            f"a {kind} is an iterator, which cannot be restarted: its past items are gone; wrap the function that "
+            "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
         )
 
 

@@ -25,8 +25,8 @@ import torch
 import webdataset as wds
 
 import midepoch
-from midepoch.adapters.tar import index_tar
 from midepoch.adapters.webdataset.index import Keys, build_index
+from midepoch.reading.tar import index_tar
 
 SHARDS, SHARD_BYTES = 10, 100_000_000
 JPEG_SHARDS, JPEG_SAMPLES = 4, 400

@@ -169,7 +169,7 @@ class Archives(FileFuzzer):
                 archive.addfile(info, io.BytesIO(b"a" * 9))
             return buffer.getvalue()
 
-        from midepoch.adapters.tar import index_tar
+        from midepoch.reading.tar import index_tar
 
         self.whole, self.others = made(12), (made(11), made(30))
         self.path = self.folder / "x.tar"
@@ -203,7 +203,7 @@ class Archives(FileFuzzer):
 
     def outcome(self, data: bytes, sealed: bool) -> str:
         """Told, or the same as tarfile's."""
-        from midepoch.adapters.tar import TarError, index_tar, parse_members
+        from midepoch.reading.tar import TarError, index_tar, parse_members
 
         self.path.write_bytes(data)
         index, walked = index_tar(self.path), index_tar(io.BytesIO(data), "x.tar")

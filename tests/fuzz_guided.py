@@ -26,8 +26,8 @@ with atheris.instrument_imports(include=["midepoch"]):
     import fuzz_states
 
     import midepoch
-    import midepoch.adapters.tar
     import midepoch.adapters.webdataset
+    import midepoch.reading.tar
 
 FILES = ["snapshot files", "tar archives", "webdataset index caches"]  # compiled readers show no coverage
 TARGETS = [*fuzz_states.TARGETS, *FILES]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midepoch.adapters.tar import TarError, index_tar, parse_members, walk
+from midepoch.reading.tar import TarError, index_tar, parse_members, walk
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

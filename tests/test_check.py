@@ -132,15 +132,15 @@ def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["good"], r"no function's name: write package.module:make_loader"),
-        (["nowhere:good"], r"cannot be imported .*run this where the module lies"),
+        (["good"], r"names no function: write package.module:make_loader"),
+        (["nowhere:good"], r"cannot be imported .*run this in the module's folder"),
         (["nowhere.py:good"], "there is no file nowhere.py"),
         (["check_sources:bad"], "has no function 'bad'"),
         (["check_sources:number"], "has no function 'number'"),
         (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are determinism"),
         (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
         (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
-        (["check_sources:alone", "--world-sizes=two"], "numbers with commas between them"),
+        (["check_sources:alone", "--world-sizes=two"], "numbers separated by commas"),
         (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "No such file or directory"),
         (["check_sources:empty"], "without a single batch"),
         (["check_sources:raises"], "builds no loader: fix it.*RuntimeError: no data here"),

@@ -31,7 +31,7 @@ from midepoch.tools.cli import main
 from midepoch.tools.demo.backends import BACKENDS
 from midepoch.tools.demo.compare import Comparison, Run, Segment, read_segment
 from midepoch.tools.demo.images import SIDE, label_of, write_images
-from midepoch.tools.demo.orchestrate import DemoError, Settings, make_schedules, prepare
+from midepoch.tools.demo.orchestrate import DemoError, Settings, make_scenarios, prepare
 
 _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
@@ -307,7 +307,7 @@ def test_every_backend_joins(backend: str, tmp_path: Path) -> None:
     assert same["losses_equal"] == 40
 
 
-# --- settings, schedules, folders -----------------------------------------------------------------------------------
+# --- settings, scenarios, folders -----------------------------------------------------------------------------------
 
 
 def test_every_world_size_divides_the_global_batch_and_that_the_images(tmp_path: Path) -> None:
@@ -321,19 +321,19 @@ def test_kills_follow_from_the_seed_and_leave_the_job_time_to_be_killed(tmp_path
     victims, first_steps = set(), set()
     for seed in range(50):
         settings = Settings(tmp_path, kills=4, images=480, seed=seed)
-        schedules = make_schedules(settings)
-        assert schedules == make_schedules(settings)
-        assert [schedule.world_sizes for schedule in schedules] == [(2,), (2, 2, 2, 2, 2), (2, 3, 1, 2, 3)]
-        for schedule in schedules[1:]:
-            steps = [kill.step for kill in schedule.kills]
+        scenarios = make_scenarios(settings)
+        assert scenarios == make_scenarios(settings)
+        assert [scenario.world_sizes for scenario in scenarios] == [(2,), (2, 2, 2, 2, 2), (2, 3, 1, 2, 3)]
+        for scenario in scenarios[1:]:
+            steps = [kill.step for kill in scenario.kills]
             assert len(steps) == 4 and steps == sorted(steps)
             assert steps[0] >= 3 and steps[-1] < settings.steps - 15
             assert all(late - early > 3 for early, late in pairwise(steps))
             assert all(
                 kill.rank is None or kill.rank < size
-                for kill, size in zip(schedule.kills, schedule.world_sizes, strict=False)
+                for kill, size in zip(scenario.kills, scenario.world_sizes, strict=False)
             )
-            victims |= {kill.rank for kill in schedule.kills}
+            victims |= {kill.rank for kill in scenario.kills}
             first_steps.add(steps[0])
     assert victims == {None, 0, 1, 2} and len(first_steps) > 4
 

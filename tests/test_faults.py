@@ -109,7 +109,7 @@ def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: 
         assert list(indexed(urls, index_cache=disk)) == whole
         told = [each.getMessage() for each in caplog.records if each.name == "midepoch.webdataset"]
         assert len(told) == 1, "once, however many shards there are"
-        assert "cannot be kept" in told[0] and "let MIDEPOCH_CACHE or index_cache= name a folder with room" in told[0]
+        assert "cannot be kept" in told[0] and "set MIDEPOCH_CACHE or index_cache= to a folder with space" in told[0]
         assert list(indexed(urls[:2], index_cache=disk)) == kept
         assert len(list(disk.glob("*/*.index"))) == 2 and not list(disk.glob("*/*.part"))
 

@@ -109,7 +109,7 @@ def write_shards(path: Path, state: Any) -> None:
 def test_every_kind_of_checkpoint(write: Any, name: str, tmp_path: Path) -> None:
     state = after(3).state_dict()
     write(tmp_path / "checkpoint", state)
-    (place,) = look(tmp_path / "checkpoint").found
+    (place,) = look(tmp_path / "checkpoint").states
     assert (place.name, place.state, place.problem) == (name, state, "")
 
 
@@ -131,8 +131,8 @@ def test_a_checkpoint_of_lightnings(tmp_path: Path) -> None:
     trainer.fit(Model())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     contents = look(tmp_path / "last.ckpt")
-    assert [place.state["position"] for place in contents.found] == [12]
-    assert "combined_loader" in contents.found[0].name
+    assert [place.state["position"] for place in contents.states] == [12]
+    assert "combined_loader" in contents.states[0].name
 
 
 # --- edited copies ------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def test_a_copy_of_lightnings_in_which_the_loader_stands_elsewhere(tmp_path: Pat
         assert fit(3, **settings) == whole[:3]
         out = tmp_path / f"out{number}.ckpt"
         assert seek(tmp_path / "3.ckpt", out, epoch=1, position=20).problem == ""
-        assert {place.state["position"] for place in look(out).found} == {20}
-        assert len(look(out).found) == 1 + number
+        assert {place.state["position"] for place in look(out).states} == {20}
+        assert len(look(out).states) == 1 + number
         assert fit(5, out, **settings)[:2] == whole[15:17]
 
 
@@ -181,11 +181,11 @@ def chosen(epoch: int) -> Any:
 def test_one_state_in_several_places_and_several_states(tmp_path: Path) -> None:
     state, other = after(3).state_dict(), after(3).state_dict()
     torch.save({"a": state, "b": {"c": [(state,)]}, "other": other}, tmp_path / "in.pt")
-    assert [place.name for place in look(tmp_path / "in.pt").found] == ["a", "b.c.0.0", "other"]
+    assert [place.name for place in look(tmp_path / "in.pt").states] == ["a", "b.c.0.0", "other"]
     with pytest.raises(StateError, match=r"'a', 'b\.c\.0\.0', 'other'; name one"):
         seek(tmp_path / "in.pt", tmp_path / "out.pt", epoch=1)
     seek(tmp_path / "in.pt", tmp_path / "out.pt", epoch=1, name="b.c.0.0")
-    assert [place.state["epoch"] for place in look(tmp_path / "out.pt").found] == [1, 1, 0]
+    assert [place.state["epoch"] for place in look(tmp_path / "out.pt").states] == [1, 1, 0]
 
 
 class Own:
@@ -234,7 +234,7 @@ def test_a_copy_leads_where_seek_does_or_is_refused(
     state = loader.state_dict()
     write_json(tmp_path / "in", state)
     if state["detail"]:
-        with pytest.raises(StateError, match="only its source can tell"):
+        with pytest.raises(StateError, match="only its source knows"):
             seek(tmp_path / "in", tmp_path / "out", epoch=to[0], position=to[1])
         return
     moved = seek(tmp_path / "in", tmp_path / "out", epoch=to[0], position=to[1]).state
@@ -275,7 +275,7 @@ def test_a_copy_in_which_the_loader_stands_elsewhere(tmp_path: Path) -> None:
 def test_one_of_both(epoch: int | None, position: int | None, place: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "in", after(3).state_dict())
     seek(tmp_path / "in", tmp_path / "out", epoch=epoch, position=position)
-    (found,) = look(tmp_path / "out").found
+    (found,) = look(tmp_path / "out").states
     assert found.problem == ""
     loader = make()
     loader.load_state_dict(found.state)
@@ -294,7 +294,7 @@ def test_what_cannot_be_sought_is_refused_and_nothing_is_written(tmp_path: Path)
         seek(path, out, position=41)
     with pytest.raises(ValueError, match="epoch must be an integer from 0"):
         seek(path, out, epoch=-1)
-    with pytest.raises(SnapshotError, match="is there already"):
+    with pytest.raises(SnapshotError, match="already exists"):
         seek(path, path, epoch=1)
     path.write_text(json.dumps({**state, "epoch": 7}))
     with pytest.raises(StateError, match=r"is damaged .*checksum"):
@@ -305,7 +305,7 @@ def test_what_cannot_be_sought_is_refused_and_nothing_is_written(tmp_path: Path)
     streamed = midepoch.wrap(range(5).__iter__, seed=0)
     next(iter(streamed))
     path.write_text(json.dumps(streamed.state_dict()))
-    with pytest.raises(StateError, match=r"is of iterable, and only its source can tell .*call loader\.seek"):
+    with pytest.raises(StateError, match=r"is of iterable, and only its source knows .*call loader\.seek"):
         seek(path, out, position=2)
     with pytest.raises(SnapshotError, match="is a folder"):
         seek(tmp_path, out, epoch=1)
@@ -342,7 +342,7 @@ def test_no_code_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     entry = next((tmp_path / "shards").glob("*.distcp"))
     metadata = (tmp_path / "shards" / ".metadata").read_bytes()
     (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(SnapshotError, match="damaged, or of another version"):
+    with pytest.raises(SnapshotError, match="damaged, or from another version"):
         look(tmp_path / "shards")
     (tmp_path / "shards" / ".metadata").write_bytes(metadata)
     entry.unlink()
@@ -423,7 +423,7 @@ def test_a_folder_with_a_pipe_in_it_is_not_waited_for(name: str, tmp_path: Path)
     (tmp_path / "shards" / name).unlink()
     os.mkfifo(tmp_path / "shards" / name)
     done = inspect(str(tmp_path / "shards"))
-    assert done.returncode == 2 and "no regular file" in done.stderr
+    assert done.returncode == 2 and "not a regular file" in done.stderr
 
 
 def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     torch.save({"loader": after(5).state_dict()}, tmp_path / "folder" / "own.pt")
     (tmp_path / "folder" / "link.pt").symlink_to("../other.pt")
-    assert [place.file.name for place in look(tmp_path / "folder").found] == ["own.pt"]
+    assert [place.file.name for place in look(tmp_path / "folder").states] == ["own.pt"]
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_a_content_that_refers_to_itself(tmp_path: Path) -> None:
     for _ in range(150):
         deep = [deep]
     torch.save({"shallow": content, "deep": deep}, tmp_path / "checkpoint.pt")
-    (place,) = look(tmp_path / "checkpoint.pt").found
+    (place,) = look(tmp_path / "checkpoint.pt").states
     assert place.name == "shallow.loader"
 
 
@@ -523,7 +523,7 @@ class HarmlessPickle:
 
 def test_the_format_of_old_is_named(tmp_path: Path) -> None:
     torch.save(after(3).state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(SnapshotError, match=r"format that torch\.save had before torch 1\.6: save it again"):
+    with pytest.raises(SnapshotError, match=r"torch\.save's format from before torch 1\.6: save it again"):
         look(tmp_path / "old.pt")
 
 

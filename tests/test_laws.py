@@ -281,7 +281,7 @@ def test_a_law_says_what_it_took_a_parameter_for() -> None:
     assert [error.law for error in report.failures] == ["refusal", "any item"]
     size, items = report.failures
     assert "size for the number of samples in the data set" in size.cure
-    assert "items for a list of what the source is to deliver" in items.cure
+    assert "items for a list of items for the source to deliver" in items.cure
     assert "Leave out of options= what means something else" in size.cure
 
 
@@ -418,7 +418,7 @@ def test_the_suite_fails_and_skips_as_the_laws_do() -> None:
     Broken().test_boundary()
     with pytest.raises(pytest.skip.Exception, match="partition: the factory takes no rank"):
         Short().test_partition()
-    with pytest.raises(AssertionError, match="take it out of not_applicable"):
+    with pytest.raises(AssertionError, match="remove it from not_applicable"):
         Short().test_determinism()
     with pytest.raises(TypeError, match="must set make_loader"):
         Forgotten().test_tail()

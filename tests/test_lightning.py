@@ -138,7 +138,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", MidepochWarning)
-        warnings.filterwarnings("ignore", "the validation that was interrupted", MidepochWarning)
+        warnings.filterwarnings("ignore", "the interrupted validation", MidepochWarning)
         warnings.filterwarnings("ignore", "resuming an iterable", MidepochWarning)
         warnings.filterwarnings("ignore", ".*read again from its start", MidepochWarning)
         trainer.fit(
@@ -456,7 +456,7 @@ def test_other_loaders_are_refused(tmp_path: Path) -> None:
         fit([], mapped, VALIDATION["two"], callbacks=(Saver("on_train_batch_end", 3, tmp_path / "a.ckpt"),))
     with pytest.raises(StateError, match="size"):
         fit([], lambda: mapped(12), VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")
-    with pytest.raises(StateError, match="2 validation loaders, there are 1"):
+    with pytest.raises(StateError, match="2 validation loaders, but 1 are wrapped"):
         fit([], mapped, VALIDATION["one"], checkpoint=tmp_path / "a.ckpt")
     with pytest.raises(StateError, match="adapter differs"):
         fit([], TRAIN["dict"], VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")

@@ -145,6 +145,43 @@ def test_core_imports_neither_adapters_nor_the_front_door() -> None:
     assert found == []
 
 
+def adapter_of(module: str) -> str:
+    """The adapter that a module belongs to: a package or a module directly in midepoch.adapters; '' for neither.
+
+    Each trainer is a backend of its own, with up to two modules: the callbacks, and ``_private`` beside them.
+    """
+    first, _, rest = module.removeprefix("midepoch.adapters.").partition(".")
+    if not module.startswith("midepoch.adapters."):
+        return ""
+    return f"trainers.{rest.partition('.')[0].removesuffix('_private')}" if first == "trainers" and rest else first
+
+
+def other_adapters(graph: dict[str, set[str]]) -> list[str]:
+    """The imports that lead from one adapter into another."""
+    return [
+        f"{name} imports {each}"
+        for name, imported in sorted(graph.items())
+        for each in sorted(imported)
+        if adapter_of(name) and adapter_of(each) and adapter_of(name) != adapter_of(each)
+    ]
+
+
+def test_no_adapter_imports_another() -> None:
+    assert other_adapters(IMPORTS) == []
+
+
+def test_an_import_of_another_adapter_would_be_seen() -> None:
+    base = "midepoch.adapters"
+    graph = {
+        f"{base}.dali.readers": {f"{base}.dali.feed", f"{base}.webdataset.tar", "midepoch.reading.tar"},
+        f"{base}.trainers.lightning": {f"{base}.trainers.lightning_private", f"{base}.trainers.composer"},
+    }
+    assert other_adapters(graph) == [
+        f"{base}.dali.readers imports {base}.webdataset.tar",
+        f"{base}.trainers.lightning imports {base}.trainers.composer",
+    ]
+
+
 def strangers_in(tree: ast.Module) -> list[str]:
     """Where code names a backend or trainer: in a string that is no docstring, a name, an attribute or an import."""
     docstrings = set()
@@ -245,7 +282,7 @@ def test_the_picture_of_the_rooms_is_what_the_imports_are() -> None:
 
 def test_an_adapter_imports_no_other_adapter() -> None:
     """What several need is in core, or beside their folders, as the tar index is."""
-    shared = {"midepoch.adapters", "midepoch.adapters.tar"}
+    shared = {"midepoch.adapters", "midepoch.reading.tar"}
 
     def owner(module: str) -> str:
         return ".".join(module.split(".")[:3])

@@ -216,7 +216,7 @@ def test_a_folder_that_others_may_have_filled_is_not_believed(
     with caplog.at_level(logging.WARNING, "midepoch.webdataset"):
         assert indexed(urls, cache) == whole
     told = [each.getMessage() for each in caplog.records]
-    assert len(told) == 1 and "let MIDEPOCH_CACHE or index_cache= name a folder" in told[0]
+    assert len(told) == 1 and "set MIDEPOCH_CACHE or index_cache= to a folder" in told[0]
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == content, "nothing was written there"
 
 

@@ -55,7 +55,7 @@ from midepoch import (
     UnsupportedSourceError,
     wrap,
 )
-from midepoch.adapters.streaming.adapter import _Draws
+from midepoch.adapters.streaming.adapter import _KeyedPass
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 
@@ -195,7 +195,7 @@ def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
         taken_before = make(**options)
         assert taken(taken_before, cut) == whole[:cut]
         assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
-        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs it to stay"):
+        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs the same"):
             resumed(taken_before.state_dict(), batch_size=4, **options)
 
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_wrapped_says_what_can() -> None:
         def __iter__(self) -> Any:
             return super().__iter__()
 
-    with pytest.raises(UnsupportedSourceError, match="way of its own"):
+    with pytest.raises(UnsupportedSourceError, match="its own way to iterate"):
         wrap(Own(dataset, batch_size=sources.BATCH))
 
 
@@ -349,7 +349,7 @@ def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
     if canonical < nodes:  # which pads it by another number of samples
         sequence = get_partitions("relaxed", size, canonical, nodes, 1, 1, 1).transpose(3, 2, 0, 1, 4).flatten()
     plan = get_partitions("relaxed", size, canonical, nodes, ranks_per_node, workers, batch_size, behind, nodes)
-    draws: Any = _Draws(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"))
+    draws: Any = _KeyedPass(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"))
     found: dict[int, int] = {}
     for worker in range(nodes * ranks_per_node * workers):
         world = World(nodes, ranks_per_node, workers, worker)
@@ -402,7 +402,7 @@ def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
         loader.seek(position=3)
         state = loader.state_dict()
         source.dataset._parallel_rank_world = World(2, 1, 1, 0)
-        refused = r"would give 1 again on 2 nodes.*multiple of 2"
+        refused = r"would repeat 1 of them on 2 nodes.*multiple of 2"
         with pytest.raises(StateMismatchError, match=refused):
             loader.load_state_dict(state)
         with pytest.raises(StateMismatchError, match=refused):
@@ -415,7 +415,7 @@ def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
 def test_a_place_within_a_batch_is_refused_where_batches_are_made_whole(method: str) -> None:
     with wrap(sources.bare(batching_method=method), seed=sources.SEED) as loader:
-        with pytest.raises(StateMismatchError, match=r"would give 1 again.*multiple of the 3 samples"):
+        with pytest.raises(StateMismatchError, match=r"would repeat 1 of them.*multiple of the 3 samples"):
             loader.seek(position=4)
         loader.seek(position=3)
         assert loader.position == 3
@@ -444,7 +444,7 @@ def test_among_samples_that_only_fill_up_it_goes_on_too(num_workers: int) -> Non
 
 def test_a_place_among_samples_that_only_fill_up_is_refused_where_the_epoch_has_no_whole_step_before() -> None:
     with wrap(sources.bare(size=14, num_canonical_nodes=12, batch_size=20), seed=sources.SEED) as loader:
-        with pytest.raises(StateMismatchError, match=r"from 14 on only repeat.*seek\(epoch=1\)"):
+        with pytest.raises(StateMismatchError, match=r"from 14 on only fill.*seek\(epoch=1\)"):
             loader.seek(position=15)
         loader.seek(position=24)
         assert loader.position == 24
@@ -555,7 +555,7 @@ def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
     assert sources.numbers([next(one), next(other)]) == whole[:1] * 2
     for batch in (1, 2):
         for each in (one, other):
-            with pytest.raises(SourceError, match=r"another pass .* a StreamingDataset of its own; the next batch is"):
+            with pytest.raises(SourceError, match=r"another pass .* its own StreamingDataset; the next batch is"):
                 next(each)
             assert sources.numbers([next(each)]) == whole[batch : batch + 1]
     assert sources.numbers(list(other)) == whole[3:]
@@ -594,7 +594,7 @@ def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method:
 
     source.dataset.prepare_shard = fail
     done: list[list[int]] = []
-    with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
         for batch in loader:
             done += sources.numbers([batch])
     assert len(done) < len(whole)
@@ -625,7 +625,7 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
     if then == "load":
         loader.load_state_dict(loader.state_dict())
     goes_on = {"again": lambda: iter(loader), "wrap": lambda: iter(wrap(source))}.get(then, lambda: iterator)()
-    with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
         for _ in goes_on:
             pass
 
@@ -673,7 +673,7 @@ def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path:
         while not marker.with_suffix(".seen").exists():
             time.sleep(0.01)
         marker.unlink()
-        with pytest.raises(SourceError, match=r"a thread of Streaming's .* has failed"):
+        with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
             list(loader)
         assert len(list(loader)) in (100, 200 // 2 - loader.position // 2)
         assert len(list(loader)) == 100
@@ -784,7 +784,7 @@ def test_a_dataset_that_iterates_in_a_way_of_its_own_is_refused() -> None:
         def __iter__(self) -> Iterator[Any]:
             return (sample for sample in super().__iter__() if sample["number"] % 2)
 
-    with pytest.raises(UnsupportedSourceError, match=r"Picky has an __iter__ of its own.*__getitem__"):
+    with pytest.raises(UnsupportedSourceError, match=r"Picky has its own __iter__.*__getitem__"):
         make(kind=Picky)
 
 

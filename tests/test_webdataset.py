@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import midepoch
-import midepoch.adapters.tar
+import midepoch.reading.tar
 from midepoch import SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
@@ -309,8 +309,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "pipelinefilter": (lambda u: plain(u).compose(wds.pipelinefilter(stream_stage)()), "stage stream_stage"),
     "slice": (lambda u: plain(u).slice(3), "stage islice takes part of a stream"),
     "info": (lambda u: plain(u).compose(wds.filters.info()), "stage info prints"),
-    "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached keeps"),
-    "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split stands before the shards are opened"),
+    "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached caches"),
+    "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split comes before the shards are opened"),
     "mix": (lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])), "stage RandomMix gives"),
     "unbatched": (lambda u: plain(u).unbatched(), "stage unbatched makes several samples of one"),
     "batch stage": (lambda u: plain(u).batched(2).map(len).unbatched(), "stage map works on batches of 2"),
@@ -642,7 +642,7 @@ def test_refill_gives_every_rank_as_many_batches_and_refuses_another_world(urls:
 
 
 def test_refill_says_where_nothing_is_kept(urls: list[str]) -> None:
-    with pytest.raises(SourceError, match="every sample of a whole pass was dropped"):
+    with pytest.raises(SourceError, match="the stages dropped every sample of a whole pass"):
         next(iter(selected(urls, (), refill=True)))
 
 
@@ -852,7 +852,7 @@ def counted_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from midepoch.adapters.webdataset import index
 
     scanned: list[str] = []
-    original = midepoch.adapters.tar.index_tar
+    original = midepoch.reading.tar.index_tar
 
     def scan(archive: Any, name: str) -> Any:
         scanned.append(name)
@@ -1127,7 +1127,7 @@ def test_equal_keys_are_samples_of_their_own(tmp_path: Path) -> None:
 
 def _damage(path: Path, kind: str) -> int:
     """Damage a shard at its fifth sample; the number of samples that are whole, as far as can be known."""
-    from midepoch.adapters.tar import index_tar
+    from midepoch.reading.tar import index_tar
 
     index = index_tar(path)
     data = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""NVIDIA DALI: iterators as they are, and pipelines fed by midepoch, which go on on any number of processes.
+"""NVIDIA DALI: iterators as they are, and pipelines fed by midepoch, which resume on any number of processes.
 
 from midepoch.adapters import dali
 
@@ -28,10 +28,10 @@ __all__ = ["device_id", "factory", "random", "readers"]
 
 
 def device_id(world: World | None = None) -> int | None:
-    """The GPU of this process for ``pipeline_def(device_id=...)``: that of its local rank, None where there is none.
+    """The GPU of this process, for ``pipeline_def(device_id=...)``: the one of its local rank, or None without a GPU.
 
     Args:
-        world: None for the world as it is: call this where the pipeline is built, in the process that uses it.
+        world: None reads the current world. Call this where the pipeline is built, in the process that uses it.
     """
     device = (world or World.current()).device
     return device.index if device.type == "cuda" else None

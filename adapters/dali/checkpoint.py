@@ -1,4 +1,4 @@
-"""DALI's checkpoints: how a state contains them, and how to advance one without running the pipeline."""
+"""DALI's checkpoints: how a state stores them, and how to advance one without running the pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from midepoch.errors import StateCorruptError, StateError
 from midepoch.state.codec import decode, encode
 from midepoch.world import World
 
-__all__ = ["Checkpoint", "Where", "moved_on"]
+__all__ = ["Checkpoint", "Where", "advanced"]
 
 Where = tuple[int, int]
 """(epoch, position), as in the state."""
@@ -20,14 +20,14 @@ Where = tuple[int, int]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything needed to open a session at a place.
+    """What a session needs to start at a given place.
 
     Attributes:
         at: where the checkpoints were taken.
-        to: where the session starts: there, or further on.
-        ended: the checkpoints were taken after the last batch of the epoch before, and DALI has not been reset.
+        to: where the session starts: at `at` or after it.
+        ended: the checkpoints were taken after the last batch of the previous epoch, before DALI was reset.
         shards: the number of shards that the readers divide their data into.
-        checkpoints: one for each pipeline; none for a source that has not been read.
+        checkpoints: one for each pipeline; empty for a source that has not been read.
     """
 
     at: Where
@@ -37,22 +37,22 @@ class Checkpoint:
     checkpoints: tuple[bytes, ...]
 
     def sealed(self, seed: int, world: World) -> str:
-        """As the text of a state's detail, with a checksum that `midepoch.reseal` does not renew."""
+        """The text for a state's `detail`, with a checksum that `midepoch.reseal` does not recompute."""
         text = encode([list(self.at), list(self.to), self.ended, self.shards, list(self.checkpoints)])
         return _seal(text, self.to, seed, world) + text
 
     @classmethod
     def opened(cls, detail: str, place: Where, seed: int, world: World) -> Checkpoint:
-        """The sealed checkpoint, if it belongs to this place, seed and rank.
+        """Read what `sealed` wrote, if it belongs to this place, seed and rank.
 
         Raises:
-            StateCorruptError: it does not, or was damaged: DALI would crash, hang, or go on with other data.
+            StateCorruptError: it does not, or it is damaged. DALI would crash, hang, or read other data.
         """
         text = detail[_SEAL:]
         if detail[:_SEAL] != _seal(text, place, seed, world):
             raise StateCorruptError(
-                f"the checksum of DALI's own checkpoint does not fit: it was damaged, or the state was edited around "
-                f"it (epoch {place[0]}, position {place[1]}); use an older state"
+                f"the checksum of DALI's own checkpoint is wrong: the checkpoint was damaged, or the state around it "
+                f"was edited (epoch {place[0]}, position {place[1]}); load an older state"
             )
         found = decode(text)
         try:
@@ -60,9 +60,9 @@ class Checkpoint:
             sound = [*map(type, (*at, *to, ended, shards))] == [int] * 4 + [bool, int] and shards > 0
             snapshot = cls((at[0], at[1]), (to[0], to[1]), ended, shards, tuple(checkpoints))
             if not sound or any(type(each) is not bytes for each in checkpoints):
-                raise ValueError("it holds something else")
+                raise ValueError("unexpected content")
         except (TypeError, ValueError, IndexError) as error:
-            raise StateCorruptError(f"DALI's own part of the state is none ({error}); use an older state") from error
+            raise StateCorruptError(f"DALI's part of the state is invalid ({error}); load an older state") from error
         return snapshot
 
 
@@ -74,10 +74,10 @@ def _seal(text: str, place: Where, seed: int, world: World) -> str:
     return hashlib.blake2b(sealed.encode(), digest_size=_SEAL // 2).hexdigest()
 
 
-# --- moving on -------------------------------------------------------------------------------------------------------
+# --- advancing -------------------------------------------------------------------------------------------------------
 
-# Checkpoint: operators and external context; operator: name and state; reader's state: the loader's; that one's: a
-# generator as it was when the reader's epoch began, the reader's epoch, and the samples it has given of it.
+# A checkpoint holds the operators and the external context. An operator holds its name and state. A reader's state
+# holds that of its loader: the generator as it was at the start of the epoch, the epoch, and the samples given so far.
 _OPERATORS, _CONTEXT = 1, 2
 _NAME, _STATE = 1, 2
 _LOADER = 1
@@ -85,19 +85,19 @@ _AGE = 3
 _PIPELINE_DATA, _ITERATOR_DATA = 1, 2
 
 
-def moved_on(checkpoint: bytes, readers: dict[str, int], batches: int, counted: int) -> bytes:
-    """The checkpoint as it would be `batches` later, as far as the readers are concerned.
+def advanced(checkpoint: bytes, readers: dict[str, int], batches: int, counted: int) -> bytes:
+    """Advance a checkpoint by `batches`, as far as it determines what is read next.
 
-    Random operators stay where they are: they go on with the numbers that the skipped batches would have had.
+    Random operators are not advanced: they continue with the numbers that the skipped batches would have drawn.
 
     Args:
         checkpoint: of one pipeline.
-        readers: name -> the samples that this reader gives until then.
-        batches: to skip.
-        counted: samples by which the iterator's own counter moves.
+        readers: reader's name -> number of samples that it skips.
+        batches: number of batches to skip.
+        counted: number of samples by which the iterator's own counter advances.
 
     Raises:
-        StateError: this DALI writes its checkpoints in another way.
+        StateError: this version of DALI uses another checkpoint format.
     """
     try:
         fields = []
@@ -108,31 +108,31 @@ def moved_on(checkpoint: bytes, readers: dict[str, int], batches: int, counted: 
                 name = next(each.text for each in inner if each.number == _NAME)
                 if name in readers:
                     found.add(name)
-                    inner = [_aged(each, readers[name]) if each.number == _STATE else each for each in inner]
+                    inner = [_advance_reader(each, readers[name]) if each.number == _STATE else each for each in inner]
             elif field.number == _CONTEXT:
-                inner = [_counted(each, batches, counted) for each in inner]
+                inner = [_advance_counter(each, batches, counted) for each in inner]
             fields.append(Field.of(field.number, pack(inner)))
         if found != readers.keys():
-            raise ValueError(f"no state of {', '.join(sorted(readers.keys() - found))}")
+            raise ValueError(f"no state for {', '.join(sorted(readers.keys() - found))}")
     except (ValueError, KeyError, TypeError, StopIteration) as error:
         raise StateError(
-            f"this DALI's checkpoint cannot be moved on ({error}): go on from a saved state instead of skipping"
+            f"this DALI's checkpoint cannot be advanced ({error}): resume from a saved state instead of skipping"
         ) from error
     return pack(fields)
 
 
-def _aged(state: Field, samples: int) -> Field:
+def _advance_reader(state: Field, samples: int) -> Field:
     parts = unpack(state.data)
     if [part.number for part in parts] != [_LOADER]:
-        raise ValueError("a reader's state of another kind")
+        raise ValueError("unknown format of a reader's state")
     loader = unpack(parts[0].data)
     if [part.number for part in loader] != [1, 2, _AGE]:
-        raise ValueError("a reader's state of another kind")
+        raise ValueError("unknown format of a reader's state")
     loader[2] = Field.of(_AGE, loader[2].integer + samples)
     return Field.of(state.number, pack([Field.of(_LOADER, pack(loader))]))
 
 
-def _counted(data: Field, batches: int, counted: int) -> Field:
+def _advance_counter(data: Field, batches: int, counted: int) -> Field:
     if not data.data or data.number not in (_PIPELINE_DATA, _ITERATOR_DATA):
         return data
     counts: dict[str, Any] = json.loads(data.data)

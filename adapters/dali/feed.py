@@ -1,6 +1,6 @@
-"""The external inputs of a pipeline: the samples and their random parameters, batch by batch.
+"""What midepoch feeds into a pipeline, batch by batch: the samples to read, and their random parameters.
 
-DALI asks by the number of the batch since its last reset; the feed answers by arithmetic, so it keeps no progress.
+DALI asks with the number of the batch since its last reset. The feed computes the answer and keeps no progress.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from midepoch.order.keys import derive_key, derive_keys, extend_key, extend_keys
 from midepoch.randomness.streams import Purpose
 from midepoch.world import Share, World
 
-__all__ = ["Data", "Feed", "Plan", "add_a_thread", "feed_of", "words"]
+__all__ = ["Data", "Feed", "Schedule", "add_thread", "feed_of", "words"]
 
 Indices = npt.NDArray[np.int64]
 
 
 class Data(ABC):
-    """The data of a reader: samples by index.
+    """A reader's data set: samples by index.
 
     Attributes:
         kind: "file", "numpy" or "webdataset".
-        outputs: how many arrays a sample has.
+        outputs: number of arrays in a sample.
     """
 
     kind: str
@@ -39,24 +39,24 @@ class Data(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples."""
+        """The number of samples."""
 
     @property
     @abstractmethod
     def crc(self) -> str:
-        """Eight hexadecimal digits of the list of samples."""
+        """The CRC of the list of samples, as eight hexadecimal digits."""
 
     @abstractmethod
     def read(self, indices: Indices) -> tuple[Any, ...]:
-        """A batch: for each output an array, or a list of them, with one row for each index."""
+        """A batch: for each output an array, or a list of arrays, with one row for each index."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where a sample comes from, for messages."""
+        """The origin of a sample, for messages."""
 
 
 class Step(NamedTuple):
-    """One batch: its place in the order, the samples, and the keys of their random streams."""
+    """One batch: its epoch, its positions in the order, its samples, and the keys of their random streams."""
 
     epoch: int
     positions: Indices
@@ -64,14 +64,14 @@ class Step(NamedTuple):
     keys: npt.NDArray[np.uint64]
 
 
-class Plan:
-    """The batches from a place on, epoch after epoch, and the samples in each.
+class Schedule:
+    """The samples of each batch from a given position on, across epochs.
 
     Args:
-        seed: of the order and of the streams.
+        seed: of the order and of the random streams.
         epoch: of the first batch.
-        share: this rank's part of what is left of that epoch; later epochs are shared likewise.
-        order: of all ranks together.
+        share: this rank's part of what is left of that epoch. Later epochs are shared in the same way.
+        order: over the samples of all ranks.
     """
 
     def __init__(self, seed: int, epoch: int, share: Share, order: Order) -> None:
@@ -79,11 +79,11 @@ class Plan:
         self._epoch, self._share, self._first = epoch, share, 0  # first: the number of the batch at `share.start`
         self._known: tuple[int, EpochOrder] | None = None
 
-    def place(self, batch: int) -> tuple[int, int, Share]:
-        """(epoch, step within the share, share) of a batch, counted from 0. Asked in increasing order."""
+    def locate(self, batch: int) -> tuple[int, int, Share]:
+        """(epoch, step within the share, share) of a batch, counted from 0. Call it with increasing numbers only."""
         while batch - self._first >= self._share.steps > 0:
             if self._share.global_steps > self._share.steps:
-                break  # other ranks have another batch, so this rank must not begin the next epoch
+                break  # other ranks still have a batch, so this rank must not start the next epoch
             self._first += self._share.steps
             self._epoch += 1
             self._share = dataclasses.replace(self._share, start=0)
@@ -91,7 +91,7 @@ class Plan:
 
     def step(self, batch: int) -> Step | None:
         """The batch, or None if this rank has none."""
-        epoch, number, share = self.place(batch)
+        epoch, number, share = self.locate(batch)
         if number >= share.steps:
             return None
         start, stop = share.span(number)
@@ -109,13 +109,13 @@ class Plan:
 
 
 class Feed:
-    """The external sources of one pipeline. They are empty until they have a plan.
+    """The external sources of one pipeline. They give nothing until they have a schedule.
 
     Attributes:
-        data, order, world, drop_last: as the reader in the graph stated them.
-        draws: the kinds of random parameters, in the order in which the graph asks for them.
-        plan: what to give, from DALI's next reset on; None for nothing.
-        failure: (number of the batch, error) that ended the pass, if one did.
+        data, order, world, drop_last: as given to the reader in the graph.
+        draws: the kinds of random parameters, in the order of their calls in the graph.
+        schedule: takes effect at DALI's next reset; None gives no batches.
+        failure: (number of the batch, error) that ended the pass, if any.
     """
 
     def __init__(self) -> None:
@@ -125,18 +125,18 @@ class Feed:
         self.drop_last = False
         self.draws: list[str] = []
         self.sources: list[Callable[..., Any]] = []
-        self.plan: Plan | None = None
+        self.schedule: Schedule | None = None
         self.failure: tuple[int, Exception] | None = None
         self._last: tuple[int, Step | None] = (-1, None)
 
-    def give(self, plan: Plan | None) -> None:
-        """Follow `plan` from DALI's next reset on."""
-        self.plan, self.failure, self._last = plan, None, (-1, None)
+    def give(self, schedule: Schedule | None) -> None:
+        """Set what to give after DALI's next reset."""
+        self.schedule, self.failure, self._last = schedule, None, (-1, None)
 
     def _step(self, batch: int) -> Step:
         number, step = self._last
         if number != batch:
-            step = None if self.plan is None else self.plan.step(batch)
+            step = None if self.schedule is None else self.schedule.step(batch)
             self._last = (batch, step)
         if step is None or self.failure is not None:
             raise StopIteration
@@ -158,7 +158,7 @@ class Feed:
         return list(nodes)
 
     def draw(self, kind: str, outputs: int, values: Callable[[npt.NDArray[np.uint64]], tuple[Any, ...]]) -> list[Any]:
-        """The nodes of random parameters. `values` gets the samples' keys, which differ for each call in the graph."""
+        """The nodes of random parameters. `values` gets one key a sample, different for each call in the graph."""
         place = len(self.draws)
         self.draws.append(kind)
         word = extend_key(0, _PARAMETERS, place)
@@ -169,14 +169,14 @@ class Feed:
         return self.connect(outputs, drawn)
 
 
-# Keeps the parameters' keys apart from those of a sample's own stream.
+# Separates the keys of these parameters from those of code that draws from a sample's own stream.
 _PARAMETERS = int.from_bytes(b"dali", "big")
 
 _FEEDS: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
 
 
 def feed_of(pipeline: Any) -> Feed | None:
-    """The feed of a pipeline that has one."""
+    """The feed of a pipeline, or None if it has none."""
     return _FEEDS.get(pipeline)
 
 
@@ -184,23 +184,23 @@ def current_feed(caller: str) -> Feed:
     """The feed of the pipeline that is being defined.
 
     Raises:
-        RuntimeError: none is.
+        RuntimeError: no pipeline is being defined.
     """
     pipeline = Pipeline.current()
     if pipeline is None:
         raise RuntimeError(f"{caller} was called outside a pipeline: call it in a function marked with @pipeline_def")
-    private.let_be_empty(pipeline)  # it is empty until it is wrapped
+    private.allow_empty(pipeline)  # it has no data until it is wrapped
     return _FEEDS.setdefault(pipeline, Feed())
 
 
-def add_a_thread() -> None:
-    """Add a thread to the pipeline that is being defined, in place of the one in which DALI's readers prefetch.
+def add_thread() -> None:
+    """Add a thread to the pipeline that is being defined. It replaces the thread in which DALI's own readers prefetch.
 
-    What a feed names is read by the pipeline's own threads, between two operators that decode and resize.
+    The pipeline's own threads read the files that a feed names, and also decode and resize.
     """
     pipeline = Pipeline.current()
     if pipeline is not None:
-        private.add_a_thread(pipeline)
+        private.add_thread(pipeline)
 
 
 def words(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:

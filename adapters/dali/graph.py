@@ -1,4 +1,4 @@
-"""A DALI pipeline's graph: its operators, its fingerprint, and the same graph on another shard."""
+"""A DALI pipeline's graph: its operators, what a state depends on, and the same graph on another shard."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
 _SCHEMA, _INPUTS, _OUTPUTS, _ARGUMENTS, _NAME = 1, 2, 3, 4, 5
 _ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR = 1, 2, 4, 5, 6, 7, 8
 
-# A state does not depend on where a graph was defined, how fast it runs, or which part of the data it reads.
+# Where the graph was defined, how fast it runs, and which part of the data it reads. A state depends on none of these.
 _IMMATERIAL = {
     "_display_name", "_module", "bytes_per_sample_hint", "cache_header_information", "device_memory_padding",
     "device_memory_padding_jpeg2k", "dont_use_mmap", "host_memory_padding", "host_memory_padding_jpeg2k",
     "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name",
     "read_ahead", "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
 }  # fmt: skip
-# Arguments of a reader that are compared by the content they name.
+# A reader's paths. They are compared by content, not by text.
 _PATHS = {
     "annotations_file", "db_folder", "file_list", "file_root", "filenames", "files", "index_path", "index_paths",
     "labels", "manifest_filepaths", "meta_files_path", "path", "paths",
 }  # fmt: skip
-_LARGEST_LIST = 16 << 20  # bytes: a file's content is compared up to this size, beyond it the size alone
+_LARGEST_LIST = 16 << 20  # bytes; larger files are compared by size, not by content
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Operator:
         return any(field.integer for field in self.arguments.get(name, ()) if field.number == _BOOLEAN)
 
     def texts(self, name: str) -> list[str]:
-        """A string argument, or the elements of one that holds several."""
+        """A string argument, or the elements of a list of strings."""
         found = self.arguments.get(name, ())
         own = [field.text for field in found if field.number == _TEXT]
         inner = [unpack(field.data) for field in found if field.number == _ELEMENTS]
@@ -65,23 +65,23 @@ class Operator:
 
     @property
     def is_reader(self) -> bool:
-        """Whether it reads a data set in an order of its own."""
+        """Whether it reads a data set by itself, in its own order."""
         schema = dali_backend.TryGetSchema(self.schema)
         return schema is not None and schema.HasArgument("num_shards")
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws random numbers from a generator of its own."""
+        """Whether it draws from a random generator of its own."""
         schema = dali_backend.TryGetSchema(self.schema)
         return schema is not None and schema.HasRandomStateArg()
 
     @property
     def has_callback(self) -> bool:
-        """Whether it calls Python, which a serialized graph cannot contain."""
+        """Whether it calls python, which a serialized graph cannot hold."""
         return private.calls_python(self.schema)
 
     def described(self) -> list[Any]:
-        """All that results depend on, except the data that the operator reads."""
+        """What results depend on, except the data that the operator reads."""
         wires = [(field.number, field.data) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
         hidden = _IMMATERIAL | (_PATHS if self.is_reader else set())
         kept = {
@@ -93,11 +93,11 @@ class Operator:
 
 
 class Graph:
-    """A pipeline's graph, as `Pipeline.serialize` gives it.
+    """A pipeline's graph, from the result of `Pipeline.serialize`.
 
     Attributes:
         operators: its nodes.
-        readers: those that read a data set by themselves.
+        readers: the nodes that read a data set by themselves.
     """
 
     def __init__(self, serialized: bytes) -> None:
@@ -108,7 +108,7 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of all that results depend on, except the data and the shard."""
+        """Sixteen hexadecimal digits: a hash of all that results depend on, except the data and the shard."""
         described = [operator.described() for operator in self.operators]
         outputs = [field.data for field in self._fields if field.number == _PIPELINE_OUTPUTS]
         return hashlib.blake2b(repr((described, outputs)).encode(), digest_size=8).hexdigest()
@@ -155,9 +155,9 @@ def _with_integers(message: bytes, **integers: int) -> bytes:
 
 
 def identity(reader: Operator, size: int) -> str:
-    """The number of samples and eight hexadecimal digits of the list of files that a reader reads.
+    """The number of samples, and a CRC of the list of files that a reader reads, as eight hexadecimal digits.
 
-    A folder or file counts by its own name and what is in it, not by where it lies; an explicit list by its text.
+    A folder or file is identified by its own name and content, not by its location; an explicit list by its text.
     """
     crc = 0
     for name in sorted(_PATHS & reader.arguments.keys()):
@@ -182,7 +182,7 @@ def _content(path: Path) -> Iterator[bytes]:
 
 
 def _names(folder: bytes, prefix: bytes) -> Iterator[bytes]:
-    """A line for each name, those in a folder behind its own; in few pieces, since there may be a million."""
+    """One line for each name, including those in subfolders. The lines come in few pieces: there may be a million."""
     with os.scandir(folder) as entries:
         found = list(entries)
     names = sorted([entry.name for entry in found])
@@ -191,7 +191,7 @@ def _names(folder: bytes, prefix: bytes) -> Iterator[bytes]:
     for name in folders:
         end = bisect.bisect_left(names, name, begin) + 1
         yield _lines(names[begin:end], prefix)
-        yield from _names(os.path.join(folder, name), prefix + name + b"/")  # noqa: PTH118  # a Path is of str
+        yield from _names(os.path.join(folder, name), prefix + name + b"/")  # noqa: PTH118  # a Path does not take bytes
         begin = end
     yield _lines(names[begin:], prefix)
 
@@ -204,7 +204,7 @@ def _lines(names: list[bytes], prefix: bytes) -> bytes:
 
 
 def settings_of(pipeline: Any) -> dict[str, Any]:
-    """The keywords that make a `Pipeline` like this one."""
+    """The keyword arguments for a `Pipeline` like this one."""
     depth = pipeline.prefetch_queue_depth
     if pipeline.exec_separated:
         depth = {"cpu_size": pipeline.cpu_queue_size, "gpu_size": pipeline.gpu_queue_size}
@@ -223,7 +223,7 @@ def settings_of(pipeline: Any) -> dict[str, Any]:
 
 
 def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:
-    """A pipeline of this graph that keeps checkpoints, restored from one."""
+    """Build a pipeline from this graph, with checkpoints enabled, and restore it from one if given."""
     # Pipeline.deserialize(..., checkpoint=...) silently ignores the checkpoint.
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)

@@ -1,4 +1,4 @@
-"""A DALI iterator as its user built it, resumed by DALI's own checkpoints, of which each rank has its own."""
+"""A DALI iterator as its user built it, resumed by DALI's own checkpoints. Each rank keeps its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import nvidia.dali
 
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.checkpoint import Checkpoint, Where, moved_on
+from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
 from midepoch.adapters.dali.graph import Graph, build, identity, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -24,7 +24,7 @@ from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
 
-_MOST_EPOCHS = 100_000  # over which a checkpoint is advanced, one by one
+_MOST_EPOCHS = 100_000  # the most epochs by which a checkpoint is advanced, one at a time
 
 _WRITE_A_FACTORY = (
     "wrap a function that makes it: midepoch.wrap(dali.factory(make)) from midepoch.adapters.dali, where "
@@ -33,7 +33,7 @@ _WRITE_A_FACTORY = (
 
 
 class Factory:
-    """What `factory` returns."""
+    """The result of `factory`."""
 
     def __init__(self, make: Callable[..., Any], pipelines: int = 1) -> None:
         if not callable(make):
@@ -43,7 +43,7 @@ class Factory:
         self._make, self.pipelines = make, pipelines
 
     def __call__(self, checkpoints: tuple[bytes, ...]) -> Any:
-        """An iterator whose pipelines keep checkpoints, and continue from these if given."""
+        """Make an iterator whose pipelines keep checkpoints, restored from these if there are any."""
         restored = checkpoints or (None,) * self.pipelines
         made = self._make(*({"enable_checkpointing": True, "checkpoint": checkpoint} for checkpoint in restored))
         if (
@@ -52,21 +52,21 @@ class Factory:
             or not private.keeps_checkpoints(made)
         ):
             raise UnsupportedSourceError(
-                f"the factory must return a DALIGenericIterator over {self.pipelines} pipelines that were built with "
-                f"what it was given, got {type(made).__name__}; write: def make(checkpointing): return "
+                f"the factory must return a DALIGenericIterator over {self.pipelines} pipelines, built with the "
+                f"arguments it was given, got {type(made).__name__}; write: def make(checkpointing): return "
                 'DALIGenericIterator([your_pipeline(**checkpointing)], ["data"], reader_name="Reader")'
             )
         if checkpoints and not all(pipeline.is_restored_from_checkpoint for pipeline in private.pipelines_of(made)):
             raise UnsupportedSourceError(
                 "the factory's pipelines were not built with the checkpoints it was given: pass **checkpointing to "
-                "each, in the order of the arguments"
+                "each pipeline, in the order of the arguments"
             )
-        private.leave_resets_to_us(made)  # the adapter handles the end of an epoch
+        private.disable_auto_reset(made)  # the adapter decides when an epoch ends
         return made
 
 
 def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
-    """A DALI iterator that midepoch makes itself: for graphs with python functions or external sources in them.
+    """A DALI iterator that midepoch builds itself. Use it for graphs with python functions or external sources.
 
         @dali.factory
         def make(checkpointing):
@@ -75,10 +75,10 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
         loader = midepoch.wrap(make)
 
     Args:
-        make: gets, for each pipeline, the keywords ``enable_checkpointing`` and ``checkpoint`` to build it with, and
-            returns the iterator. Called when wrapped, and again when a state is loaded, unless it returned an iterator
-            that has not run (``prepare_first_batch=False``).
-        pipelines: how many pipelines the iterator has.
+        make: gets one dict for each pipeline, with the keywords ``enable_checkpointing`` and ``checkpoint`` to build
+            it with, and returns the iterator. Called when wrapped, and again when a state is loaded, unless it
+            returned an iterator that has not run (``prepare_first_batch=False``).
+        pipelines: number of pipelines of the iterator.
     """
     return Factory(make, pipelines)
 
@@ -86,9 +86,9 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
 class NativeAdapter(Adapter):
     """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines.
 
-    The unit is a batch of one process. Serialized and rebuilt with checkpointing on, so the user's iterator stays as
-    it was built, and is not used; but for pipelines that keep checkpoints and have not run. These are taken from it,
-    since a reader of a long list needs as long to be built as to be restored.
+    The unit is one process's batch. The pipelines are serialized and rebuilt with checkpointing on, so the user's
+    iterator is left as it was and not used. The exception is pipelines that keep checkpoints and have not run: these
+    are taken from the user's iterator, because building a reader of a long list takes as long as restoring one.
     """
 
     name: ClassVar[str] = "dali"
@@ -99,14 +99,14 @@ class NativeAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._factory = source if isinstance(source, Factory) else None
-        self._live: _Live | None = None
+        self._live: _LiveIterator | None = None
         if self._factory is not None:
             template = self._factory(())
-            self._live = _Live(template, (0, 0), False)
+            self._live = _LiveIterator(template, (0, 0), False)
         else:
             private.check(source)
             private.check_unused(source)
-            template = copy.copy(source)  # keeps the pipelines when they are taken from the user's
+            template = copy.copy(source)  # keeps the pipelines when they are taken from the user's iterator
         self._template = template
         self._batch_size = template.batch_size
         pipelines = private.pipelines_of(template)
@@ -134,13 +134,13 @@ class NativeAdapter(Adapter):
                 described = group.source_desc
                 if described.kind.name != "CALLABLE" or not described.has_inputs:
                     raise UnsupportedSourceError(
-                        f"an external_source of the pipeline is {described.kind.name.lower()} without an argument, of "
-                        "which a checkpoint knows nothing: give it a function of one argument (SampleInfo, BatchInfo, "
-                        "or the number of the batch)"
+                        f"an external_source of the pipeline is {described.kind.name.lower()} without an argument, and "
+                        "no checkpoint can restore it: give it a function of one argument (SampleInfo, BatchInfo, or "
+                        "the number of the batch)"
                     )
 
     def describe(self) -> dict[str, str]:
-        """Everything that DALI itself does not check: the data, the reader's order, the graph, the format."""
+        """What DALI itself does not check: the data, the reader's order, the graph and the checkpoint format."""
         template = self._template
         described = {
             "unit": "batch",
@@ -160,32 +160,32 @@ class NativeAdapter(Adapter):
         return described
 
     def capabilities(self) -> Capabilities:
-        """Those of DALI's checkpoints."""
+        """What DALI's checkpoints can restore."""
         exact = "DALI's checkpoint holds the state of each random operator"
         if self._factory is not None:
-            exact += "; python functions and sources must be functions of their arguments"
+            exact += "; python functions and sources must depend only on their arguments"
         return Capabilities(
             exact_order=Capability(True, "DALI's checkpoint holds the state of each reader"),
             exact_augmentations=Capability(True, exact),
             constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
-            elastic_world=Capability(False, "DALI's checkpoint knows one number of shards: use dali.readers for more"),
+            elastic_world=Capability(False, "DALI's checkpoint is for one number of shards: use dali.readers for more"),
             elastic_workers=promises.NO_WORKERS,
-            rank_independent=Capability(False, "each rank's pipeline knows its own part: use midepoch.gather(loader)"),
+            rank_independent=Capability(False, "each rank's pipeline knows only its part: use midepoch.gather(loader)"),
         )
 
     # --- shards and lengths ---
 
     def _shards(self, world: World) -> int:
-        """The number of shards for the readers; 0 to leave them as built."""
+        """The number of shards that the readers must use; 0 keeps the number they were built with."""
         if self.options.shard is False or (world.world_size == 1 and not self.options.shard):
             return 0
         return world.world_size * len(self._graphs)
 
     def _serialized(self, world: World) -> list[bytes]:
-        """The graphs, on this rank's shards.
+        """The graphs, with every reader on this rank's shard.
 
         Raises:
-            UnsupportedSourceError: their readers name other shards, or cannot be told.
+            UnsupportedSourceError: their readers name other shards, or their shards cannot be determined.
         """
         shards = self._shards(world)
         if not shards:
@@ -201,15 +201,15 @@ class NativeAdapter(Adapter):
             unsharded = all(stated == 1 for _, stated, _ in wrong)
             if not graph.readers:
                 raise UnsupportedSourceError(
-                    f"the pipeline has no reader, so nothing says which of its data rank {world.rank} of "
-                    f"{world.world_size} reads: pass shard=False if its source gives each rank its own part"
+                    f"the pipeline has no reader, so nothing says which data rank {world.rank} of {world.world_size} "
+                    "reads: pass shard=False if its source gives each rank its own part"
                 )
             if wrong and (self._factory is not None or not (unsharded or self.options.shard)):
                 name, stated, stated_shard = wrong[0]
                 raise UnsupportedSourceError(
-                    f"reader {name} has num_shards={stated}, shard_id={stated_shard}, this is rank {world.rank} of "
+                    f"reader {name} has num_shards={stated}, shard_id={stated_shard}, but this is rank {world.rank} of "
                     f"{world.world_size}: write num_shards={shards}, shard_id={shard}, or pass shard=False if the "
-                    "ranks are meant to read as they do"
+                    "ranks are meant to read these shards"
                 )
             serialized.append(graph.on_shard(shard, shards) if wrong else graph.serialized)
         return serialized
@@ -222,26 +222,26 @@ class NativeAdapter(Adapter):
 
     @functools.cached_property
     def _reader_metas(self) -> list[dict[str, Any]]:
-        """Each pipeline's metadata of its readers, by name."""
+        """Each pipeline's `reader_meta`, by reader name."""
         pairs = zip(private.pipelines_of(self._template), self._graphs, strict=True)
         return [pipeline.reader_meta() if graph.readers else {} for pipeline, graph in pairs]
 
     def _metas(self, world: World) -> list[dict[str, Any]]:
-        """The `Pipeline.reader_meta` of each pipeline's main reader."""
+        """What `Pipeline.reader_meta` will return for the main reader of each pipeline."""
         name = private.reader_name(self._template)
         if not name:
             return [{} for _ in self._graphs]
         metas = [dict(meta[name]) for meta in self._reader_metas]
         shards = self._shards(world)
         if shards:
-            self._serialized(world)  # refuses shards of another world
+            self._serialized(world)  # refuses readers on another rank's shard
             for place, meta in enumerate(metas):
                 meta["number_of_shards"], meta["shard_id"] = shards, world.rank * len(metas) + place
                 meta["epoch_size_padded"] = -(-meta["epoch_size"] // shards) * shards
         return metas
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks, if DALI knows them."""
+        """Batches of all ranks, if DALI knows their number."""
         batches = self._epochs_of(world).batches(epoch)
         return None if batches is None else batches * world.world_size
 
@@ -253,25 +253,25 @@ class NativeAdapter(Adapter):
         return stated or (readers[0].integer("num_shards", 1) if readers else 1)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Check checksum, place, seed and rank before DALI sees the checkpoint."""
+        """Check the checkpoint's own checksum, place, seed and rank before DALI sees it."""
         if not detail:
             if (epoch, position) != (0, 0):
                 raise StateCorruptError(
-                    f"the state stands at position {position} of epoch {epoch} without DALI's own checkpoint: use a "
-                    "whole one"
+                    f"the state stands at position {position} of epoch {epoch} but lacks DALI's own checkpoint: load "
+                    "a complete state"
                 )
             return
         checkpoint = Checkpoint.opened(detail, (epoch, position), seed, world)
         shards = self._stated_shards(world)
         if checkpoint.shards != shards:
             raise StateMismatchError(
-                f"num_shards differs: the state was saved with {checkpoint.shards}, this pipeline has {shards}; make "
-                "the reader as it was, or start over with this data"
+                f"num_shards differs: the state was saved with {checkpoint.shards}, this pipeline has {shards}; build "
+                "the reader as it was, or start over without the state"
             )
         _check_reach(checkpoint.at, checkpoint.to)
 
     def lead(self, here: Place, there: Where, seed: int, world: World) -> str:
-        """Advance the checkpoint: readers skip without reading, random operators continue where they stood."""
+        """Advance the checkpoint: readers skip without reading, random operators continue from their last state."""
         known = Checkpoint.opened(here.detail, here[:2], seed, world) if here.detail else None
         if known is None or there < known.at:
             known = Checkpoint((0, 0), there, False, self._stated_shards(world), ())
@@ -285,8 +285,8 @@ class NativeAdapter(Adapter):
         private.survive_forks()
         return _NativeSession(self, run)
 
-    def reach(self, run: Run) -> _Live:
-        """An iterator whose next batch is the run's first: the live one if it stands there, else another."""
+    def reach(self, run: Run) -> _LiveIterator:
+        """An iterator whose next batch is the run's first. The current one is used if it is at that place."""
         place = (run.epoch, run.position)
         shards = self._stated_shards(run.world)
         checkpoint = Checkpoint((0, 0), place, False, shards, ())
@@ -301,12 +301,12 @@ class NativeAdapter(Adapter):
             live = self._skipped(live, place, run)
         return live
 
-    def keep(self, live: _Live) -> None:
-        """Take back the iterator of a session that is over."""
+    def keep(self, live: _LiveIterator) -> None:
+        """Take back the iterator of a finished session."""
         self._live = live
 
-    def _taken_over(self, run: Run) -> _Live | None:
-        """The user's own pipelines, if rebuilt ones would be the same; else, or once they are gone, None."""
+    def _taken_over(self, run: Run) -> _LiveIterator | None:
+        """The user's own pipelines, if rebuilt ones would be the same; None if not, or if they were taken before."""
         source, template = self.source, self._template
         if self._factory is not None or not private.keeps_checkpoints(template) or not private.is_new(source):
             return None
@@ -315,12 +315,12 @@ class NativeAdapter(Adapter):
         if self._serialized(run.world) != [graph.serialized for graph in self._graphs]:
             return None
         pipelines = private.take_pipelines(source)
-        return _Live(private.with_pipelines(template, pipelines), (0, 0), False)
+        return _LiveIterator(private.with_pipelines(template, pipelines), (0, 0), False)
 
     def _moved(
-        self, live: _Live | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
-    ) -> _Live:
-        """An iterator that continues from these checkpoints, over the user's pipelines if these have not run."""
+        self, live: _LiveIterator | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
+    ) -> _LiveIterator:
+        """An iterator restored from these checkpoints, over the current pipelines if they have not run, or new ones."""
         if live is not None and checkpoints and private.is_new(live.iterator):
             pipelines = private.pipelines_of(live.iterator)
             try:
@@ -329,19 +329,19 @@ class NativeAdapter(Adapter):
             except RuntimeError as error:
                 self._end(live)
                 raise _cannot_build(error) from error
-            return _Live(private.with_pipelines(self._template, pipelines), place, ended)
+            return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended)
         if live is not None:
-            self._end(live)  # release its memory before another one is made
+            self._end(live)  # frees its memory before another one is made
         return self._make(checkpoints, place, ended, run)
 
-    def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _Live:
+    def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _LiveIterator:
         if self._factory is not None:
-            self._serialized(run.world)  # refuses shards of another world
-            return _Live(self._factory(checkpoints), place, ended)
+            self._serialized(run.world)  # refuses readers on another rank's shard
+            return _LiveIterator(self._factory(checkpoints), place, ended)
         pipelines = []
         for number, (serialized, settings) in enumerate(zip(self._serialized(run.world), self._settings, strict=True)):
             if settings["seed"] is None or self.options.seed is not None:
-                # DALI takes 63 bits. Ranks must draw different numbers, because their samples differ.
+                # DALI takes 63 bits. Each rank draws other numbers, as its readers give other samples.
                 settings = {
                     **settings,
                     "seed": derive_key(run.seed, run.world.rank * len(self._settings) + number) >> 1,
@@ -353,13 +353,13 @@ class NativeAdapter(Adapter):
                 if "checkpoint" not in str(error).lower() or checkpoints:
                     raise _cannot_build(error) from error
                 raise UnsupportedSourceError(
-                    f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): leave that operator out, "
-                    "or feed the pipeline by midepoch's own readers (midepoch.adapters.dali.readers)"
+                    f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): remove that operator, or "
+                    "feed the pipeline with midepoch's own readers (midepoch.adapters.dali.readers)"
                 ) from error
-        return _Live(private.with_pipelines(self._template, pipelines), place, ended)
+        return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended)
 
-    def _skipped(self, live: _Live, place: Where, run: Run) -> _Live:
-        """An iterator that stands at `place`, or, if that lies in a later epoch, at the end of this one."""
+    def _skipped(self, live: _LiveIterator, place: Where, run: Run) -> _LiveIterator:
+        """An iterator at `place`, or at the end of the current epoch if `place` is in a later one."""
         epoch, position = live.place
         ranks = run.world.world_size
         batches = self._epochs_of(run.world).batches(epoch)
@@ -377,7 +377,7 @@ class NativeAdapter(Adapter):
             size = self._batch_size
             counted = skipped * size * (1 if private.reader_name(self._template) else len(self._graphs))
             checkpoints = tuple(
-                moved_on(checkpoint, {reader.name: skipped * size for reader in graph.readers}, skipped, counted)
+                advanced(checkpoint, {reader.name: skipped * size for reader in graph.readers}, skipped, counted)
                 for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
             )
             over = wanted is None and not padded
@@ -390,22 +390,22 @@ class NativeAdapter(Adapter):
         return live
 
     def close(self) -> None:
-        """The pipelines' threads and memory."""
+        """End the pipelines' threads and free their memory."""
         live, self._live = self._live, None
         if live is not None:
             self._end(live)
 
-    def _end(self, live: _Live) -> None:
-        self._reader_metas  # noqa: B018  # asked while the template's pipelines, perhaps these, still exist
+    def _end(self, live: _LiveIterator) -> None:
+        self._reader_metas  # noqa: B018  # cache it while these pipelines can still answer
         live.end()
 
 
-class _Live:
-    """A live iterator, and where it stands.
+class _LiveIterator:
+    """A running iterator, and its place.
 
     Attributes:
         place: of its next batch.
-        ended: `place` is the beginning of an epoch, and DALI has not been told of the end of the one before.
+        ended: `place` is the beginning of an epoch, and DALI has not been reset after the previous one.
     """
 
     def __init__(self, iterator: Any, place: Where, ended: bool) -> None:
@@ -413,7 +413,7 @@ class _Live:
         self.untouched = not ended and place == (0, 0)
 
     def stands(self, checkpoint: Checkpoint) -> bool:
-        """Whether this is where the checkpoint was taken."""
+        """Whether it is where the checkpoint was taken."""
         if checkpoint.at != self.place:
             return False
         if not checkpoint.checkpoints:
@@ -426,7 +426,7 @@ class _Live:
         if not self.ended:
             return next(self.iterator)
         try:
-            batch = next(self.iterator)  # now, if the iterator reset itself while it was restored
+            batch = next(self.iterator)  # immediately, if the iterator reset itself while it was restored
         except StopIteration:
             self.iterator.reset()
             batch = next(self.iterator)
@@ -434,21 +434,21 @@ class _Live:
         return batch
 
     def end(self) -> None:
-        """Stop the pipelines' threads, here and now."""
+        """Stop the pipelines' threads now."""
         for pipeline in private.pipelines_of(self.iterator):
             private.stop(pipeline)
 
     def settle(self) -> None:
-        """Tell DALI that the previous epoch has ended."""
+        """Reset DALI after the end of the previous epoch, if that has not been done."""
         if self.ended:
             with contextlib.suppress(StopIteration):
                 next(self.iterator)
-                raise StateError("DALI went on beyond the end of its epoch: load a state instead of skipping")
+                raise StateError("DALI continued past the end of its epoch: load a state instead of skipping")
             self.iterator.reset()
             self.ended = False
 
     def run(self, batches: int | None, ranks: int) -> None:
-        """Run and drop batches, or the rest of the epoch."""
+        """Run and discard this many batches, or the rest of the epoch."""
         epoch, position = self.place
         while batches is None or batches > 0:
             try:
@@ -464,13 +464,13 @@ class _Live:
 def _check_reach(at: Where, to: Where) -> None:
     if to[0] - at[0] > _MOST_EPOCHS:
         raise StateMismatchError(
-            f"epoch {to[0]} is {to[0] - at[0]} epochs after DALI's own checkpoint, and DALI is led through each: "
-            f"take a state that is at most {_MOST_EPOCHS} epochs before it"
+            f"epoch {to[0]} is {to[0] - at[0]} epochs after DALI's own checkpoint, and each must be skipped in turn: "
+            f"load a state that is at most {_MOST_EPOCHS} epochs before it"
         )
 
 
 class _Mark(NamedTuple):
-    """Where DALI stood: the place, whether an epoch's end is still to be reported, and each pipeline's checkpoint."""
+    """DALI's state before a batch: the place, whether a reset is due, and a checkpoint for each pipeline."""
 
     place: Where
     ended: bool
@@ -478,13 +478,13 @@ class _Mark(NamedTuple):
 
 
 class _NativeSession(Session):
-    """A session whose marks are DALI's checkpoints. Each takes about 0.1 ms and 300 bytes."""
+    """Takes DALI's checkpoints before each batch, which costs about 0.1 ms and 300 bytes."""
 
     marks = True
 
     def __init__(self, adapter: NativeAdapter, run: Run) -> None:
         self._adapter, self._run = adapter, run
-        self._live: _Live | None = None
+        self._live: _LiveIterator | None = None
         self._ended = False
         self._marked: _Mark | None = None
         self._left = None if run.share is None else run.share.steps
@@ -505,15 +505,15 @@ class _NativeSession(Session):
             if self._left is None:
                 raise
             raise SourceError(
-                f"DALI ended its epoch {place[0]} at position {place[1]}, {self._left} batches early: load the last "
-                "state and try again"
+                f"DALI ended epoch {place[0]} at position {place[1]}, {self._left} batches early: load the last state "
+                "and try again"
             ) from None
         except Exception as error:
             self._live = None
             self._adapter._end(live)
             raise SourceError(
                 f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
-                f"ranks) or, without exec_dynamic, shortly after it: {first_line(error)}. Fix the data, or skip the "
+                f"ranks), or shortly after it without exec_dynamic: {first_line(error)}. Repair the data, or skip the "
                 f"batch: loader.seek(position={place[1] + self._run.world.world_size})"
             ) from error
         live.place = (place[0], place[1] + self._run.world.world_size)
@@ -524,14 +524,14 @@ class _NativeSession(Session):
         return batch
 
     def mark(self) -> _Mark | None:
-        """DALI's checkpoints; at the end of an epoch of unknown length, those taken before the end was found."""
+        """DALI's checkpoints. At the end of an epoch of unknown length, those from before the end was found."""
         live = self._live
         if live is not None and not self._ended:
             self._marked = _Mark(live.place, live.ended, tuple(live.iterator.checkpoints()))
         return self._marked
 
     def detail(self, mark: _Mark | None) -> str:
-        """The checkpoints, with the place and a checksum."""
+        """The checkpoints, with their place and a checksum."""
         run = self._run
         if mark is None:
             return run.detail
@@ -539,11 +539,11 @@ class _NativeSession(Session):
         return Checkpoint(mark.place, mark.place, mark.ended, shards, mark.checkpoints).sealed(run.seed, run.world)
 
     def following(self) -> str:
-        """The checkpoints at the epoch's end, from which the next epoch begins."""
+        """The checkpoints at the end of the epoch, from which the next one starts."""
         return self.detail(self.mark())
 
     def close(self) -> None:
-        """Leave the iterator to the next session."""
+        """Hand the iterator back for the next session."""
         live, self._live = self._live, None
         if live is not None:
             self._adapter.keep(live)

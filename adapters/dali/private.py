@@ -1,7 +1,7 @@
-"""Private parts of DALI that midepoch uses, checked on import.
+"""The parts of DALI that midepoch uses and DALI does not promise. They are checked on import.
 
-DALI has no interface for what is needed here: an iterator over other pipelines, its counting without pipelines, a
-pipeline that is restored after it was built, the graph of one with Python functions in it.
+DALI has no interface for four things midepoch needs: an iterator over other pipelines, an iterator's counting without
+pipelines, restoring a pipeline after it was built, and the graph of a pipeline with Python functions in it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from midepoch.packages import Package
 __all__ = [
     "Epochs",
     "TakenOver",
-    "add_a_thread",
+    "add_thread",
+    "allow_empty",
     "calls_python",
     "check",
     "check_unused",
+    "disable_auto_reset",
     "drain",
     "drop_first_batch",
     "given_size",
@@ -39,8 +41,6 @@ __all__ = [
     "is_new",
     "keeps_checkpoints",
     "last_batch",
-    "leave_resets_to_us",
-    "let_be_empty",
     "pipelines_of",
     "reader_name",
     "restore",
@@ -70,7 +70,7 @@ for _name in ("AddOperator", "SerializeToProtobuf", "SetOutputDescs"):
 
 
 def check(iterator: Any) -> None:
-    """Raise UnsupportedSourceError unless an iterator and its pipelines have the parts used here."""
+    """Raise UnsupportedSourceError unless an iterator and its pipelines have the parts that midepoch uses."""
     _DALI.check(
         iterator, "_auto_reset", "_counter", "_enable_checkpointing", "_ever_consumed", "_ever_scheduled",
         "_first_batch", "_last_batch_padded", "_last_batch_policy.name", "_num_gpus", "_pipes", "_reader_name", "_size",
@@ -87,11 +87,11 @@ def check(iterator: Any) -> None:
 
 @functools.cache
 def survive_forks() -> None:
-    """Do not destroy pipelines in processes forked from now on. Done once per process, and never undone.
+    """Keep forked processes away from this process's pipelines. Done once for a process, and permanent.
 
-    A pipeline has threads, which a forked process has not: where one is garbage when a DataLoader's workers are forked,
-    and is collected there, its ``__del__`` waits for them for ever or ends the worker. So what is there at a fork
-    stays, and nothing is collected while others see to their forks.
+    A pipeline has threads, which do not exist in a forked process. If a DataLoader's worker is forked while a pipeline
+    is garbage, and collects it, the pipeline's ``__del__`` waits for its threads forever or ends the worker. So objects
+    that exist at a fork are frozen, and nothing is collected while the fork hooks of others run.
     """
     collects = False
 
@@ -126,19 +126,19 @@ def pipelines_of(iterator: Any) -> list[Any]:
 
 
 def take_pipelines(iterator: Any) -> list[Any]:
-    """Take an iterator's pipelines for a loader. Using the iterator itself then raises an error."""
+    """Take an iterator's pipelines for a loader. From then on, using the iterator raises an error that says so."""
     pipelines = pipelines_of(iterator)
     iterator._pipes = [TakenOver() for _ in pipelines]
     return pipelines
 
 
 def keeps_checkpoints(iterator: Any) -> bool:
-    """Whether its pipelines were built to give checkpoints."""
+    """Whether its pipelines were built to keep checkpoints."""
     return bool(iterator._enable_checkpointing)
 
 
-def leave_resets_to_us(iterator: Any) -> None:
-    """Make it raise StopIteration at the end of an epoch without starting the next."""
+def disable_auto_reset(iterator: Any) -> None:
+    """Make it raise StopIteration at the end of an epoch instead of starting the next one."""
     iterator._auto_reset = "no"
 
 
@@ -148,13 +148,13 @@ def last_batch(iterator: Any) -> str:
 
 
 def reader_name(iterator: Any) -> str | None:
-    """The name of the reader by which it counts, if any."""
+    """The reader that determines its size, if any."""
     name: str | None = iterator._reader_name
     return name
 
 
 def given_size(iterator: Any) -> int:
-    """The size by which it counts; -1 if none was given."""
+    """The size it was given; -1 if none."""
     return int(iterator._size)
 
 
@@ -164,25 +164,25 @@ def has_run(iterator: Any) -> bool:
 
 
 def drop_first_batch(iterator: Any) -> None:
-    """Forget the batch that was read when the iterator was made."""
+    """Discard the batch that was read when the iterator was made."""
     iterator._first_batch = None
 
 
 def check_unused(iterator: Any) -> None:
-    """Raise UnsupportedSourceError unless an iterator is new."""
+    """Raise UnsupportedSourceError unless an iterator is at its very beginning."""
     if iterator._ever_consumed:
         raise UnsupportedSourceError(
-            "this DALI iterator has handed out batches, which midepoch cannot count: wrap it before its first batch"
+            "this DALI iterator has already given batches, and no record of them exists: wrap it before its first batch"
         )
     if any(pipeline.is_restored_from_checkpoint for pipeline in iterator._pipes):
         raise UnsupportedSourceError(
-            "this DALI iterator was restored from a checkpoint, which midepoch cannot place in an epoch: build it "
+            "this DALI iterator was restored from a checkpoint, and midepoch cannot tell its position: build it "
             "without checkpoint=, and load midepoch's state"
         )
 
 
 def is_new(iterator: Any) -> bool:
-    """Whether DALI can restore a checkpoint into its pipelines: they are built and have not run."""
+    """Whether DALI can still restore a checkpoint into its pipelines: they are built, and nothing has run."""
     return not iterator._ever_scheduled and all(
         not isinstance(pipeline, TakenOver)
         and pipeline._first_iter
@@ -193,11 +193,11 @@ def is_new(iterator: Any) -> bool:
 
 
 class TakenOver:
-    """Replaces the pipelines that a loader has taken from an iterator. Any use raises an error."""
+    """Replaces the pipelines in an iterator after a loader took them: its user would take that loader's batches."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedSourceError(
-            "the loader that midepoch.wrap returned now owns the pipelines of this DALI iterator: take batches from "
+            "the pipelines of this DALI iterator belong to the loader that midepoch.wrap made of it: take batches from "
             "that loader, or make another iterator"
         )
 
@@ -207,7 +207,7 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
     iterator = copy.copy(template)
     by_reader = bool(template._reader_name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the user has seen DALI's advice against size=
+        warnings.simplefilter("ignore")  # DALI's advice against size=, which the user has already seen
         _Base.__init__(
             iterator,
             pipelines,
@@ -216,15 +216,15 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
             auto_reset=False,
             last_batch_padded=False if by_reader else template._last_batch_padded,
             last_batch_policy=template._last_batch_policy,
-            # A restored iterator would hide the end of an epoch, and raise the first batch's errors here.
+            # A restored iterator would skip the end of an epoch, and raise the first batch's errors here.
             prepare_first_batch=False,
         )
     iterator._first_batch = None
     return iterator
 
 
-class _Still:
-    """Replaces a pipeline in an iterator that is only used to count."""
+class _NoPipeline:
+    """Replaces a pipeline where only the iterator's counting is needed."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self._meta = meta
@@ -248,14 +248,14 @@ class _Still:
 
 
 class Epochs:
-    """The number of batches in each epoch, counted by a DALI iterator without pipelines.
+    """The number of batches in each epoch, counted by DALI's own code in an iterator without pipelines.
 
-    Where DALI fills the last batch from the next epoch, epochs differ in length.
+    Epochs differ in length if DALI fills the last batch from the next epoch.
     """
 
     def __init__(self, template: Any, metas: list[dict[str, Any]]) -> None:
         iterator = self._iterator = copy.copy(template)
-        iterator._pipes = [_Still(meta) for meta in metas]
+        iterator._pipes = [_NoPipeline(meta) for meta in metas]
         iterator._counter, iterator._ever_scheduled, iterator._auto_reset = 0, True, "no"
         if iterator._reader_name:
             iterator._extract_from_reader_and_validate()
@@ -304,32 +304,32 @@ def sources_of(pipeline: Any) -> list[Any]:
     return list(pipeline._input_callbacks or ())
 
 
-def let_be_empty(pipeline: Any) -> None:
-    """Allow an iterator over a pipeline whose sources are still empty.
+def allow_empty(pipeline: Any) -> None:
+    """Allow an iterator to be made over a pipeline that has no data yet.
 
-    DALI's iterators run a batch when they are made, and raise if they find none, but for restored pipelines, which may
-    stand at the end of an epoch.
+    DALI's iterators run a batch when they are made, and raise if there is none. Restored pipelines are exempt, because
+    they may be at the end of an epoch.
     """
     pipeline._is_restored_from_checkpoint = True
 
 
-def add_a_thread(pipeline: Any) -> None:
-    """One more for a pipeline that is being defined, if it has any."""
+def add_thread(pipeline: Any) -> None:
+    """Add a thread to a pipeline that is being defined, if its number of threads is set."""
     if pipeline._num_threads:
         pipeline._num_threads += 1
 
 
 def stop(pipeline: Any) -> None:
-    """Stop its threads, here and now.
+    """Stop its threads now.
 
-    Of a graph that calls Python, one of these threads may else collect the garbage that its pipeline has become. It
-    cannot wait for its own end, and the process is aborted ("Resource deadlock avoided").
+    If the graph calls Python, one of these threads may otherwise garbage-collect its own pipeline. A thread cannot wait
+    for its own end, so the process would abort ("Resource deadlock avoided").
     """
     pipeline._shutdown()
 
 
 def drain(pipeline: Any) -> bool:
-    """Run a pipeline whose sources have ended until it is empty. Returns False if a batch could not be read."""
+    """Run a pipeline that has no more data until it is empty. False if a batch could not be read."""
     sound = True
     with pipeline._check_api_type_scope(types.PipelineAPIType.ITERATOR):
         pipeline.schedule_run()
@@ -343,7 +343,7 @@ def drain(pipeline: Any) -> bool:
 
 
 def serialize(pipeline: Any) -> bytes:
-    """The serialized graph of a pipeline, with external sources in place of operators that DALI cannot serialize."""
+    """The graph of a pipeline, with external sources in place of the operators that DALI cannot serialize."""
     try:
         serialized: bytes = pipeline.serialize()
     except RuntimeError:
@@ -351,7 +351,7 @@ def serialize(pipeline: Any) -> bytes:
             raise
     else:
         return serialized
-    # Never built, only serialized.
+    # This pipeline is never built, only serialized.
     backend = dali_backend.Pipeline(pipeline._get_params())
     for operator in pipeline._ops:
         if not calls_python(operator._op.schema.Name()):
@@ -374,6 +374,6 @@ def calls_python(schema: str) -> bool:
 
 
 def restore(pipeline: Any, checkpoint: bytes) -> None:
-    """Restore a checkpoint into a pipeline that is built and has not run, as DALI's own build does last."""
+    """Restore a pipeline that is built and has not run. DALI does the same as the last step of building it."""
     pipeline._checkpoint = checkpoint
     pipeline._restore_state_from_checkpoint()

@@ -1,6 +1,6 @@
-"""Random parameters for each sample, keyed by (seed, epoch, position): the same on any world size, and after a resume.
+"""Random parameters for each sample, keyed by (seed, epoch, position): the same on any world size and after a resume.
 
-Give them to DALI's operators in place of ``fn.random`` and of operators that draw by themselves:
+Pass them to DALI's operators in place of ``fn.random`` and of operators that draw by themselves:
 ``fn.crop_mirror_normalize(images, mirror=dali.random.coin_flip())``.
 """
 
@@ -27,12 +27,12 @@ def uniform(range: tuple[float, float] = (-1.0, 1.0), shape: int | Sequence[int]
     """As ``fn.random.uniform``: float32 in [range[0], range[1]), of this shape for each sample."""
     low, high = map(float, range)
     if not low < high:
-        raise ValueError(f"range must be two numbers, the first the smaller one; got {range!r}")
+        raise ValueError(f"range must be two numbers in increasing order, got {range!r}; swap or correct them")
     dimensions = _dimensions(shape)
 
     def values(keys: _Keys) -> tuple[Any, ...]:
         drawn = words(keys, math.prod(dimensions)).astype(np.float32) * np.float32(high - low) + np.float32(low)
-        # Rounding may reach the upper end.
+        # Rounding may give the upper bound itself.
         return (np.minimum(drawn, np.nextafter(np.float32(high), np.float32(low))).reshape(len(keys), *dimensions),)
 
     return current_feed("dali.random.uniform").draw("uniform", 1, values)[0]
@@ -44,7 +44,7 @@ def normal(mean: float = 0.0, stddev: float = 1.0, shape: int | Sequence[int] = 
     count = math.prod(dimensions)
 
     def values(keys: _Keys) -> tuple[Any, ...]:
-        # Box and Muller, "A note on the generation of random normal deviates", 1958; 1 - u is never 0.
+        # Box and Muller, "A note on the generation of random normal deviates", 1958. 1 - u is never 0.
         drawn = words(keys, 2 * count).reshape(len(keys), count, 2)
         radius = np.sqrt(-2.0 * np.log(1.0 - drawn[..., 0]))
         found = mean + stddev * radius * np.cos(2.0 * np.pi * drawn[..., 1])
@@ -54,7 +54,7 @@ def normal(mean: float = 0.0, stddev: float = 1.0, shape: int | Sequence[int] = 
 
 
 def coin_flip(probability: float = 0.5) -> Any:
-    """As ``fn.random.coin_flip``: int32, 1 with this probability, else 0."""
+    """As ``fn.random.coin_flip``: int32, 1 with this probability, otherwise 0."""
     if not 0 <= probability <= 1:
         raise ValueError(f"probability must be in [0, 1], got {probability!r}")
 
@@ -69,23 +69,25 @@ def crop_window(
     random_area: tuple[float, float] = (0.08, 1.0),
     random_aspect_ratio: tuple[float, float] = (0.75, 4 / 3),
 ) -> tuple[Any, Any]:
-    """A random window of encoded images, as ``fn.decoders.image_random_crop`` cuts: (anchor, shape) of the decoder's.
+    """A random window of encoded images, as ``fn.decoders.image_random_crop`` chooses it: (anchor, shape).
 
     Use: ``fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")``.
 
-    Area (of the image's, uniformly) and aspect ratio (width by height, on a logarithmic scale) are drawn up to ten
-    times, until the window fits into the image; a tenth that does not is cut to it.
+    The area (a fraction of the image's, uniform) and the aspect ratio (width to height, log-uniform) are drawn up to
+    ten times, until the window fits into the image. If the tenth does not fit, it is cut to the image.
 
     Args:
-        encoded: a node of encoded images, whose sizes are looked up in their headers.
-        random_area: bounds, in (0, 1].
-        random_aspect_ratio: bounds, more than 0.
+        encoded: a node of encoded images. Their sizes are read from their headers.
+        random_area: bounds of the area, in (0, 1].
+        random_aspect_ratio: bounds of the aspect ratio, greater than 0.
     """
     (least, most), (narrow, wide) = random_area, random_aspect_ratio
     if not 0 < least <= most <= 1:
-        raise ValueError(f"random_area must be two numbers in (0, 1], in order, got {random_area!r}")
+        raise ValueError(f"random_area must be two numbers in (0, 1], in increasing order, got {random_area!r}")
     if not 0 < narrow <= wide:
-        raise ValueError(f"random_aspect_ratio must be two positive numbers in order, got {random_aspect_ratio!r}")
+        raise ValueError(
+            f"random_aspect_ratio must be two positive numbers in increasing order, got {random_aspect_ratio!r}"
+        )
 
     def values(keys: _Keys) -> tuple[Any, ...]:
         drawn = words(keys, 2 * _ATTEMPTS + 2)
@@ -94,11 +96,11 @@ def crop_window(
         bounds, sides = _first_that_fit(area, ratio)
         return sides.astype(np.float32), bounds.astype(np.float32), drawn[:, -2:].astype(np.float32)
 
-    # Each operator of DALI's on arrays as small as these takes 70 µs a batch, hence as few as possible.
+    # A DALI operator costs 70 µs a batch even on arrays as small as these, so as few as possible are used.
     sides, bounds, place = current_feed("dali.random.crop_window").draw("crop_window", 3, values)
     found = fn.peek_image_shape(encoded)
     proportion = found[1] / found[0]
-    chosen = sides[fn.reductions.max((proportion > bounds) * _COUNTS)]  # how many bounds lie below
+    chosen = sides[fn.reductions.max((proportion > bounds) * _COUNTS)]  # indexed by the number of bounds below
     shape = dali_math.min(chosen * dali_math.pow(proportion, _TO_SIDES), 1.0)
     return place * (1.0 - shape), shape
 
@@ -109,14 +111,15 @@ _TO_SIDES = np.array([0.5, -0.5], dtype=np.float32)
 
 
 def _first_that_fit(area: _Numbers, ratio: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """Of windows of these areas and ratios, the first that fits into an image, whatever its proportion.
+    """For each sample, the first window that fits, as a function of the image's proportion (width to height).
 
-    A window fits into an image of width by height q if area * ratio <= q <= ratio / area. So the first that fits is the
-    same between two of these bounds that follow one another; where none does, it is the last window.
+    A window fits into an image of proportion q if area * ratio <= q <= ratio / area. So between two consecutive bounds
+    the first window that fits is always the same. Where none fits, the last window is used.
 
     Returns:
-        Bounds of shape (n, 2 * attempts), in order; height and width of the window below the first bound, between it
-        and the second, ..., above the last, in an image of side 1: of shape (n, 2 * attempts + 1, 2).
+        Bounds of shape (n, 2 * attempts), in increasing order; and the height and width of the window below the first
+        bound, between the first and the second, ..., above the last, for an image of side 1, of shape
+        (n, 2 * attempts + 1, 2).
     """
     lower, upper = area * ratio, ratio / area
     bounds = np.sort(np.concatenate([lower, upper], axis=1), axis=1)
@@ -130,5 +133,5 @@ def _first_that_fit(area: _Numbers, ratio: _Numbers) -> tuple[_Numbers, _Numbers
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
     dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(type(size) is not int or size < 1 for size in dimensions):
-        raise ValueError(f"shape must be positive integers, got {shape!r}")
+        raise ValueError(f"shape must be a positive integer or a sequence of them, got {shape!r}")
     return dimensions

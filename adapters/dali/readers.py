@@ -1,8 +1,8 @@
-"""Drop-ins for ``fn.readers`` whose order is midepoch's: any world size, and a resume is a jump.
+"""Drop-ins for ``fn.readers`` in midepoch's order: on any world size, and a resume is a jump.
 
-Call them in a pipeline definition, one for each pipeline. Nothing here takes ``num_shards`` and ``shard_id``: midepoch
-shards, by the world as it is when iteration starts. The pipeline gets one thread more than its ``num_threads``, in
-place of the thread in which DALI's own readers read.
+Call one of them in a pipeline definition. None takes ``num_shards`` or ``shard_id``: midepoch shards the data by the
+world it finds when iteration starts. The pipeline gets one thread more than its ``num_threads``, because DALI's own
+readers would also use one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from nvidia.dali import fn
 
-from midepoch.adapters.dali.feed import Data, Indices, add_a_thread, current_feed
-from midepoch.adapters.tar import TarIndex, compression, index_tar
+from midepoch.adapters.dali.feed import Data, Indices, add_thread, current_feed
 from midepoch.errors import SourceError
 from midepoch.order import Sequential, Shuffled
+from midepoch.reading.tar import TarIndex, compression, index_tar
 from midepoch.world import World
 
 __all__ = ["file", "numpy", "webdataset"]
@@ -50,32 +50,33 @@ def file(
     world: World | None = None,
     name: str | None = None,
 ) -> tuple[Any, Any]:
-    """In place of ``fn.readers.file``: the bytes of files, and their labels as int32 of shape (1,).
+    """Replaces ``fn.readers.file``: the bytes of files, and their labels as int32 of shape (1,).
 
-    Files and labels are those that DALI finds: of ``file_root`` the folders in alphabetical order, labelled from 0;
-    with ``file_list`` or ``files`` and ``labels`` as given.
+    It finds the files and labels that DALI finds: with ``file_root`` those of its folders in alphabetical order,
+    labelled from 0; with ``file_list``, or ``files`` and ``labels``, as given.
 
     Args:
-        file_root: of folders with one class each; with ``files`` or ``file_list`` what these are relative to.
+        file_root: a folder with one subfolder for each class. With ``files`` or ``file_list``: the folder to which
+            their paths are relative.
         files: paths.
-        labels: one for each of ``files``; without them, their place in the list.
+        labels: one for each of ``files``. Without them, a file's label is its index in the list.
         file_list: a text file with a path and a label on each line.
-        file_filters: patterns, one of which a file's name must match; None for DALI's own (images and sound).
-        dir_filters: likewise for folders.
-        case_sensitive_filter: the patterns' case matters.
-        random_shuffle: another order in each epoch, of the whole data set.
+        file_filters: patterns. A file's name must match one of them; None for DALI's own (images and sound).
+        dir_filters: the same for folders.
+        case_sensitive_filter: whether the case of letters matters in the filters.
+        random_shuffle: shuffle the whole data set in each epoch.
         drop_last: leave out a last batch that is not full.
-        world: which ranks share the data; None for the world as it is.
-        name: of nothing; taken so that calls need not be changed.
+        world: which ranks share the data; None for the current world.
+        name: ignored, so that calls need not be changed.
 
     Raises:
-        ValueError: not exactly one of the three is given, or there are no files.
+        ValueError: not exactly one of the three is given, or no files are found.
     """
     root = "" if file_root is None else os.fspath(file_root)
     if (files is not None) + (file_list is not None) + (files is None and file_list is None and bool(root)) != 1:
         raise ValueError("readers.file needs one of file_root=, files= (with labels=) and file_list=")
     if files is not None:
-        paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118  # a Path each is too slow
+        paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118  # a million Path objects are too slow
         numbers = list(range(len(paths))) if labels is None else [int(label) for label in labels]
         if len(numbers) != len(paths):
             raise ValueError(f"readers.file got {len(paths)} files and {len(numbers)} labels: give one for each")
@@ -102,17 +103,17 @@ def numpy(
     world: World | None = None,
     name: str | None = None,
 ) -> Any:
-    """In place of ``fn.readers.numpy``: the arrays of .npy files.
+    """Replaces ``fn.readers.numpy``: the arrays of .npy files.
 
     Args:
-        file_root: a folder whose files are read, those of its folders too, in alphabetical order; with ``files`` what
-            these are relative to.
+        file_root: a folder. Its files and those of its subfolders are read, in alphabetical order. With ``files``: the
+            folder to which their paths are relative.
         files: paths.
-        file_filter: pattern that a file's name must match.
+        file_filter: a pattern that a file's name must match.
         random_shuffle, drop_last, world, name: as for `file`.
 
     Raises:
-        ValueError: neither is given, or there are no files.
+        ValueError: neither is given, or no files are found.
     """
     root = "" if file_root is None else os.fspath(file_root)
     if files is not None:
@@ -140,25 +141,26 @@ def webdataset(
     world: World | None = None,
     name: str | None = None,
 ) -> Any:
-    """In place of ``fn.readers.webdataset``: components of samples in tar archives, as bytes.
+    """Replaces ``fn.readers.webdataset``: components of samples in tar archives, as bytes.
 
-    The archives are indexed here, which reads their headers, 0.1 to 1 s a gigabyte. The order is over all samples of
-    all archives, so that a shuffle mixes archives.
+    The archives are indexed when this is called: it reads their headers, 0.1 to 1 s a gigabyte. The order is over the
+    samples of all archives, so a shuffle mixes archives.
 
     Args:
         paths: of uncompressed archives.
-        ext: one for each output; alternatives are divided by semicolons, as in ``"jpg;png"``.
-        index_paths: not needed; taken so that calls need not be changed.
-        case_sensitive_extensions: their case matters.
-        missing_component_behavior: a sample without one of these gives an empty array, is left out, or is an error.
+        ext: one extension for each output, with alternatives separated by semicolons, as in ``"jpg;png"``.
+        index_paths: ignored, so that calls need not be changed.
+        case_sensitive_extensions: whether the case of letters matters in ``ext``.
+        missing_component_behavior: for a sample that lacks a component: "empty" gives an empty array, "skip" leaves
+            the sample out, "error" raises.
         random_shuffle, drop_last, world, name: as for `file`.
 
     Returns:
-        One node, or a list of one for each of ``ext``.
+        One node, or a list with one for each of ``ext``.
 
     Raises:
-        SourceError: an archive is damaged, or a component is missing that must not be.
-        ValueError: no samples, or no such behaviour.
+        SourceError: an archive is damaged, or a component is missing under "error".
+        ValueError: there are no samples, or the behavior is none of the three.
     """
     if missing_component_behavior not in ("empty", "skip", "error"):
         raise ValueError(
@@ -181,11 +183,11 @@ def webdataset(
 def _connect(caller: str, data: Data, shuffle: bool, drop_last: bool, world: World | None) -> list[Any]:
     feed = current_feed(f"dali.{caller}")
     if feed.data is not None:
-        raise ValueError("a pipeline has one of midepoch's readers, this one has two: build a pipeline for each")
+        raise ValueError("a pipeline takes one of midepoch's readers, this one has two: build a pipeline for each")
     feed.data = data
     feed.order = Shuffled(len(data)) if shuffle else Sequential(len(data))
     feed.world, feed.drop_last = world, drop_last
-    add_a_thread()
+    add_thread()
     return feed.connect(data.outputs, lambda step: data.read(step.indices))
 
 
@@ -193,16 +195,16 @@ def _connect(caller: str, data: Data, shuffle: bool, drop_last: bool, world: Wor
 
 
 class _Files(Data):
-    """Paths, kept as one array: a million of them are no million objects. DALI's threads read them."""
+    """Files by path. The paths are one array, because there may be a million. DALI's threads read the files."""
 
     def __init__(self, kind: str, paths: list[str], root: str, labels: npt.NDArray[np.int32] | None) -> None:
         self.kind, self.outputs, self._labels = kind, 1 if labels is None else 2, labels
-        encoded = os.fsencode("\0".join(paths)).split(b"\0")  # at once, for there may be a million
+        encoded = os.fsencode("\0".join(paths)).split(b"\0")  # all at once, because there may be a million
         if len(encoded) != len(paths):
-            raise ValueError("a path has a NUL character in it, which no file's has")
+            raise ValueError("a path contains a NUL character, which no file's path can: remove it")
         self._text = np.frombuffer(b"".join(encoded), np.uint8)
         self._ends = np.cumsum([len(path) for path in encoded])
-        # Where the data lies may change; its own name, and what is in it, may not.
+        # The data may be moved to another folder. The root's own name and what is in it must stay.
         prefix = os.fsencode(root).rstrip(b"/")
         crc = zlib.crc32(os.path.basename(prefix))  # noqa: PTH119
         kept = [path.removeprefix(prefix) for path in encoded] if prefix else encoded
@@ -246,7 +248,7 @@ def _found(
     root: str, file_filters: Sequence[str], dir_filters: Sequence[str] | None, case_sensitive: bool
 ) -> tuple[list[str], list[int]]:
     def matcher(patterns: Sequence[str]) -> Callable[[str], object]:
-        # One expression for all, as a million names are asked about. Without a pattern nothing matches.
+        # One regular expression for all patterns, because it may be matched a million times. No pattern: no match.
         translated = [fnmatch.translate(each if case_sensitive else each.lower()) for each in patterns]
         return re.compile("|".join(translated) or "(?!)").match
 
@@ -284,23 +286,23 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 class _Archive:
-    """One archive that is whole."""
+    """One undamaged archive."""
 
     def __init__(self, path: str) -> None:
         try:
             with open(path, "rb") as file:  # noqa: PTH123  # a path of any kind
                 kind, self.stat = compression(file.read(6)), _identity(file.fileno())
         except OSError as error:
-            raise SourceError(f"{path} cannot be read ({error.strerror}): check paths=, or bring it back") from error
+            raise SourceError(f"{path} cannot be read ({error.strerror}): check paths=, or restore the file") from error
         if kind is not None:
-            raise SourceError(f"{path} is compressed ({kind}), so its files have no offsets: decompress it once")
+            raise SourceError(f"{path} is compressed ({kind}), so it cannot be read by offset: decompress it once")
         self.path, self.index = path, index_tar(path)
         if self.index.damage is not None:
             raise self.index.damage
 
 
 class _Archives(Data):
-    """Samples in tar archives: for each, and each of its components, an archive, an offset and a size."""
+    """Samples in tar archives. Each component of each sample has an archive, an offset and a size."""
 
     kind = "webdataset"
 
@@ -322,7 +324,7 @@ class _Archives(Data):
                     continue
                 if absent and missing == "error":
                     raise SourceError(
-                        f"{archive.path}: sample {key!r} has no {', '.join(absent)}; fix the archive, or pass "
+                        f"{archive.path}: sample {key!r} has no {', '.join(absent)}; repair the archive, or pass "
                         "missing_component_behavior='skip'"
                     )
                 rows.append(
@@ -356,13 +358,13 @@ class _Archives(Data):
             opened = self._files[shard] = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
         if _identity(opened) != self._stats[shard]:
             raise SourceError(
-                f"{self._paths[shard]} was changed after it was indexed: define the pipeline again, or bring it back"
+                f"{self._paths[shard]} was changed after it was indexed: define the pipeline again, or restore the file"
             )
         content = os.pread(opened, size, offset)
         if len(content) < size:
             raise SourceError(
-                f"{self._paths[shard]}, offset {offset}: {size} bytes were there when the archive was indexed, "
-                f"{len(content)} are now: it was changed while it was read"
+                f"{self._paths[shard]}, offset {offset}: expected {size} bytes as indexed, found {len(content)}: the "
+                "archive was changed while it was read; define the pipeline again, or restore the file"
             )
         return np.frombuffer(content, np.uint8)
 
@@ -376,12 +378,12 @@ class _Archives(Data):
 
 
 def _samples(index: TarIndex, case_sensitive: bool) -> Iterator[tuple[str, dict[str, int]]]:
-    """Files that follow one another under one key, by extension."""
+    """Group consecutive files with the same key, by extension."""
     current: str | None = None
     components: dict[str, int] = {}
     for place, encoded in enumerate(index.names.tolist()):
         name: str = encoded.decode("utf-8", "surrogateescape")
-        # Cut at the first dot of the last part of the path.
+        # The key ends at the first dot of the path's last part.
         folder, slash, base = name.rpartition("/")
         key, _, extension = base.partition(".")
         key = folder + slash + key

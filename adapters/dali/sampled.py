@@ -1,4 +1,4 @@
-"""A DALI iterator over a pipeline with one of midepoch's readers: any world size, and a resume is a jump."""
+"""A DALI iterator over a pipeline with one of midepoch's readers: on any world size, and a resume is a jump."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.feed import Feed, Plan, feed_of
+from midepoch.adapters.dali.feed import Feed, Schedule, feed_of
 from midepoch.adapters.dali.graph import Graph
 from midepoch.adapters.dali.native import first_line
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
@@ -19,7 +19,7 @@ __all__ = ["SampledAdapter"]
 
 
 class SampledAdapter(Adapter):
-    """DALIGenericIterator, or one of its kin, over one pipeline that midepoch.adapters.dali.readers feeds."""
+    """A DALIGenericIterator or a related class, over one pipeline that midepoch.adapters.dali.readers feeds."""
 
     name: ClassVar[str] = "dali-sampled"
 
@@ -29,26 +29,26 @@ class SampledAdapter(Adapter):
         pipelines = private.pipelines_of(source)
         if len(pipelines) > 1:
             raise UnsupportedSourceError(
-                f"midepoch's readers feed one pipeline of an iterator, this one has {len(pipelines)}: start a "
+                f"midepoch's readers feed one pipeline for each iterator, this one has {len(pipelines)}: start a "
                 "process for each device, or build an iterator for each"
             )
         pipeline = pipelines[0]
         feed = feed_of(pipeline)
-        assert feed is not None  # recognises has seen it
+        assert feed is not None  # recognises has checked it
         if feed.data is None or feed.order is None:
             raise UnsupportedSourceError(
-                "the pipeline uses dali.random without one of dali.readers, so nothing says which sample is which: "
-                "read with dali.readers, or draw with fn.random"
+                "the pipeline uses dali.random without one of dali.readers, so the samples have no positions: read "
+                "with dali.readers, or draw with fn.random"
             )
         if (size := private.given_size(source)) > 0:
             raise UnsupportedSourceError(
-                f"the iterator was given size={size}, which midepoch's reader knows better: leave size out, "
-                "and pass drop_last to the reader"
+                f"the iterator was given size={size}, but midepoch's reader sets the size: leave size out, and pass "
+                "drop_last to the reader"
             )
         if options.shard is False:
             raise UnsupportedSourceError(
                 "shard=False: midepoch's readers share the samples over the ranks; if each rank is to read everything, "
-                "pass world=midepoch.World() and keep one state for each"
+                "pass world=midepoch.World() and keep a state for each rank"
             )
         self._graph = Graph(private.serialize(pipeline))
         self._check_graph(pipeline, feed)
@@ -62,14 +62,14 @@ class SampledAdapter(Adapter):
         readers = [reader.name for reader in self._graph.readers]
         if readers:
             raise UnsupportedSourceError(
-                f"the pipeline has readers of DALI's beside midepoch's ({', '.join(readers)}), with an order of their "
-                "own: build a pipeline for each"
+                f"the pipeline has DALI readers beside midepoch's ({', '.join(readers)}), each with its own order: "
+                "build a pipeline for each"
             )
         foreign = [group for group in private.sources_of(pipeline) if group.callback not in feed.sources]
         if foreign:
             raise UnsupportedSourceError(
-                "the pipeline has an external_source beside midepoch's reader, which would not be moved with it: let "
-                "one of the two give all the data"
+                "the pipeline has an external_source beside midepoch's reader, which a resume would not move: let one "
+                "of the two give all the data"
             )
 
     @classmethod
@@ -78,7 +78,7 @@ class SampledAdapter(Adapter):
         return private.is_iterator(source) and any(map(feed_of, private.pipelines_of(source)))
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
-        """Samples."""
+        """The number of samples."""
         return len(self._data)
 
     def describe(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class SampledAdapter(Adapter):
         }
 
     def capabilities(self) -> Capabilities:
-        """All yes, unless the graph draws random numbers of DALI's."""
+        """All yes, unless the graph draws from DALI's own generators."""
         random = sorted({each.schema.replace("__", ".") for each in self._graph.operators if each.is_random})
         exact = Capability(True, "dali.random is keyed by (seed, epoch, position)")
         if random:
@@ -107,13 +107,13 @@ class SampledAdapter(Adapter):
         )
 
     def open(self, run: Run) -> Session:
-        """Batches from the position on."""
+        """Open a session at the run's position."""
         private.survive_forks()
         return _SampledSession(self, self._stream, run)
 
     def describe_batch(self, run: Run, step: int) -> str:
-        """Where a batch lies, and what is in it."""
-        batch = Plan(run.seed, run.epoch, _share(run), self._order).step(step)
+        """A batch's position and samples, for messages."""
+        batch = Schedule(run.seed, run.epoch, _share(run), self._order).step(step)
         if batch is None:
             raise MidepochError("the batch lies beyond the epoch")  # pragma: no cover  # DALI gave one too many
         names = [self._data.name(index) for index in batch.indices[:3].tolist()]
@@ -151,7 +151,7 @@ class _SampledSession(Session):
             raise SourceError(
                 f"DALI failed {self._adapter.describe_batch(run, self._taken)}"
                 f"{'' if self._stream.survives else ', or, without exec_dynamic, shortly after it'}: "
-                f"{first_line(error)}. Fix the data, or skip the batch: loader.seek(position="
+                f"{first_line(error)}. Repair the data, or skip the batch: loader.seek(position="
                 f"{min(position, share.size)})"
             ) from error
         self._taken += 1
@@ -159,50 +159,50 @@ class _SampledSession(Session):
 
 
 class _Stream:
-    """The iterator, and what it will give next. In the next epoch it goes on without a pause."""
+    """A DALI iterator and what it will give next. It continues into the next epoch without a pause."""
 
     def __init__(self, iterator: Any, feed: Feed) -> None:
         self._iterator, self._feed = iterator, feed
         self._pipeline = private.pipelines_of(iterator)[0]
         self._seed = 0
-        self._places: Plan | None = None  # what the feed was given
-        self._given = 0  # batches of it that were taken
+        self._schedule: Schedule | None = None  # what the feed was given
+        self._given = 0  # batches of the schedule that were taken
         self._failed = False
         self.survives = bool(self._pipeline.exec_dynamic)
 
     def move_to(self, run: Run, order: Any) -> None:
-        """Let the next batch be the run's first."""
+        """Make the next batch the run's first."""
         share = _share(run)
         if not self._failed and self._upcoming == (run.seed, run.epoch, share):
             return
-        # A plan is asked in increasing order, and what is prefetched is ahead of what was taken: hence two.
-        self._restart(Plan(run.seed, run.epoch, share, order))
-        self._places, self._seed, self._given = Plan(run.seed, run.epoch, share, order), run.seed, 0
+        # Schedules only go forward, and prefetching is ahead of what was taken, so two are needed.
+        self._restart(Schedule(run.seed, run.epoch, share, order))
+        self._schedule, self._seed, self._given = Schedule(run.seed, run.epoch, share, order), run.seed, 0
 
     @property
     def _upcoming(self) -> tuple[int, int, Share] | None:
-        """Seed, epoch and share of a run that could go on with what the stream gives next."""
-        if self._places is None:
+        """Seed, epoch and share of a run that would start with the next batch."""
+        if self._schedule is None:
             return None
-        epoch, step, share = self._places.place(self._given)
+        epoch, step, share = self._schedule.locate(self._given)
         return self._seed, epoch, dataclasses.replace(share, start=share.start + step * share.global_batch)
 
-    def _restart(self, plan: Plan) -> None:
+    def _restart(self, schedule: Schedule) -> None:
         iterator, pipeline, feed = self._iterator, self._pipeline, self._feed
         private.drop_first_batch(iterator)
         if not private.has_run(iterator):
-            feed.give(plan)
+            feed.give(schedule)
             return
         feed.give(None)
         if not private.drain(pipeline):
-            self._failed = True  # a batch that nobody asked for
+            self._failed = True  # a prefetched batch failed
         if self._failed and not self.survives:
             raise SourceError(
-                "after an error, a DALI pipeline without exec_dynamic is of no use: make and wrap the iterator again, "
-                "and load the last state; or leave exec_dynamic at its default"
+                "a DALI pipeline without exec_dynamic cannot continue after an error: make and wrap the iterator "
+                "again, and load the last state; or leave exec_dynamic at its default"
             )
         self._failed = False
-        feed.give(plan)
+        feed.give(schedule)
         iterator.reset()
 
     def take(self) -> Any:
@@ -215,7 +215,7 @@ class _Stream:
                 self._feed.failure = None
                 raise failure[1] from None
             raise SourceError(
-                "the pipeline ended before midepoch's reader did: leave the iterator to midepoch"
+                "the pipeline ended before midepoch's reader did: take batches from the wrapped loader only"
             ) from None
         except Exception:
             self._failed = True

@@ -1,6 +1,6 @@
-"""The protobuf wire format, as far as DALI's serialized pipelines and checkpoints use it.
+"""The subset of the protobuf wire format that DALI's serialized pipelines and checkpoints use.
 
-DALI ships no classes for its messages. Their field numbers are those of ``dali/pipeline/dali.proto`` and
+DALI ships no classes for its messages. The field numbers are those of ``dali/pipeline/dali.proto`` and
 ``dali/pipeline/operator/checkpointing`` in its sources.
 """
 
@@ -14,7 +14,7 @@ _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 
 
 class Field(NamedTuple):
-    """One field of a message: an integer for wire type 0, else its bytes."""
+    """One field of a message. The value is an integer for wire type 0, otherwise bytes."""
 
     number: int
     kind: int
@@ -22,7 +22,7 @@ class Field(NamedTuple):
 
     @classmethod
     def of(cls, number: int, value: int | bytes | str) -> Field:
-        """An integer or a string of bytes; a str is encoded."""
+        """A field with an integer or bytes; a str is encoded."""
         if isinstance(value, int):
             return cls(number, _VARINT, value)
         return cls(number, _BYTES, value.encode() if isinstance(value, str) else value)
@@ -32,7 +32,7 @@ class Field(NamedTuple):
         """The value of an integer field."""
         if isinstance(self.value, int):
             return self.value
-        raise ValueError(f"field {self.number} is no integer")
+        raise ValueError(f"field {self.number} is not an integer")
 
     @property
     def data(self) -> bytes:
@@ -48,7 +48,7 @@ class Field(NamedTuple):
 
 
 def unpack(message: bytes) -> list[Field]:
-    """The fields of a message, in its order. Raises ValueError where it is none."""
+    """The fields of a message, in its order. Raises ValueError if it cannot be parsed."""
     fields, place, end = [], 0, len(message)
     while place < end:
         tag, place = _varint(message, place)
@@ -64,14 +64,14 @@ def unpack(message: bytes) -> list[Field]:
         else:
             raise ValueError(f"wire type {kind}")
         if length > end - place:
-            raise ValueError("a field ends beyond its message")
+            raise ValueError("a field ends after its message")
         fields.append(Field(number, kind, message[place : place + length]))
         place += length
     return fields
 
 
 def pack(fields: list[Field]) -> bytes:
-    """The message of these fields."""
+    """Serialize these fields."""
     message = bytearray()
     for number, kind, value in fields:
         message += _as_varint(number << 3 | kind)

@@ -1,11 +1,11 @@
-"""FFCV's Loader, resumed exactly: the order, and every augmented pixel, on any number of threads and processes.
+"""FFCV's Loader, resumed exactly: the order and every augmented pixel, on any number of threads and processes.
 
-Beside `midepoch.wrap(Loader(...))` itself there are four functions, all of them optional:
+Four optional functions complement `midepoch.wrap(Loader(...))`:
 
 * `declare` says what an Operation of your own draws;
 * `hand_out_copies` makes batches stay valid;
-* `on_local_device` aims the pipelines' ToDevice at this process's GPU;
-* `check_file` says whether a .beton file is whole, before a Loader fails on it.
+* `on_local_device` directs the pipelines' ToDevice to this process's GPU;
+* `check_file` checks that a .beton file is complete, before a Loader fails on it.
 """
 
 from midepoch.adapters.ffcv.adapter import FFCVAdapter, hand_out_copies, on_local_device

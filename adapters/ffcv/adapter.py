@@ -1,4 +1,4 @@
-"""FFCV's Loader: its order, its share of an epoch, and what it can promise."""
+"""FFCV's Loader: its order, its share of an epoch, and its capabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from midepoch.adapters.ffcv import beton
 from midepoch.adapters.ffcv.epoch import Reading, Request, Work, check_file, identity_of
-from midepoch.adapters.ffcv.pipeline import Steps, chains, draws, kind_in_use, make_steps, operation_of
+from midepoch.adapters.ffcv.pipeline import StepGraph, build_graph, chains, draws, kind_in_use, operation_of
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -28,33 +28,33 @@ from midepoch.world import World
 
 __all__ = ["FFCVAdapter", "hand_out_copies", "on_local_device"]
 
-_TOGETHER = 4096  # positions whose keys are computed at once
-_OPEN_BYTES = 1 << 30  # of the pages from which a quasi-random order draws at any time
+_TOGETHER = 4096  # number of positions whose keys are computed at once
+_OPEN_BYTES = 1 << 30  # size of the pages that a quasi-random order draws from at any time
 
 _copied: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def hand_out_copies(loader: Any) -> Any:
-    """Have the batches of `loader`, once wrapped, copied out of FFCV's buffers, so that they stay valid.
+    """Make `loader`, once wrapped, copy its batches out of FFCV's buffers, so that they stay valid.
 
-    Without it a batch is valid until the next one is asked for, as with FFCV itself.
+    Otherwise a batch is valid until the next one is requested, as with FFCV itself.
 
     Returns:
-        `loader`, as it was: ``midepoch.wrap(hand_out_copies(Loader(...)))``.
+        The same `loader`: ``midepoch.wrap(hand_out_copies(Loader(...)))``.
     """
     _copied.add(loader)
     return loader
 
 
 def on_local_device(pipelines: Mapping[str, Any], world: World | None = None) -> dict[str, Any]:
-    """The `pipelines` for a Loader, with each ``ToDevice`` aimed at this process's own device.
+    """Copy the `pipelines` for a Loader, with each ``ToDevice`` directed to this process's own device.
 
-    ``Loader(..., pipelines=on_local_device(pipelines))``. A device written into the pipeline (``ToDevice(0)``,
-    ``ToDevice("cuda:0")``) is the same for every process of a machine, and FFCV accepts no number and no text at all.
+    ``Loader(..., pipelines=on_local_device(pipelines))``. A device written into the pipeline is the same for every
+    process of a machine (``ToDevice(0)``), and FFCV accepts neither numbers nor strings (``ToDevice("cuda:0")``).
 
     Args:
-        pipelines: as for a Loader; they and their operations are left as they are.
-        world: whose device; None for the world as it is now. Where there is no GPU, the device is the CPU.
+        pipelines: as for a Loader. They and their operations are not changed.
+        world: whose device to use; None for the current world. Without a GPU, the device is the CPU.
     """
     device = (world or World.current()).device
     private = parts()
@@ -96,13 +96,14 @@ class FFCVAdapter(Adapter):
         self._order = _order_of(source)
         self.batch_size, self.drop_last = source.batch_size, source.drop_last
         self.seed = source.seed % (1 << 64)
-        # With these arguments alone FFCV itself needs the same seed on every rank; else it may have drawn one.
+        # With these arguments FFCV itself needs the same seed on every rank. Otherwise it may have drawn one.
         self.seed_is_shared = source.distributed and isinstance(source.traversal_order, parts().Random)
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
         self._mixes = "mix" in self._kinds
         self._draws = any(map(draws, self._operations()))
-        self._first_steps: Steps | None = None
-        self._drawing = [_alone(each) for each in self._operations() if kind_in_use(each) in ("module", "unknown")]
+        self._first_graph: StepGraph | None = None
+        drawing = (each for each in self._operations() if kind_in_use(each) in ("module", "unknown"))
+        self._drawing = list(map(_without_file_parts, drawing))
         self._streams = Streams(*self._drawing) if options.streams else None
 
     def _operations(self) -> list[Any]:
@@ -110,21 +111,21 @@ class FFCVAdapter(Adapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A Loader that iterates as FFCV's does."""
+        """A Loader that keeps FFCV's own iteration."""
         loader = parts().Loader
         return isinstance(source, loader) and type(source).__iter__ is loader.__iter__
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
-        """Samples in one epoch."""
+        """The number of samples in one epoch."""
         return self._order.size
 
     def describe(self) -> dict[str, str]:
-        """The order and the file; with mixup also the batches, since what is mixed depends on them."""
+        """The order and the file. With mixup also the batch size, because mixing depends on it."""
         described = {"order": self._order.describe(), "file": self._content}
         return described if not self._mixes else {**described, "mixed in batches of": str(self.batch_size)}
 
     def capabilities(self) -> Capabilities:
-        """All yes; where samples are mixed, not elastic."""
+        """All yes; not elastic if the pipeline mixes samples."""
         mixed = Capability(False, "this pipeline mixes the samples of a batch, and another world has other batches")
         return Capabilities(
             exact_order=promises.OUR_ORDER,
@@ -141,46 +142,46 @@ class FFCVAdapter(Adapter):
 
     def _exact_augmentations(self) -> Capability:
         if not self.options.streams:
-            return Capability(False, "randomness='none': FFCV's threads draw from generators that nobody sets")
+            return Capability(False, "randomness='none': FFCV's threads draw from generators that are never seeded")
         operations = self._operations()
         batchwise = sorted(
             {type(each).__name__ for each in operations if kind_in_use(each) in ("mix", "module", "unknown")}
         )
-        reason = "each sample has a random stream of its own, keyed by (seed, epoch, position)"
+        reason = "each sample has its own random stream, keyed by (seed, epoch, position)"
         if not batchwise:
             return Capability(True, reason)
         return Capability(
             True,
-            f"{reason}; {', '.join(batchwise)}: numbers are those of the batch, exact on the same split "
-            "(midepoch.adapters.ffcv.declare says more of an Operation of your own)",
+            f"{reason}; {', '.join(batchwise)}: numbers are the batch's, exact on the same split (declare what an "
+            "Operation of your own draws with midepoch.adapters.ffcv.declare)",
         )
 
     def open(self, run: Run) -> Session:
-        """Batches from the position on."""
+        """Open a session at the run's position."""
         share = run.share
         assert share is not None  # a file has a size
         check_file(self.source.fname, self._file)
         order = self._order.epoch(run.seed, run.epoch)
         copies = self.source in _copied
-        work = Work(self.source, self._steps_now, self._file, run.epoch, copies, self._streams)
+        work = Work(self.source, self._graph, self._file, run.epoch, copies, self._streams)
         return Reading(work, _requests(run, order, self._draws), share.steps)
 
-    def _steps_now(self) -> Steps:
-        """The steps; with recompile=True as the operations are now, else as they were in the first epoch."""
-        steps = make_steps(self.source, self.options.streams, None if self.source.recompile else self._first_steps)
-        self._first_steps = self._first_steps or steps
-        return steps
+    def _graph(self) -> StepGraph:
+        """The steps: of the current operations with recompile=True, otherwise of those in the first epoch."""
+        graph = build_graph(self.source, self.options.streams, None if self.source.recompile else self._first_graph)
+        self._first_graph = self._first_graph or graph
+        return graph
 
 
 def _requests(run: Run, order: EpochOrder, drawing: bool) -> Iterator[Request]:
-    """The batches of a session; without keys where nothing is `drawing` random numbers."""
+    """The batches of a session; without keys if nothing is `drawing` random numbers."""
     share = run.share
-    assert share is not None  # `open` has seen to it
+    assert share is not None  # checked in `open`
     size, most = share.size, max(1, _TOGETHER // share.batch_size)
     sample_key = derive_key(Purpose.SAMPLE, run.seed, run.epoch)
     batch_key = derive_key(Purpose.BATCH, run.seed, run.epoch)
     rest = spans(share)
-    # Several batches at once: numpy's calls cost more than its work.
+    # Several batches at once, because the overhead of numpy's calls dominates.
     while block := list(itertools.islice(rest, most)):
         whole = slice(block[0][0], block[-1][1])
         if share.world.world_size == 1 and whole.stop <= size:
@@ -200,24 +201,24 @@ def _requests(run: Run, order: EpochOrder, drawing: bool) -> Iterator[Request]:
 
 
 def _one_by_one(order: EpochOrder, first: int, stop: int) -> npt.NDArray[np.int64]:
-    """What stands at the end of an epoch, and at its beginning again."""
+    """The indices of a range that wraps around from an epoch's end to its beginning."""
     size = len(order)
     return np.concatenate([order[place % size : place % size + 1] for place in range(first, stop)])
 
 
-def _alone(operation: Any) -> Any:
-    """An operation without what FFCV has told it of the file: what is left may hold generators of its own."""
-    alone = copy(operation)
+def _without_file_parts(operation: Any) -> Any:
+    """An operation without what FFCV told it about the file. What is left may hold generators of its own."""
+    copied = copy(operation)
     for name in FROM_THE_FILE:
-        vars(alone).pop(name, None)
-    return alone
+        vars(copied).pop(name, None)
+    return copied
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------
 
 
 class _Chosen:
-    """An order over some of a file's samples: a table from the order's numbers to the samples'."""
+    """An order over a subset of a file's samples: the table maps the order's numbers to samples."""
 
     def __init__(self, order: Order, table: npt.NDArray[np.int64], name: str) -> None:
         self._order, self._table, self._name = order, table, name
@@ -262,8 +263,8 @@ def _order_of(loader: Any) -> Order:
         order = Sequential(len(indices))
     else:
         raise UnsupportedSourceError(
-            f"{kind.__name__} is a traversal order of your own, which cannot be repeated from the middle: give the "
-            "Loader its indices= in your order and OrderOption.SEQUENTIAL"
+            f"{kind.__name__} is a traversal order of your own, which cannot resume in mid-epoch: give the Loader its "
+            "indices= in your order and OrderOption.SEQUENTIAL"
         )
     return order if whole else _Chosen(order, indices, "indices")
 
@@ -273,12 +274,12 @@ def _checked_indices(loader: Any) -> npt.NDArray[np.int64]:
     if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
         raise SourceError(
             f"indices= must be a list of integers, this one has shape {indices.shape} and type {indices.dtype}: give "
-            "the numbers of samples"
+            "the samples' numbers"
         )
     wrong = np.flatnonzero((indices < 0) | (indices >= samples))
     if len(wrong):
         raise SourceError(
-            f"indices[{wrong[0]}] is {indices[wrong[0]]}, and {loader.fname} has samples 0 to {int(samples) - 1} "
-            f"({len(wrong)} such indices): FFCV would end the process; leave them out"
+            f"indices[{wrong[0]}] is {indices[wrong[0]]}, but {loader.fname} has samples 0 to {int(samples) - 1} "
+            f"({len(wrong)} such indices): FFCV would crash the process; remove them"
         )
     return indices.astype(np.int64)

@@ -1,7 +1,7 @@
-"""The rest of one epoch: a thread that runs the steps ahead, and the session that hands its batches over.
+"""Reading the rest of one epoch: a thread runs the steps ahead, and a session hands the batches out.
 
-FFCV's own EpochIterator is not used: an exception in its thread leaves the consumer waiting for ever, a ``break``
-leaves the thread behind, and it takes the whole epoch's list of indices at once.
+FFCV's own EpochIterator is not used, for three reasons: an exception in its thread leaves the consumer waiting forever,
+a ``break`` leaves the thread behind, and it takes the list of indices for the whole epoch at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from numba.np.ufunc.parallel import NUM_THREADS
 
 from midepoch.adapters.ffcv.pages import Pages
-from midepoch.adapters.ffcv.pipeline import Batch, Damage, Step, Steps
+from midepoch.adapters.ffcv.pipeline import Batch, Damage, Step, StepGraph
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
 from midepoch.loader.adapter import Session
@@ -46,19 +46,19 @@ class Request(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a session needs to know of its Loader.
+    """What a session needs to know about its Loader.
 
     Attributes:
         loader: FFCV's.
-        make_steps: gives the steps; called in the session's thread, since compiling belongs there.
-        file: what `stat` must go on saying of the file: its inode, size and time of change.
+        build_graph: returns the steps. It is called in the session's thread, because it compiles.
+        file: the file's inode, size and time of change, which `stat` must still return.
         epoch: for messages.
         copies: whether batches are copied out of FFCV's buffers.
-        streams: for the steps that run in the consumer's thread; None where they draw as they like.
+        streams: random streams for the steps that run in the consumer's thread; None leaves their generators alone.
     """
 
     loader: Any
-    make_steps: Callable[[], Steps]
+    build_graph: Callable[[], StepGraph]
     file: tuple[int, int, int]
     epoch: int
     copies: bool
@@ -78,9 +78,9 @@ _END = None
 
 
 class Reading(Session):
-    """This rank's batches from one position on. Its thread starts with the first `take` and ends with `close`.
+    """This rank's batches from one position on. Its thread starts at the first `take` and ends at `close`.
 
-    A session that nobody closes ends its thread when it is collected: the thread knows nothing of it.
+    The thread holds no reference to the session. So it also ends when an unclosed session is collected.
     """
 
     def __init__(self, work: Work, requests: Iterator[Request], count: int) -> None:
@@ -88,7 +88,7 @@ class Reading(Session):
         self._production = _Production(work, requests)
         self._thread: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, self._production.stop)
-        self._held: int | None = None  # the slot of the batch before
+        self._held: int | None = None  # the slot of the previous batch
         self._ended = not count
 
     def take(self) -> Any:
@@ -111,12 +111,12 @@ class Reading(Session):
         return self._finish(ready)
 
     def _finish(self, ready: _Ready) -> Any:
-        production, batch, steps = self._production, ready.batch, self._production.all_steps
+        production, batch, graph = self._production, ready.batch, self._production.graph
         if production.device is not None:
-            torch.cuda.current_stream(production.device).wait_stream(production.streams[ready.slot])
+            torch.cuda.current_stream(production.device).wait_stream(production.cuda_streams[ready.slot])
         if production.deferred:
             _run_deferred(self._work, production, ready)
-        result = tuple(batch.values[node] for node in steps.outputs)
+        result = tuple(batch.values[node] for node in graph.outputs)
         return tuple(_copied(value) for value in result) if self._work.copies else result
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ def _copied(value: Any) -> Any:
 def _run_deferred(work: Work, production: _Production, ready: _Ready) -> None:
     streams, batch = work.streams, ready.batch
     if streams is None:
-        raise MidepochError("a step was deferred without a stream to run it under: please report this")
+        raise MidepochError("a step was deferred but has no random stream: please report this")
     cuda = nullcontext() if production.device is None else _CudaGenerator(production.device, batch.key)
     with streams.under(batch.key), cuda:
         for step in production.deferred:
@@ -144,7 +144,7 @@ def _run_deferred(work: Work, production: _Production, ready: _Ready) -> None:
 
 
 class _CudaGenerator(AbstractContextManager[None]):
-    """The default generator of a GPU under the batch's stream, and then as the caller left it."""
+    """Puts the default generator of a GPU under the batch's stream, and then restores the caller's state."""
 
     def __init__(self, device: torch.device, key: int) -> None:
         self._device, self._key = device, key
@@ -176,12 +176,12 @@ def _run(step: Step, batch: Batch, memory: tuple[Any, Any], work: Work) -> None:
         raise SourceError(
             f"{step.name} failed on positions {batch.first} to {batch.stop - 1} of epoch {work.epoch} "
             f"(samples {_shown(batch.indices)} of {work.loader.fname}): {_first_line(error)}; fix the "
-            "operation or the data, then go on: the next batch is this one again"
+            "operation or the data, then continue: the next batch is this one again"
         ) from error
 
 
 def _first_line(error: Exception) -> str:
-    """Numba's errors go on for pages; the whole is in the traceback."""
+    """Numba's errors are pages long. The traceback has all of it."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
@@ -191,7 +191,7 @@ def _shown(indices: npt.NDArray[np.uint64]) -> str:
 
 
 class _Production:
-    """What the thread works on. It holds nothing of the session, so that an abandoned session can be collected."""
+    """The thread's work. It holds no reference to the session, so that an abandoned session can be collected."""
 
     def __init__(self, work: Work, requests: Iterator[Request]) -> None:
         self._work, self._requests = work, requests
@@ -204,10 +204,10 @@ class _Production:
         self._next_check = 0.0
         self._events: list[Any] = [None] * self._slots
         self._memory: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.all_steps = Steps((), ())
+        self.graph = StepGraph((), ())
         self.deferred: tuple[Step, ...] = ()
         self.device: torch.device | None = None
-        self.streams: list[Any] = []
+        self.cuda_streams: list[Any] = []
 
     # --- for the consumer ---
 
@@ -218,7 +218,7 @@ class _Production:
         return item
 
     def release(self, slot: int | None) -> None:
-        """The consumer has asked for another batch, so it has no more work to submit for the one in `slot`."""
+        """Free a slot: the consumer has requested another batch, so it submits no more work on the one in `slot`."""
         if slot is not None and self.device is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
@@ -229,7 +229,7 @@ class _Production:
         self._free.release()
 
     def memory_of(self, step: Step, slot: int, batch: Batch) -> tuple[Any, Any]:
-        """A step's memory and shared memory, for as many samples as the batch has."""
+        """A step's memory and shared memory, cut to the batch's number of samples."""
         memory, shared = self._memory[step.node, slot]
         count = len(batch.indices)
         if count < self._work.loader.batch_size and not step.scratch:
@@ -243,12 +243,12 @@ class _Production:
         try:
             self._prepare()
             self._produce()
-        except Exception as error:  # noqa: BLE001  # the consumer is to have it, whatever it is
-            self._queue.put(_Failed(self._told(error)))
+        except Exception as error:  # noqa: BLE001  # every error must reach the consumer
+            self._queue.put(_Failed(self._as_source_error(error)))
         finally:
             self._requests = iter(())
 
-    def _told(self, error: Exception) -> BaseException:
+    def _as_source_error(self, error: Exception) -> BaseException:
         if isinstance(error, MidepochError):
             return error
         told = SourceError(
@@ -260,22 +260,22 @@ class _Production:
 
     def _prepare(self) -> None:
         loader = self._work.loader
-        numba.set_num_threads(loader.num_workers)  # of this thread alone
-        self.all_steps = self._work.make_steps()
-        self.deferred = tuple(step for step in self.all_steps.steps if step.deferred)
-        for step in self.all_steps.steps:
+        numba.set_num_threads(loader.num_workers)  # for this thread only
+        self.graph = self._work.build_graph()
+        self.deferred = tuple(step for step in self.graph.steps if step.deferred)
+        for step in self.graph.steps:
             kept, scratch = step.allocation, None
             if step.scratch:
-                # FFCV keeps room to decode all images of all batches ahead; less of it stays in the processor's caches.
+                # FFCV has room to decode the images of all prefetched batches. Less room stays in the CPU's caches.
                 kept, query = step.allocation
                 scratch = parts().allocate_query(query, _most_threads(), 1)[0]
             both = [self._allocate(kept), self._allocate(step.shared)]
             for slot in range(self._slots):
                 memory = _at(both[0], slot)
                 self._memory[step.node, slot] = (memory if scratch is None else (memory, scratch), _at(both[1], slot))
-        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.all_steps.steps)), None)
+        self.device = next(filter(None, (_cuda_device(step.allocation) for step in self.graph.steps)), None)
         if self.device is not None:
-            self.streams = [
+            self.cuda_streams = [
                 torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
                 for _ in range(self._slots)
             ]
@@ -292,12 +292,12 @@ class _Production:
         work, requests = self._work, self._requests
         manager = work.loader.memory_manager
         if isinstance(manager, parts().ProcessCacheManager):
-            # Which pages are in memory at which batch is decided beforehand.
+            # FFCV schedules in advance which pages are in memory for which batch.
             listed = list(requests)
             requests, memory = iter(listed), Pages(manager, [request.indices for request in listed])
         else:
             memory = manager.schedule_epoch(())
-        steps = tuple(step for step in self.all_steps.steps if not step.deferred)
+        steps = tuple(step for step in self.graph.steps if not step.deferred)
         memory.__enter__()
         try:
             storage = memory.state
@@ -323,11 +323,11 @@ class _Production:
         batch = Batch(request.indices, request.keys, request.key, request.first, request.stop, storage, {})
         event = self._events[slot]
         if event is not None:
-            # Not only its stream must wait: the steps on the CPU write to the memory that is being copied from.
+            # The CPU must wait too, not only the CUDA stream: the steps write to the memory that is being copied.
             event.synchronize()
         stream: AbstractContextManager[Any] = nullcontext()
         if self.device is not None:
-            stream = torch.cuda.stream(self.streams[slot])
+            stream = torch.cuda.stream(self.cuda_streams[slot])
         with stream:
             for step in steps:
                 _run(step, batch, self.memory_of(step, slot, batch), self._work)
@@ -335,7 +335,7 @@ class _Production:
 
 
 def _most_threads() -> int:
-    """What numba found when it was imported; its configuration may say something else by now."""
+    """The number of threads that numba found on import; its configuration may have changed since."""
     return int(NUM_THREADS)
 
 
@@ -357,23 +357,23 @@ def _cuda_device(allocation: Any) -> torch.device | None:
 
 
 def identity_of(path: str) -> tuple[int, int, int]:
-    """What tells a file from the one that takes its place.
+    """The file's inode, size and time of change, which distinguish it from a replacement.
 
     Raises:
-        SourceError: there is none.
+        SourceError: there is no file.
     """
     try:
         found = Path(path).stat()
     except OSError as error:
-        raise SourceError(f"{path} cannot be found any more ({error.strerror}): put it back") from error
+        raise SourceError(f"{path} no longer exists ({error.strerror}): restore it") from error
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def check_file(path: str, expected: tuple[int, int, int]) -> None:
-    """Raise SourceError unless the file is the one that the Loader has read the header of."""
+    """Raise SourceError unless the file is the one whose header the Loader read."""
     found = identity_of(path)
     if found != expected:
         raise SourceError(
-            f"{path} has changed since its Loader was wrapped (it had {expected[1]} bytes, it has {found[1]}): "
+            f"{path} has changed since its Loader was wrapped (it had {expected[1]} bytes, now {found[1]}): "
             "make a new Loader"
         )

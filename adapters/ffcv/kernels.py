@@ -1,11 +1,11 @@
-"""Compiled code, shared: one kernel for all Loaders whose operations say the same.
+"""Compiled code, shared: one kernel for all Loaders whose operations have the same code.
 
-Compiling takes seconds for each operation, and FFCV repeats it for each Loader. Here what was compiled is found again
-by what it says: bytecode, the values it encloses, the module-level values it names, and how it was compiled. So a
+Compiling takes seconds for each operation, and FFCV compiles again for each Loader. Here compiled code is cached. The
+key consists of the bytecode, the values it encloses, the module-level values it names, and the compiler's options. So a
 second Loader with the same pipeline starts at once, and one with ``recompile=True`` compiles only what has changed.
 
-Nothing is compiled with ``fastmath`` (FFCV does): it lets the compiler round differently in the variants for one and
-for several threads, and a pixel must not depend on the number of workers.
+Nothing is compiled with ``fastmath``, which FFCV uses. It lets the compiler round differently in the single-threaded
+and multi-threaded variants, but a pixel must not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _kept: OrderedDict[Any, Any] = OrderedDict()
 _lock = threading.Lock()
 
 
-# --- finding a kernel again -----------------------------------------------------------------------------------------
+# --- cache of kernels -----------------------------------------------------------------------------------------------
 
 
-class _Same:
-    """Stands for an object that is equal to itself alone, and keeps it alive."""
+class _ByIdentity:
+    """Wraps an object, compares by identity, and keeps the object alive."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _ByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 def identity(value: Any, _inside: tuple[types.FunctionType, ...] = ()) -> Any:
-    """Something hashable that is equal for two values only if compiled code cannot tell them apart."""
+    """A hashable key. It is equal for two values only if compiled code cannot distinguish them."""
     if isinstance(value, types.FunctionType):
         return _function_identity(value, _inside)
     if is_jitted(value):
@@ -63,7 +63,7 @@ def identity(value: Any, _inside: tuple[types.FunctionType, ...] = ()) -> Any:
         return type(value), value.tobytes()
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return type(value), repr(value)
-    return _Same(value)
+    return _ByIdentity(value)
 
 
 def _function_identity(function: types.FunctionType, inside: tuple[types.FunctionType, ...]) -> Any:
@@ -76,7 +76,7 @@ def _function_identity(function: types.FunctionType, inside: tuple[types.Functio
     def known(value: Any) -> Any:
         if not isinstance(value, types.ModuleType) or value.__name__.partition(".")[0] in _UNCHANGING:
             return identity(value, inside)
-        # What is taken from a module is compiled in, as it is now.
+        # Attributes of modules are compiled in with their current value.
         taken = {name: vars(value)[name] for name in sorted(_names(code)) if name in vars(value)}
         return "module", value.__name__, tuple((name, identity(each, inside)) for name, each in taken.items())
 
@@ -89,7 +89,7 @@ def _function_identity(function: types.FunctionType, inside: tuple[types.Functio
 
 
 _UNCHANGING = {"numpy", "math", "numba", "ffcv", "torch", "ctypes"}
-"""Modules of which everybody knows what they hold."""
+"""Modules whose content is known and does not change."""
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -115,15 +115,15 @@ def _jit(function: Callable[..., Any], parallel: Any = False) -> Any:
 
 
 def compiled(function: types.FunctionType, parallel: bool) -> Any:
-    """`function` as it is: an operation that draws nothing."""
+    """`function` itself, for an operation that draws nothing."""
     return _shared(("compiled", identity(function), parallel), lambda: _jit(function, parallel))
 
 
 def batchwise(function: types.FunctionType, loops: bool) -> Any:
-    """An operation on a whole batch, under one stream: ``kernel(key, inputs, memory, more)``.
+    """An operation on a whole batch, under one random stream: ``kernel(key, inputs, memory, more)``.
 
-    It gives what `function` gives. With `loops`, the threads share its loops. These must draw nothing, and outside of
-    them it may use ``np.random.seed`` and ``np.random.beta`` alone, as FFCV's mixups do.
+    It returns what `function` returns. With `loops`, the threads share its loops. The loops must not draw, and outside
+    of them it may use only ``np.random.seed`` and ``np.random.beta``, as FFCV's mixups do.
     """
 
     def make() -> Any:
@@ -140,9 +140,9 @@ def batchwise(function: types.FunctionType, loops: bool) -> Any:
 
 
 def _drawing_on_one_thread(function: types.FunctionType) -> types.FunctionType:
-    """`function` with another ``np``: numba would let the threads share a draw of a whole array, each from its own.
+    """Copy `function` with another ``np``. Otherwise threads would share the draw of an array, each from its own state.
 
-    The modules' names are not numpy's, by which numba knows what threads may share.
+    The new functions are not numpy's, so numba does not parallelise them.
     """
     numpy, random = types.ModuleType("midepoch_numpy"), types.ModuleType("midepoch_numpy.random")
     numpy.random, random.seed, random.beta = random, _seed, _beta  # type: ignore[attr-defined]
@@ -174,8 +174,8 @@ def _compile_beta(a: Any, b: Any, size: Any = None) -> Any:
 def samplewise(function: types.FunctionType, parallel: bool, with_indices: bool, python: bool) -> Any:
     """An operation called for one sample at a time: ``kernel(keys, salt, places, inputs, memory, indices, more)``.
 
-    `keys`, `places` and `indices` have one number for each sample; what the operation returned for a sample begins at
-    the address that is left in `places`. With `python`, python's ``random`` has a stream too.
+    `keys`, `places` and `indices` have one number for each sample. The kernel writes the address of each sample's
+    result to `places`. With `python`, python's ``random`` gets a stream too.
     """
 
     def make() -> Any:
@@ -213,7 +213,7 @@ def _salted(key: Any, salt: Any) -> Any:
 
 
 def _rows(memory: Any, i: Any) -> Any:
-    """One sample's part of an operation's memory: of nothing, of an array, or of a tuple of arrays."""
+    """One sample's part of an operation's memory, which may be None, an array, or a tuple of arrays."""
     raise NotImplementedError("compiled code only")
 
 
@@ -247,17 +247,17 @@ def decoder(
     draws: bool,
     parallel: bool,
 ) -> Any:
-    """FFCV's decoder of images, with a look at what FFCV ignores.
+    """FFCV's image decoder, with checks that FFCV leaves out.
 
-    ``kernel(keys, salt, found, indices, memory, metadata, storage)``; `found` has one number for each sample: 0 for an
-    image, else one of `DAMAGES`.
+    ``kernel(keys, salt, found, indices, memory, metadata, storage)``. `found` gets one number for each sample: 0 for a
+    sound image, otherwise a key of `DAMAGES`.
 
     Args:
         read, decode_jpeg, resize, copy: FFCV's own.
-        jpeg: FFCV's number for the mode of a compressed image. None where the file has no such image: code that is
-            there and never runs costs 50 ns an image, as much as the look at its size.
-        crop: FFCV's function from (height, width, scale, ratio) to a part of the image; None for the image as it is.
-        scale, ratio: of `crop`.
+        jpeg: FFCV's number for the mode of a compressed image; None if the file has no such image. Even unused code
+            would cost 50 ns an image, as much as the check of its size.
+        crop: FFCV's function from (height, width, scale, ratio) to a part of the image; None for the whole image.
+        scale, ratio: arguments of `crop`.
         draws: whether `crop` draws random numbers.
         parallel: whether the threads share the samples.
     """
@@ -279,16 +279,16 @@ def _make_decoder(
 ) -> Any:
     decode_jpeg, resize, copy, sized = _jit(decode_jpeg), _jit(resize), _jit(copy), _jit(_has_size)
 
-    # numba leaves out the branches behind a False that it knows when it compiles.
+    # numba drops branches behind a condition that is False at compile time.
     compressed, mode = jpeg is not None, jpeg or 0
-    numbered = parallel and compressed and crop is not None  # each thread has room of its own to decode into
+    numbered = parallel and compressed and crop is not None  # each thread has its own buffer to decode into
 
     if crop is None:
 
         @_jit
         def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
             target = memory[i]
-            if compressed:  # noqa: SIM102  # pruned as a whole
+            if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
                 if field["mode"] == mode:
                     height, width = field["height"], field["width"]
                     if not sized(data, height, width):
@@ -307,7 +307,7 @@ def _make_decoder(
             height, width = np.int64(field["height"]), np.int64(field["width"])
             size = 3 * height * width
             image = data
-            if compressed:  # noqa: SIM102  # pruned as a whole
+            if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
                 if field["mode"] == mode:
                     if not sized(data, height, width):
                         return 3
@@ -333,9 +333,9 @@ def _make_decoder(
 
 
 def _has_size(data: Any, height: Any, width: Any) -> bool:
-    """Whether a JPEG's frame header says this size: a smaller image would leave old bytes around it.
+    """Whether a JPEG's frame header has this size. A smaller image would leave old bytes around it.
 
-    Markers as in ITU-T T.81, annex B. Where there is no frame header, the decoder says so.
+    The markers are those of ITU-T T.81, annex B. The decoder reports a missing frame header.
     """
     place = np.int64(2)
     while place + 9 <= data.size and data[place] == 0xFF:
@@ -354,5 +354,5 @@ def _has_size(data: Any, height: Any, width: Any) -> bool:
 DAMAGES = {
     1: "its JPEG data is damaged",
     2: "its data has another length than its height and width say",
-    3: "its JPEG data says another height or width than the file",
+    3: "its JPEG data has another height or width than the file says",
 }

@@ -1,7 +1,7 @@
 """The pages of a file in memory, for Loaders with ``os_cache=False``.
 
-FFCV's own threads pass over what a reading says: after an error, or one that gave fewer bytes, samples are made of
-whatever the memory held. And where they cannot open the file they end, and the batch is waited for without end.
+FFCV's own threads ignore errors and short reads. Samples are then made of whatever the memory held before. If the
+threads cannot open the file they end, and the consumer waits forever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THREADS = 12  # as many as FFCV has
 
 
 class Pages:
-    """What FFCV's own memory context is to its compiled code: reads the pages of each batch, and some ahead.
+    """Replaces FFCV's memory context for its compiled code: reads the pages of each batch, and some ahead.
 
     Args:
         manager: FFCV's ProcessCacheManager.
@@ -53,7 +53,7 @@ class Pages:
         return self
 
     def start_batch(self, number: int) -> None:
-        """Return when the pages of a batch are there; batches come in their order.
+        """Wait until the pages of a batch are in memory. Batches must come in their order.
 
         Raises:
             SourceError: one of them could not be read.
@@ -72,13 +72,13 @@ class Pages:
                 count = os.preadv(self._file, [memory[done:]], first + done)
             except OSError as error:
                 raise SourceError(
-                    f"{self._path} could not be read at byte {first + done} ({error}): fix what it lies on; the next "
-                    "batch is the one that was not given"
+                    f"{self._path} could not be read at byte {first + done} ({error}): check the disk or network, then "
+                    "continue: the next batch is this one again"
                 ) from error
             if not count:
                 raise SourceError(
-                    f"{self._path} ends at byte {first + done}, it had {self._size} bytes: it was cut off while it was "
-                    "read; copy or write it again"
+                    f"{self._path} ends at byte {first + done}, but had {self._size} bytes before: it was cut off "
+                    "while it was read; copy or write it again"
                 )
             done += count
 

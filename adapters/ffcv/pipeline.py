@@ -1,9 +1,9 @@
-"""A Loader's pipelines as a list of steps, each with the random stream that belongs to it.
+"""A Loader's pipelines as a list of steps, each with its own random stream.
 
-FFCV groups its operations into stages and generates a function for each. Here they are called one after another, which
-costs the same and leaves room: an operation that draws numbers for each sample is called through a kernel that sets
-each sample's stream, one that couples samples under the stream of the batch, and torch modules, which draw from the
-process's one generator, are put off until the consumer asks, in whose thread that generator can be borrowed.
+FFCV groups its operations into stages and generates a function for each stage. Here the operations are called one by
+one, at the same cost, so that each can be treated by what it draws. An operation that draws for each sample runs in a
+kernel that sets each sample's stream. One that mixes samples runs under the batch's stream. Torch modules draw from
+the process's only generator, so they are deferred to the consumer's thread, where that generator can be borrowed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from midepoch.adapters.ffcv import kernels
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, Kind, kind_of, parts, requirements
 from midepoch.errors import SourceError, UnsupportedSourceError
 
-__all__ = ["Batch", "Damage", "Step", "Steps", "declare", "make_steps"]
+__all__ = ["Batch", "Damage", "Step", "StepGraph", "build_graph", "declare"]
 
 _declared: dict[type, Kind] = {}
 
 
 def declare(operation: type, draws: Literal["nothing", "sample", "batch"]) -> type:
-    """Say what an Operation of your own draws, once, before a Loader that uses it is wrapped.
+    """Declare what an Operation of your own draws. Call it before you wrap a Loader that uses the operation.
 
     Args:
         operation: the class, a subclass of ``ffcv.pipeline.operation.Operation``.
-        draws: "sample": random numbers for each sample by itself; it is then called for one sample at a time, with
-            arrays of length 1, and must return its input or its memory. "nothing": no random numbers. "batch": numbers
-            for the whole batch, or samples are mixed; it then runs on one thread, and such a loader cannot go on with
-            another number of processes.
+        draws: "sample": random numbers for each sample separately. The operation is then called with one sample at a
+            time, in arrays of length 1, and must return its input or its memory. "nothing": no random numbers.
+            "batch": numbers for the whole batch, or it mixes samples. It then runs on one thread, and the loader
+            cannot resume on another number of processes.
 
     Returns:
-        `operation`, so that this can be a decorator.
+        `operation`, so that this can be used as a decorator.
 
     Raises:
-        TypeError, ValueError: an argument is something else.
+        TypeError, ValueError: an argument is invalid.
     """
     if not (isinstance(operation, type) and issubclass(operation, parts().Operation)):
         raise TypeError(f"declare takes a subclass of ffcv's Operation, got {operation!r}")
@@ -56,12 +56,12 @@ class Batch:
     """One batch on its way through the steps.
 
     Attributes:
-        indices: of its samples in the file, uint64.
-        keys: one 64-bit key for each sample, from which its streams start.
-        key: the same for what concerns the batch as a whole.
-        first, stop: its positions in the epoch, from `first` to `stop` - 1.
+        indices: the samples' numbers in the file, uint64.
+        keys: one 64-bit key for each sample, which seeds its streams.
+        key: the same for the batch as a whole.
+        first, stop: its positions in the epoch are `first` to `stop` - 1.
         storage: where FFCV's memory manager has put the file.
-        values: what the steps gave, by the number of their node.
+        values: the result of each step so far, by its node number.
     """
 
     indices: npt.NDArray[np.uint64]
@@ -73,7 +73,7 @@ class Batch:
     values: dict[int, Any]
 
 
-class Damage(Exception):  # noqa: N818  # it becomes a SourceError that says where
+class Damage(Exception):  # noqa: N818  # it is turned into a SourceError that says where
     """A sample of the batch cannot be read."""
 
     def __init__(self, place: int, what: str) -> None:
@@ -86,13 +86,13 @@ class Step(NamedTuple):
 
     Attributes:
         node: its number in FFCV's graph.
-        parent: that of the step whose value it takes; None for a decoder.
+        parent: the number of the step whose value it takes; None for a decoder.
         name: for messages.
-        deferred: it runs in the consumer's thread.
+        deferred: whether it runs in the consumer's thread.
         call: from (batch, value, memory, shared memory) to the step's value.
         allocation, shared: FFCV's requests for memory.
-        start: what sets shared memory up before each batch, or None.
-        scratch: the second part of its memory is of no use behind the call, and has a row for each thread.
+        start: initialises the shared memory before each batch, or None.
+        scratch: the second part of its memory has a row for each thread, and is not used after the call.
     """
 
     node: int
@@ -106,12 +106,12 @@ class Step(NamedTuple):
     scratch: bool
 
 
-class Steps(NamedTuple):
+class StepGraph(NamedTuple):
     """All steps, parents first, and the nodes whose values make up a batch.
 
     Attributes:
-        appearance: what the operations looked like when they were asked which memory they need; None where they may
-            have changed without showing it.
+        appearance: the operations' attributes when they last stated which memory they need; None if they may change
+            without a visible difference.
     """
 
     steps: tuple[Step, ...]
@@ -120,7 +120,7 @@ class Steps(NamedTuple):
 
 
 def kind_in_use(operation: Any) -> Kind:
-    """What `operation` draws, as declared or as known."""
+    """What `operation` draws: as declared, or as known for FFCV's own."""
     return _declared.get(type(operation)) or kind_of(type(operation))
 
 
@@ -147,19 +147,19 @@ def chains(loader: Any) -> dict[str, list[Any]]:
 
 
 def operation_of(node: Any) -> Any:
-    """The Operation that a node of FFCV's graph stands for."""
+    """The Operation behind a node of FFCV's graph."""
     return node.decoder if isinstance(node, parts().DecoderNode) else node.operation
 
 
-def make_steps(loader: Any, streams: bool, before: Steps | None = None) -> Steps:
-    """The steps of `loader`, as it is now.
+def build_graph(loader: Any, streams: bool, before: StepGraph | None = None) -> StepGraph:
+    """Build the steps of `loader` in its current state.
 
     Args:
         loader: FFCV's.
-        streams: whether random numbers come from streams; otherwise all runs as FFCV has it, in its thread.
-        before: earlier steps, to keep operations as they were then; None to take them as they are now. What
-            memory they need is asked again where they have changed, as for images that grow with the epochs. (FFCV asks
-            at each epoch. Its decoders then look through the whole file's table.)
+        streams: whether random numbers come from streams. Otherwise everything runs in FFCV's way, in its thread.
+        before: an earlier graph, whose compiled operations are kept; None compiles the current ones. Operations that
+            have changed are asked again which memory they need, as for images that grow with the epochs. (FFCV asks
+            in every epoch, and its decoders then scan the file's whole table.)
     """
     appearance = _appearance(loader)
     if before is not None and appearance is not None and appearance == before.appearance:
@@ -177,7 +177,7 @@ def make_steps(loader: Any, streams: bool, before: Steps | None = None) -> Steps
                 continue
             operation = operation_of(node)
             path = f"{output}/{place}/{type(operation).__name__}"
-            maker = _Maker(loader, node, operation, functions["operation"][node.id], path)
+            maker = _StepBuilder(loader, node, operation, functions["operation"][node.id], path)
             parent = chain[place - 1].id if place else None
             kind = kind_in_use(operation)
             apart = kind in ("module", "mix", "unknown", "sample") and not maker.jitted
@@ -192,14 +192,14 @@ def make_steps(loader: Any, streams: bool, before: Steps | None = None) -> Steps
                 kind == "image" and isinstance(allocations["operation"][node.id], tuple),
             )
             started.add(id(operation))
-    return Steps(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()), appearance)
+    return StepGraph(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()), appearance)
 
 
 _PLAIN = (int, float, str, bytes, type(None), np.dtype, torch.dtype, torch.device)
 
 
 def _appearance(loader: Any) -> tuple[Any, ...] | None:
-    """What the operations' need of memory can depend on; None where they hold what may change without showing it."""
+    """All that the operations' memory can depend on; None if they hold something that may change invisibly."""
     shown: list[Any] = []
     for chain in chains(loader).values():
         for operation in map(operation_of, chain):
@@ -223,7 +223,7 @@ def _memory_of(allocations: Any, nodes: list[int]) -> list[tuple[Any, Any]]:
     return [(allocations["operation"][node], allocations["shared"][node]) for node in nodes]
 
 
-class _Maker:
+class _StepBuilder:
     """Makes the call of one step."""
 
     def __init__(self, loader: Any, node: Any, operation: Any, function: Any, path: str) -> None:
@@ -261,7 +261,7 @@ class _Maker:
 
         def decode(batch: Batch, value: Any, memory: Any, shared: Any) -> Any:
             if clear:
-                # Samples are shorter than their place, and what an earlier batch left behind them is not data.
+                # Samples may be shorter than their row. Clear what an earlier batch left behind them.
                 memory.fill(0)
             return kernel(batch.indices, memory, metadata, batch.storage, *shared)
 
@@ -277,8 +277,8 @@ class _Maker:
                 return kernel(key, batch.indices, memory, (metadata, batch.storage, *shared))
             if not with_indices:
                 return kernel(key, value, memory, shared)
-            # FFCV's mixups seed their generator with the last index. Given the batch's key in its place, images and
-            # labels still draw the same numbers, and each epoch draws others.
+            # FFCV's mixups seed their generator with the last index. With the batch's key in its place, images and
+            # labels still draw the same numbers, and each epoch draws different ones.
             indices = np.array([batch.key & 0xFFFFFFFF], dtype=np.uint64) if known else batch.indices
             return kernel(key, value, memory, (indices, *shared))
 
@@ -344,6 +344,6 @@ def _as_array(value: Any) -> Any:
 
 
 def _is_at(places: npt.NDArray[np.int64], buffer: Any) -> bool:
-    """Whether sample i of `buffer` begins at ``places[i]``, from a look at the first and the last."""
+    """Whether sample i of `buffer` begins at ``places[i]``. Only the first and the last are checked."""
     first = buffer.__array_interface__["data"][0]
     return bool(places[0] == first and places[-1] == first + (len(places) - 1) * buffer.strides[0])

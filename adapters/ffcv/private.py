@@ -1,8 +1,8 @@
-"""What midepoch uses of FFCV that FFCV does not promise, checked when it is imported.
+"""The parts of FFCV that midepoch uses and FFCV does not promise. They are checked on import.
 
-FFCV has no interface for what is needed here: to start in the middle of an epoch, to reach its compiled operations, to
-hear of errors in its thread. So its parts are used one by one, as they are in version 1.0.2 (the code on PyPI; its
-repository differs, and ``ffcv.__version__`` says something else again).
+FFCV has no interface for three things midepoch needs: starting in mid-epoch, calling its compiled operations, and
+seeing errors of its thread. So midepoch uses its parts one by one, as they are in version 1.0.2. That is the code on
+PyPI; the repository differs, and ``ffcv.__version__`` is different again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FFCV = Package("FFCV", ("ffcv",), ("1.0.2", "1.0.2"))
 
 _PARTS = {
     "Loader": "ffcv.loader.loader:Loader",
-    "Compiler": "ffcv.pipeline.compiler:Compiler",  # num_threads and get_iterator, which generate_code() asks
+    "Compiler": "ffcv.pipeline.compiler:Compiler",  # generate_code() calls its num_threads and get_iterator
     "Operation": "ffcv.pipeline.operation:Operation",
     "DecoderNode": "ffcv.pipeline.graph:DecoderNode",
     "RefNode": "ffcv.pipeline.graph:RefNode",
@@ -48,7 +48,7 @@ _PARTS = {
     "memcpy": "ffcv.libffcv:memcpy",
 }
 
-# Of a Loader, beside its arguments: what `check_loader` looks for.
+# The parts of a Loader, besides its arguments, that `check_loader` looks for.
 _OF_A_LOADER = (
     "batch_size", "batches_ahead", "distributed", "drop_last", "fname", "graph.adjacency_list",
     "graph.collect_requirements", "graph.fieldname_to_fix", "graph.leaf_nodes", "graph.memory_read", "indices",
@@ -58,11 +58,12 @@ _OF_A_LOADER = (
 )  # fmt: skip
 
 FROM_THE_FILE = ("metadata", "memory_read", "field")
-"""Attributes in which an operation has what FFCV told it of the file."""
+"""Attributes in which an operation keeps what FFCV told it about the file."""
 
 Kind = Literal["nothing", "sample", "image", "bytes", "mix", "module", "unknown"]
-"""What an operation draws: nothing; for each sample; as a decoder of images; nothing, but it leaves old bytes behind;
-one sample mixed with another; whatever a torch module draws."""
+"""What an operation draws. "nothing" and "sample" are as in `declare`. "image" is an image decoder, which draws for
+each sample if it crops. "bytes" draws nothing, but leaves old bytes behind a shorter sample. "mix" mixes samples.
+"module" is a torch module, which may draw anything."""
 
 _KINDS: dict[str, Kind] = {
     "ffcv.fields.basics:BasicDecoder": "nothing",
@@ -103,12 +104,12 @@ def parts() -> Any:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise UnsupportedSourceError unless `loader` has all that is used of it."""
+    """Raise UnsupportedSourceError unless `loader` has all parts that midepoch uses."""
     _FFCV.check(loader, *_OF_A_LOADER)
 
 
 def kind_of(operation: type) -> Kind:
-    """What the operations of a class draw, by the class in which its ``generate_code`` is written."""
+    """What the operations of a class draw. It depends on the class that defines its ``generate_code``."""
     for kind in operation.__mro__:
         if "generate_code" in vars(kind):
             return _FOUND_KINDS.get(kind, "unknown")
@@ -116,16 +117,16 @@ def kind_of(operation: type) -> Kind:
 
 
 def requirements(loader: Any) -> tuple[Any, Any]:
-    """The memory that a Loader's operations ask for, and the functions that they generate."""
+    """The memory that a Loader's operations request, and the functions that they generate."""
     with _as_many_threads(loader.num_workers), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # said once already, when the Loader was made
+        warnings.simplefilter("ignore", ResourceWarning)  # shown already when the Loader was made
         allocations, functions = loader.graph.collect_requirements()
     return allocations, functions
 
 
 @contextlib.contextmanager
 def _as_many_threads(number: int) -> Iterator[None]:
-    """In generate_code(), operations ask FFCV's compiler whether to be parallel. Another Loader may have told it."""
+    """In generate_code(), operations ask FFCV's compiler whether to be parallel. Another Loader may have set it."""
     compiler = _FOUND.Compiler
     before = compiler.num_threads
     compiler.num_threads = number

@@ -1,12 +1,13 @@
-"""A random stream of its own for each sample, inside FFCV's compiled code.
+"""A random stream for each sample, inside FFCV's compiled code.
 
-Compiled code draws from numba's generators: one Mersenne Twister for each thread, in memory that only compiled code
-reaches. FFCV never sets them, and which thread gets which sample is a matter of luck. Here the calling thread's
-generator is set to the beginning of a sample's stream, by writing its 624 words. ``np.random.seed`` would do, but it
-takes microseconds, as long as a cheap augmentation itself.
+Compiled code draws from numba's generators: one Mersenne Twister for each thread, in memory that only compiled code can
+reach. FFCV never seeds them, and thread scheduling decides which thread gets which sample. Here the calling thread's
+generator is set to the start of a sample's stream, by writing its 624 words. ``np.random.seed`` takes microseconds for
+this, as long as a cheap augmentation itself.
 
-The words, in the order in which they are drawn: 64 from SplitMix64, which is more than any augmentation of FFCV's uses,
-then 560 that are those of a fixed table, with 256 bits that belong to the stream added. Then the twister goes on by
+The first 64 words that are drawn come from SplitMix64, which is more than any augmentation of FFCV uses. The other 560
+are a fixed table plus 256 bits that belong to the stream. After them the twister continues by itself. No earlier state
+of the thread's generator is left.
 itself. Nothing of what the thread drew before is left.
 """
 
@@ -55,9 +56,9 @@ def _table() -> npt.NDArray[np.uint32]:
 
 
 def _write(context: Any, builder: Any, name: str, key: Any) -> None:
-    """Fill {i32 index, [624 x i32] words, i32 has_gauss, double gauss, i32 is_initialized}, as numba has it."""
+    """Fill {i32 index, [624 x i32] words, i32 has_gauss, double gauss, i32 is_initialized}: numba's layout."""
     state = randomimpl.get_state_ptr(context, builder, name)
-    # At index 0 the words are used as they are; the twist comes after the last one.
+    # At index 0 the words are used as they are. The twist follows after the last one.
     builder.store(ir.Constant(_I32, 0), cgutils.gep_inbounds(builder, state, 0, 0))
     builder.store(ir.Constant(_I32, 0), cgutils.gep_inbounds(builder, state, 0, 2))
     builder.store(ir.Constant(_I32, 1), cgutils.gep_inbounds(builder, state, 0, 4))
@@ -81,7 +82,7 @@ def _write(context: Any, builder: Any, name: str, key: Any) -> None:
 
 
 def _word(builder: Any, key: Any, number: Any) -> Any:
-    """The word of SplitMix64 with this number: ``mix(key + (number + 1) * gamma)``, as in `midepoch.order.keys`."""
+    """Word `number` of SplitMix64: ``mix(key + (number + 1) * gamma)``, as in `midepoch.order.keys`."""
     step = builder.mul(builder.add(number, ir.Constant(_I64, 1)), ir.Constant(_I64, _GAMMA))
     word = builder.add(key, step)
     for shift, multiplier in ((30, _MULTIPLIER_1), (27, _MULTIPLIER_2)):
@@ -91,12 +92,12 @@ def _word(builder: Any, key: Any, number: Any) -> Any:
 
 
 def _restart(typing_context: Any, key: Any) -> Any:
-    """``restart(key)``, in compiled code: this thread's ``np.random`` at the beginning of the stream of a uint64."""
+    """``restart(key)`` in compiled code: set this thread's ``np.random`` to the start of the stream of a uint64 key."""
     return _signature(key, "np")
 
 
 def _restart_python(typing_context: Any, key: Any) -> Any:
-    """``restart_python(key)``, in compiled code: the same for python's ``random``, which numba keeps separately."""
+    """``restart_python(key)`` in compiled code: the same for python's ``random``, which has its own state."""
     return _signature(key, "py")
 
 

@@ -1,4 +1,4 @@
-"""Sources that keep a state of their own: StatefulDataLoader, Hugging Face's IterableDataset, Grain, and all others."""
+"""Sources with their own state: StatefulDataLoader, Hugging Face's IterableDataset, Grain, and all others."""
 
 from midepoch.adapters.stateful.adapter import DatasetsAdapter, GrainAdapter, StatefulAdapter, TorchdataAdapter
 

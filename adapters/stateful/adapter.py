@@ -1,6 +1,6 @@
-"""Sources that keep a state of their own, which midepoch's state carries.
+"""Sources with their own state. It is saved, checked and given to each rank like any other.
 
-Where such a state is known to be incomplete, midepoch adds what it lacks, or replays the source instead.
+For sources whose state is known to be incomplete, the adapter adds what is missing, or leaves them to a replay.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from midepoch.world import World
 __all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
 
 
-_NOT_RESTORED = Capability(False, "what samples draw from global generators is not in the source's own state")
+_NOT_RESTORED = Capability(False, "the source's own state does not restore the global generators of samples")
 
 
 class StatefulAdapter(Adapter):
     """Anything with ``__iter__``, ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
 
-    The unit is a batch. The source shards itself, as it always did, so its state is this rank's alone.
+    The unit is a batch. The source shards itself, so its state is for this rank only.
     """
 
     name: ClassVar[str] = "stateful"
     unit = "batch"
     seals_detail = True
     remembers = False
-    rewinds: ClassVar[bool] = False  # each new iterator starts an epoch, whatever earlier ones did
+    rewinds: ClassVar[bool] = False  # iterating the source starts an epoch, whatever others have read from it
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -51,17 +51,17 @@ class StatefulAdapter(Adapter):
         self._first_state = None if self.rewinds else self._state_now()
         if options.shard:
             raise UnsupportedSourceError(
-                f"shard=True: {type(source).__name__} keeps a state of its own, which knows no ranks; shard what it "
-                "reads, or wrap a plain loader"
+                f"shard=True: {type(source).__name__} keeps its own state, which knows no ranks; shard the data that "
+                "it reads, or wrap a plain loader"
             )
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Whether it is an iterable with the two methods. Modules and optimizers are not iterable."""
+        """Has the three methods, and is iterated for data. Modules and optimizers have them too."""
         if _is_of("datasets", source):
-            return False  # replayed, unless `DatasetsAdapter` takes it
+            return False  # `DatasetsAdapter` takes it, or it is replayed
         methods = all(callable(getattr(source, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
-        # Classes derived from StatefulIterable have our own methods.
+        # A subclass of StatefulIterable has midepoch's own methods.
         return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -70,7 +70,7 @@ class StatefulAdapter(Adapter):
         return None if length is None else length * world.world_size
 
     def describe(self) -> dict[str, str]:
-        """The class of the source, and whatever its state depends on."""
+        """The kind of source, since its state fits no other kind, and the settings a loader's state depends on."""
         described = {"source": f"{type(self.source).__module__}.{type(self.source).__qualname__}"}
         for name in ("batch_size", "drop_last", "num_workers"):
             value = getattr(self.source, name, None)
@@ -80,53 +80,53 @@ class StatefulAdapter(Adapter):
         return described if samples is None else {**described, "samples": str(samples)}
 
     def capabilities(self) -> Capabilities:
-        """Those of the source's own state."""
+        """What the source's own state can restore."""
         own = Capability(True, "as exact as the source's own state")
         return Capabilities(
             exact_order=own,
             exact_augmentations=_NOT_RESTORED if isinstance(self.source, DataLoader) else own,
             constant_time_resume=Capability(True, "as fast as the source restores its own state"),
-            elastic_world=Capability(False, "the source's own state knows one world size"),
+            elastic_world=Capability(False, "the source's own state is for one world size"),
             elastic_workers=Capability(False, "the source's own state decides; midepoch cannot see its workers"),
-            rank_independent=Capability(False, "each rank's source knows its own part: use midepoch.gather(loader)"),
+            rank_independent=Capability(False, "each rank's source knows only its part: use midepoch.gather(loader)"),
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Check that the source's own state can be decoded. Whether it fits, the source says when it is loaded."""
+        """Check that the source's own state decodes. The source checks the rest when it loads it."""
         if detail:
             decode(detail)
         elif position:
             raise StateCorruptError(
-                f"the state stands at position {position} but lacks the source's own part: use an undamaged state"
+                f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
 
     def open(self, run: Run) -> Session:
-        """The source's own iterator, after its own load."""
+        """The source's own iterator, after its state is loaded."""
         return _StatefulSession(self, run)
 
     def twin(self) -> Adapter:
-        """Refuse: two loaders over one source would move each other."""
+        """Refused: two loaders over one source would move each other."""
         raise UnsupportedSourceError(
-            f"{type(self.source).__name__} keeps a state of its own, which two loaders cannot share: make another "
-            "source and wrap it, instead of copying this loader"
+            f"{type(self.source).__name__} keeps its own state, which two loaders cannot share: make another source "
+            "and wrap it, instead of copying this loader"
         )
 
     def _state_now(self) -> Any:
         """A copy of the source's state; None if it has none before it is read."""
         try:
             return decode(encode(self.source.state_dict()))
-        except Exception:  # noqa: BLE001  # such a source may raise anything
+        except Exception:  # noqa: BLE001  # sources raise various errors here
             return None
 
-    # --- what differs from source to source ---
+    # --- what differs between sources ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """The source's own iterator, from `state` on, or from the epoch's beginning for None."""
+        """The source's own iterator from `state` on; None starts the epoch."""
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
-            state = self._first_state  # a state of the very beginning was loaded after the source had been read
+            state = self._first_state  # go back to the very beginning after the source was read
             if state is None:
                 raise StateError(
-                    f"{type(self.source).__name__} has no state before its first batch, so it cannot go back there: "
+                    f"{type(self.source).__name__} has no state for its very beginning, so it cannot go back there: "
                     "load this state into a source that has not been read"
                 )
         self._used = True
@@ -150,9 +150,9 @@ class StatefulAdapter(Adapter):
 class TorchdataAdapter(StatefulAdapter):
     """torchdata's StatefulDataLoader.
 
-    By itself it begins the epoch after a resume with another order, since it draws its sampler's seed from torch's
-    global generator, and nothing restores what samples draw. So each epoch is begun, and in this process each batch is
-    read, under a stream of its own.
+    After a resume it starts the next epoch with another order, because it draws its sampler's seed from torch's global
+    generator. It also does not restore what samples draw. So this adapter puts the start of each epoch under a random
+    stream of its own, and each batch too if it is read in this process.
     """
 
     name: ClassVar[str] = "stateful-dataloader"
@@ -165,7 +165,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Its class, or one derived from it."""
+        """A StatefulDataLoader, or an instance of a subclass."""
         return _is_of("torchdata", source) and isinstance(source, DataLoader)
 
     def drawing(self) -> tuple[object, ...]:
@@ -175,9 +175,9 @@ class TorchdataAdapter(StatefulAdapter):
     def capabilities(self) -> Capabilities:
         """Those of torchdata, plus keyed streams where batches are read in this process."""
         keyed = self._streams is not None and self.source.num_workers == 0
-        exact = "numbers drawn while a batch is read are those of the batch: exact on the same split"
+        exact = "numbers drawn while a batch is read are the batch's: exact on the same split"
         if not keyed:
-            exact = "its worker processes draw on from where they were started; wrap a DataLoader to have them restored"
+            exact = "its workers' generators are not restored; wrap a DataLoader to have them restored"
             if self._streams is None:
                 exact = "randomness='none': nothing restores the generators that samples draw from"
         return dataclasses.replace(
@@ -187,7 +187,7 @@ class TorchdataAdapter(StatefulAdapter):
         )
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Start under the epoch's random stream, which also covers its own generators."""
+        """Start under the epoch's stream, which also seeds its own generators."""
         if self._streams is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
@@ -220,31 +220,31 @@ class TorchdataAdapter(StatefulAdapter):
 class DatasetsAdapter(StatefulAdapter):
     """Hugging Face's IterableDataset.
 
-    By itself a state that was loaded is where every later pass begins too, and what its shuffle buffer held is lost:
-    with one it is read again from the start instead.
+    Once it has loaded a state, every later pass also starts there. The content of a shuffle buffer is not in its state,
+    so a dataset with one is replayed instead.
     """
 
     name: ClassVar[str] = "datasets"
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Take only datasets that are known to have no shuffle buffer."""
+        """A dataset without a shuffle buffer, as far as can be determined."""
         if not _is_of("datasets", source) or not hasattr(source, "load_state_dict"):
             return False
         return private.has_shuffle_buffer(source) is False  # a replay is exact
 
     def describe(self) -> dict[str, str]:
-        """The processing steps and the size of their inputs, as far as known."""
+        """The processing steps and the amount of data, as far as they can be determined."""
         described = f"{self.source.column_names} of {self.source.num_shards} shards "
         described += private.hugging_face_steps(self.source)
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
-        """Those of its own state, which does not cover what mapped functions draw."""
+        """What its own state can restore. It does not cover what mapped functions draw."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Start with the epoch's shuffle of the shards."""
+        """Start in the epoch's own shuffle of the shards."""
         self.source.set_epoch(run.epoch)
         return super().start(run, self._first_state if state is None else state)
 
@@ -257,20 +257,20 @@ class GrainAdapter(StatefulAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Whether its iterators have ``get_state`` and ``set_state``."""
+        """An object whose iterators have ``get_state`` and ``set_state``."""
         return _is_of("grain", source) and hasattr(source, "__iter__") and not hasattr(source, "__getitem__")
 
     def describe(self) -> dict[str, str]:
-        """The transformations and the size of their inputs, as far as known."""
+        """The transformations and the amount of data, as far as they can be determined."""
         described = private.grain_steps(self.source)
         return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:
-        """Those of Grain's own state, which covers only the seeds that Grain passes to random transformations."""
+        """What Grain's state can restore: the generators given to its random transformations, and no others."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Grain's iterator, after its own load."""
+        """Grain's iterator, after its state is loaded."""
         iterator: Any = iter(self.source)
         if state is not None:
             iterator.set_state(state)
@@ -293,7 +293,7 @@ class _StatefulSession(Session):
         self._next: Callable[[], Any] | None = None
         self._handed_out = 0
         self._failed = self._finished = False
-        self._asked = (0, run.detail)  # batches handed out, and the source's state then
+        self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
 
     def take(self) -> Any:
         """The source's next batch."""
@@ -312,7 +312,7 @@ class _StatefulSession(Session):
         if adapter.opening is None:
             self._next = self._started()
             return self._next()
-        # torch's loaders draw a seed for worker processes, which must not move the caller's generator.
+        # torch's loaders draw the workers' seed here, which must not change the caller's generator.
         with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
             self._next = self._started()
             return self._next()
@@ -332,20 +332,20 @@ class _StatefulSession(Session):
         return adapter.reading(run, self._iterator)
 
     def mark(self) -> str:
-        """The source's own state, as it is now."""
+        """The source's current state."""
         if self._asked[0] != self._handed_out:
             if self._failed:
                 raise StateError(
-                    "the source only knows its current state, which is after a batch that failed: load an older state"
+                    "a batch failed, and the source's state is already past it: load an older state to continue"
                 )
             self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
         return self._asked[1]
 
     def detail(self, mark: str | None) -> str:
-        """The source's own state at the mark, if it was asked for there; it is not asked after every batch."""
+        """The source's own state, if `mark` was called then. It is not called after each batch."""
         if mark is None:
             raise StateError(
-                "the source only knows its current state, not that of earlier batches: save when no batch is in flight"
+                "the source only has its current state, not that of earlier batches: save when no batch is in flight"
             )
         return mark
 
@@ -355,7 +355,7 @@ class _StatefulSession(Session):
         return encode(self._adapter.current(self._iterator))
 
     def _finish(self) -> None:
-        """Let the source reach its end. Before that, its state says that nothing is left, not that it is finished."""
+        """Read past the last batch. Until then, the source's state says that nothing is left, not that it has ended."""
         if self._finished:
             return
         self._finished = True
@@ -364,6 +364,6 @@ class _StatefulSession(Session):
         except StopIteration:
             return
         raise SourceError(
-            f"{type(self._adapter.source).__name__} has more than the {self._steps} batches that its len() leaves: "
-            "correct its __len__"
+            f"{type(self._adapter.source).__name__} continues after the {self._steps} batches that its len() leaves: "
+            "fix its __len__"
         )

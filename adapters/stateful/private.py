@@ -1,7 +1,7 @@
-"""Private parts of sources with a state of their own, read to learn how a source is made.
+"""The parts of sources with their own state that midepoch inspects and their packages do not promise.
 
-They are only read. If one is missing, less is known and nothing is refused: a Hugging Face dataset that cannot be
-inspected is replayed, which is exact.
+They are only read, to identify how a source is made. If a part is missing, the description is shorter, and nothing is
+refused: a Hugging Face dataset that cannot be inspected is replayed, which is exact.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def _grain() -> Package:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool | None:
-    """Whether the examples of a Hugging Face IterableDataset pass through a shuffle buffer; None: it cannot be told."""
-    _hugging_face()  # warns of a version that was not tested
+    """Whether a Hugging Face IterableDataset has a shuffle buffer; None if that cannot be determined."""
+    _hugging_face()  # warns of an untested version
     examples = getattr(dataset, "_ex_iterable", None)
     return None if examples is None else _holds_some_back(examples)
 
 
 def hugging_face_steps(dataset: Any) -> str:
-    """The classes that a dataset's examples pass through, and the sizes of the tables or lists that they come from."""
+    """The classes that a dataset's examples pass through, and the sizes of the tables or lists they come from."""
     return _steps(dataset._ex_iterable)
 
 
@@ -59,8 +59,8 @@ def _holds_some_back(examples: Any) -> bool:
 
 
 def grain_steps(source: Any) -> str:
-    """The classes of a Grain dataset and of those that it is made of, with their lengths; how much a loader reads."""
-    _grain()  # warns of a version that was not tested
+    """The classes and lengths of a Grain dataset and its parents, and how much a loader reads."""
+    _grain()  # warns of an untested version
     return f"{_transformations(source)} {length_of(getattr(source, '_data_source', None))}"
 
 

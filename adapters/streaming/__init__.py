@@ -1,4 +1,4 @@
-"""mosaicml-streaming: a StreamingDataLoader, counted by midepoch and put where it says."""
+"""mosaicml-streaming: a StreamingDataLoader, counted and positioned by midepoch."""
 
 from midepoch.adapters.streaming.adapter import StreamingAdapter
 

@@ -1,9 +1,9 @@
-"""mosaicml-streaming: a StreamingDataLoader, counted by midepoch and put where it says.
+"""mosaicml-streaming: a StreamingDataLoader, counted and positioned by midepoch.
 
-Streaming's own order is a function too, of its shuffle seed, the epoch and the number of canonical nodes, so its state
-is a place. It is set before each pass in full, which leaves no room for what its loader gets wrong by itself: a state
-of the current or an earlier epoch that is ignored in a live process, an epoch's end that resumes into nothing, a batch
-size that is guessed from the first field.
+Streaming's own order is a function of its shuffle seed, the epoch and the number of canonical nodes, so its state is a
+position. midepoch sets this position in full before each pass, and so avoids three faults of Streaming's loader: a live
+process ignores a state of the current or an earlier epoch, a resume at the end of an epoch yields nothing, and the
+batch size is guessed from the first field.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from midepoch.world import World
 __all__ = ["StreamingAdapter"]
 
 
-class _Topology(NamedTuple):
-    """What Streaming's order depends on besides seed, epoch and data.
+class _OrderParameters(NamedTuple):
+    """What Streaming's order depends on, besides seed, epoch and data.
 
     Attributes:
-        canonical: nodes that the samples are divided over, whatever nodes there are.
-        nodes: machines of the run that began.
-        batch: samples in one step of all ranks.
+        canonical: the number of canonical nodes: the samples are divided over them, whatever the real number of nodes.
+        nodes: the number of machines when the run began.
+        batch: the number of samples in one step of all ranks.
     """
 
     canonical: int
@@ -52,16 +52,16 @@ class _Topology(NamedTuple):
         return f"canonical={self.canonical};nodes={self.nodes};batch={self.batch}"
 
     @classmethod
-    def parsed(cls, detail: str) -> _Topology:
+    def parsed(cls, detail: str) -> _OrderParameters:
         found = re.fullmatch(r"canonical=(\d{1,9});nodes=(\d{1,9});batch=(\d{1,12})", detail, re.ASCII)
-        plan = None if found is None else cls(*map(int, found.groups()))
-        if plan is None or not all(plan):
-            raise StateCorruptError(f"the detail of a streaming state says {detail[:80]!r}: use an undamaged state")
-        return plan
+        parameters = None if found is None else cls(*map(int, found.groups()))
+        if parameters is None or not all(parameters):
+            raise StateCorruptError(f"the detail of a streaming state says {detail[:80]!r}: load an undamaged state")
+        return parameters
 
 
 class StreamingAdapter(Adapter):
-    """A DataLoader over a StreamingDataset, Streaming's own or torch's."""
+    """A DataLoader over a StreamingDataset: Streaming's own loader or torch's."""
 
     name: ClassVar[str] = "streaming"
     seals_detail = True
@@ -73,11 +73,11 @@ class StreamingAdapter(Adapter):
         private.check(dataset)
         if options.shard:
             raise UnsupportedSourceError(
-                "shard=True: a StreamingDataset divides itself over ranks and workers; leave shard out"
+                "shard=True: a StreamingDataset shards itself over ranks and workers; leave shard out"
             )
         if options.tail not in (None, "pad"):
             raise UnsupportedSourceError(
-                f"tail={options.tail!r}: Streaming repeats samples until every rank has as many; leave tail out"
+                f"tail={options.tail!r}: Streaming repeats samples until all ranks have equally many; leave tail out"
             )
         if type(dataset.batch_size) is not int or dataset.batch_size != source.batch_size:
             raise UnsupportedSourceError(
@@ -87,18 +87,18 @@ class StreamingAdapter(Adapter):
         self.batch_size, self.drop_last = source.batch_size, source.drop_last
         self.seed = dataset.shuffle_seed
         self._opening = Streams()
-        self._reads, self._draws = _Reads(dataset), _Draws(dataset)
-        self._kept_workers: Any = None  # the iterator of the persistent workers
+        self._reads, self._draws = _CheckedPass(dataset), _KeyedPass(dataset)
+        self._kept_workers: Any = None  # the iterator with persistent workers
         self._last: _StreamingSession | None = None
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """Any loader of a StreamingDataset; the dataset by itself, to say what to do."""
+        """Any loader of a StreamingDataset, and the dataset by itself, to refuse it with advice."""
         return isinstance(getattr(source, "dataset", source), StreamingDataset)
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """The adapter, for a loader that iterates as Streaming's or torch's does."""
+        """The adapter, if the loader keeps Streaming's or torch's own iteration."""
         if isinstance(source, StreamingDataset):
             raise UnsupportedSourceError(
                 "a StreamingDataset has no batches: wrap StreamingDataLoader(dataset, batch_size=...) over it"
@@ -106,13 +106,13 @@ class StreamingAdapter(Adapter):
         own = type(source).__iter__ if isinstance(source, DataLoader) else None
         if own not in (StreamingDataLoader.__iter__, DataLoader.__iter__):
             raise UnsupportedSourceError(
-                f"{type(source).__name__} iterates a StreamingDataset in a way of its own, so its batches cannot be "
+                f"{type(source).__name__} has its own way to iterate a StreamingDataset, so its batches cannot be "
                 "counted: wrap a StreamingDataLoader"
             )
         if type(source.dataset).__iter__ is not StreamingDataset.__iter__:
             raise UnsupportedSourceError(
-                f"{type(source.dataset).__name__} has an __iter__ of its own, so its samples cannot be counted: do in "
-                "__getitem__ what it does to a sample"
+                f"{type(source.dataset).__name__} has its own __iter__, so its samples cannot be counted: move what it "
+                "does to a sample into __getitem__"
             )
         return cls(source, options)
 
@@ -120,37 +120,37 @@ class StreamingAdapter(Adapter):
 
     @property
     def _shared_by(self) -> int:
-        """The number of ranks that receive the same samples."""
+        """The number of ranks that get the same samples."""
         return int(self.source.dataset.replication or 1)
 
     def sharing(self, world: World) -> World:
-        """The world without ranks that receive the same samples as another."""
+        """The world without the ranks that get the same samples as another."""
         theirs = private.rank_world(self.source.dataset)
         if (theirs.rank, theirs.num_ranks) != (world.rank, world.world_size):
             raise MidepochError(
-                f"the StreamingDataset was made by rank {theirs.rank} of {theirs.num_ranks}, this is rank {world.rank} "
-                f"of {world.world_size}: make it after RANK and WORLD_SIZE are set, as torchrun does"
+                f"the StreamingDataset was made for rank {theirs.rank} of {theirs.num_ranks}, but this is rank "
+                f"{world.rank} of {world.world_size}: make it after RANK and WORLD_SIZE are set, as torchrun does"
             )
         return World(world.rank // self._shared_by, world.world_size // self._shared_by)
 
-    def _topology(self, world: World, detail: str = "") -> _Topology:
+    def _order_parameters(self, world: World, detail: str = "") -> _OrderParameters:
         if detail:
-            return _Topology.parsed(detail)
+            return _OrderParameters.parsed(detail)
         dataset = self.source.dataset
         nodes = private.nodes(dataset)
         canonical = dataset.num_canonical_nodes
-        if not canonical:  # as Streaming chooses it in the first pass
+        if not canonical:  # the default that Streaming fills in at the first pass
             canonical = 64 * nodes if dataset.shuffle_algo in ("py1s", "py2s") else nodes
-        return _Topology(canonical, dataset.initial_physical_nodes or nodes, self.units_per_step(world))
+        return _OrderParameters(canonical, dataset.initial_physical_nodes or nodes, self.units_per_step(world))
 
-    # --- what it is ---
+    # --- description ---
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Samples in one epoch, including those that Streaming repeats to fill canonical nodes."""
+        """Samples in one epoch, including those that Streaming repeats to fill the canonical nodes."""
         dataset = self.source.dataset
         if dataset.batching_method != "random":
-            return None  # known only once the epoch is planned
-        canonical = self._topology(world, detail).canonical
+            return None  # only partitioning the epoch tells
+        canonical = self._order_parameters(world, detail).canonical
         each = -(-int(dataset.epoch_size) // canonical)
         nodes = private.nodes(dataset)
         if canonical < nodes:
@@ -158,7 +158,7 @@ class StreamingAdapter(Adapter):
         return canonical * each
 
     def describe(self) -> dict[str, str]:
-        """The data and its shuffle. What depends on the nodes is in the detail."""
+        """The data and all that determines its shuffle. What may change with the nodes is in `detail`."""
         dataset = self.source.dataset
         streams = [(stream.choose, stream.split) for stream in dataset.streams]
         shards = [shard.samples for shard in dataset.shards]
@@ -175,7 +175,7 @@ class StreamingAdapter(Adapter):
     def _block_size(self) -> str:
         dataset = self.source.dataset
         stated, canonical = dataset.shuffle_block_size, dataset.num_canonical_nodes
-        # Streaming fills it in at the first pass, with the number of canonical nodes.
+        # Streaming fills it in at the first pass, from the number of canonical nodes.
         by_itself = stated is None or (canonical and stated == max(4_000_000 // canonical, 1 << 18))
         return "default" if by_itself else str(stated)
 
@@ -185,7 +185,7 @@ class StreamingAdapter(Adapter):
         return type(dataset), _parts(dataset), () if draws_nothing(collate) else collate
 
     def capabilities(self) -> Capabilities:
-        """Those of Streaming."""
+        """What Streaming can restore."""
         dataset, collate = self.source.dataset, self.source.collate_fn
         exact = Capability(True, "samples are read as they were written")
         if not draws_nothing(collate):
@@ -196,42 +196,43 @@ class StreamingAdapter(Adapter):
         return Capabilities(
             exact_order=Capability(True, "Streaming's order is a function of seed, epoch and canonical nodes"),
             exact_augmentations=exact,
-            constant_time_resume=Capability(True, "whatever the progress; Streaming plans the whole epoch each time"),
+            constant_time_resume=Capability(True, "at any progress; Streaming partitions the whole epoch each time"),
             elastic_world=Capability(
                 True,
                 "Streaming deals one sequence of samples out to all ranks, one by one"
                 if _deals_one_by_one(dataset)
-                else "as Streaming: with the same number of samples in a step of all ranks",
+                else "as in Streaming: if a step of all ranks keeps its number of samples",
             ),
-            elastic_workers=Capability(True, "Streaming hands out batches in the order of its plan"),
+            elastic_workers=Capability(True, "Streaming hands out batches in its own order for any number of workers"),
             rank_independent=promises.ONE_STATE,
         )
 
     # --- states ---
 
     def beginning(self, epoch: int, world: World) -> str:
-        """The plan."""
-        return str(self._topology(world))
+        """The parameters of the order."""
+        return str(self._order_parameters(world))
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The same plan."""
+        """The same parameters."""
         self._check_position(*there, world, here.detail)
         return here.detail or self.beginning(there[0], world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Check that the plan can be carried out here."""
-        saved, here, dataset = _Topology.parsed(detail), self._topology(world), self.source.dataset
+        """Check that this run can follow the saved order."""
+        saved, here, dataset = _OrderParameters.parsed(detail), self._order_parameters(world), self.source.dataset
         if saved.batch != here.batch and not _deals_one_by_one(dataset):
             raise StateMismatchError(
                 f"the global batch size differs: the state was saved with {saved.batch}, this loader has {here.batch}; "
-                f"batching_method={dataset.batching_method!r} needs it to stay: change batch_size with the number of "
+                f"batching_method={dataset.batching_method!r} needs the same: change batch_size with the number of "
                 f"ranks, so that their product is {saved.batch}"
             )
         nodes = private.nodes(dataset)
         if saved.canonical % nodes and nodes % saved.canonical:
             raise StateMismatchError(
-                f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, and "
-                f"{nodes} nodes neither divide that nor are a multiple of it; run on a number that is"
+                f"the number of nodes differs: the state's order is over {saved.canonical} canonical nodes, "
+                f"and this run has {nodes} nodes; run on a number of nodes that divides {saved.canonical} or is a "
+                "multiple of it"
             )
         self._check_position(epoch, position, world, detail)
 
@@ -240,13 +241,13 @@ class StreamingAdapter(Adapter):
         nodes, step = private.nodes(dataset), self.units_per_step(world)
         if position % nodes:
             raise StateMismatchError(
-                f"{position} samples of the epoch are done, of which Streaming would give {position % nodes} again on "
+                f"{position} samples of the epoch are done, and Streaming would repeat {position % nodes} of them on "
                 f"{nodes} nodes: run on a number of nodes that divides {position}, or seek to a multiple of {nodes}"
             )
         if not _deals_one_by_one(dataset):
             if position % step:
                 raise StateMismatchError(
-                    f"{position} samples of the epoch are done, of which Streaming would give {position % step} again, "
+                    f"{position} samples of the epoch are done, and Streaming would repeat {position % step} of them, "
                     f"since batching_method={dataset.batching_method!r} makes whole batches: seek to a multiple of the "
                     f"{step} samples in a step of all ranks"
                 )
@@ -254,13 +255,13 @@ class StreamingAdapter(Adapter):
         begin = position - self._steps_back(epoch, position, world, detail) * step
         if begin < 0 or begin % nodes:
             raise StateMismatchError(
-                f"{position} samples of the epoch are done; those from {dataset.epoch_size} on only repeat others, to "
-                f"fill up the canonical nodes, and Streaming cannot begin among them, nor a number of whole steps "
-                f"before: go on with the next epoch, loader.seek(epoch={epoch + 1})"
+                f"{position} samples of the epoch are done. Those from {dataset.epoch_size} on only fill the canonical "
+                f"nodes, and Streaming cannot start among them, nor a number of whole steps before: continue with the "
+                f"next epoch, loader.seek(epoch={epoch + 1})"
             )
 
     def _steps_back(self, epoch: int, position: int, world: World, detail: str) -> int:
-        """Steps of all ranks by which to begin earlier, to avoid beginning among samples that only fill nodes."""
+        """The number of steps by which to start earlier, so as not to start among samples that fill canonical nodes."""
         dataset = self.source.dataset
         size = self.size(dataset.shuffle_seed, epoch, world, detail)
         if size is None or not int(dataset.epoch_size) < position < size:
@@ -270,17 +271,17 @@ class StreamingAdapter(Adapter):
     # --- sessions ---
 
     def open(self, run: Run) -> Session:
-        """Batches from the position on."""
+        """Open a session at the run's position."""
         self.sharing(run.world)  # refuses another world
-        plan = self._topology(run.world, run.detail)
+        parameters = self._order_parameters(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
         back = self._steps_back(run.epoch, run.position, run.world, run.detail)
         if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
         if private.has_failed(dataset):
-            _failed()
+            _raise_thread_failed()
         if self._last is not None and self._last.failed and self._kept_workers is not None:
-            # An error in a worker may last as long as the worker.
+            # A failed worker may stay broken as long as it lives.
             shut_down(self._kept_workers)
         if not _can_go_on(self._kept_workers):
             private.free_barrier(dataset)
@@ -289,34 +290,34 @@ class StreamingAdapter(Adapter):
             {
                 "epoch": run.epoch,
                 "sample_in_epoch": run.position - back * self.units_per_step(run.world),
-                "num_canonical_nodes": plan.canonical,
+                "num_canonical_nodes": parameters.canonical,
                 "shuffle_seed": run.seed,
-                "initial_physical_nodes": plan.nodes,
+                "initial_physical_nodes": parameters.nodes,
             },
         )
         own_code = _has_own_code(dataset) or not draws_nothing(loader.collate_fn)
         reads = self._draws if own_code and self.options.streams else self._reads
-        # torch draws a seed for the worker processes, which must not move the caller's generator.
+        # torch draws the workers' seed here, which must not change the caller's generator.
         key = derive_key(Purpose.OPENING, run.seed, run.epoch)
         drawn = self._opening.under(key) if self.options.streams else contextlib.nullcontext()
-        # Persistent workers keep the methods with which they started, so ours and foreign ones are not exchanged.
+        # Persistent workers keep the overridden methods they were started with, so each kind needs its own workers.
         theirs = kept_iterator(loader)
         keep_iterator(loader, self._kept_workers if _can_go_on(self._kept_workers) else None)
         try:
-            with drawn, reads.at_hand(loader), workers_outlive_signals(loader):
+            with drawn, reads.attached(loader), workers_outlive_signals(loader):
                 iterator = self._begun()
         finally:
             self._kept_workers = kept_iterator(loader)
             keep_iterator(loader, theirs)
-        self._last = _StreamingSession(loader, iterator, str(plan), reads, back)
+        self._last = _StreamingSession(loader, iterator, str(parameters), reads, back)
         return self._last
 
     def _begun(self) -> Iterator[Any]:
-        """torch's iterator, without Streaming's estimate of the samples in a batch."""
+        """torch's iterator, without Streaming's guess of the number of samples in a batch."""
         loader = self.source
         generator = loader.generator
         if self.options.streams:
-            loader.generator = None  # the caller's: torch would draw from it
+            loader.generator = None  # torch would draw from the caller's generator
         try:
             return cast(Iterator[Any], DataLoader.__iter__(loader))
         finally:
@@ -324,12 +325,12 @@ class StreamingAdapter(Adapter):
 
 
 def _can_go_on(iterator: Any) -> bool:
-    """Whether all workers of torch's iterator, if it has any, are alive."""
+    """Whether all workers of torch's iterator are alive, if it is one."""
     return iterator is not None and alive(iterator)
 
 
 def _has_own_code(dataset: StreamingDataset) -> bool:
-    """Whether code other than that of `StreamingDataset` makes a sample: of a subclass or of a registered format."""
+    """Whether code other than `StreamingDataset`'s makes samples: a subclass's, as for images, or a format's."""
     kind = type(dataset)
     return (
         kind.__getitem__ is not StreamingDataset.__getitem__
@@ -340,64 +341,64 @@ def _has_own_code(dataset: StreamingDataset) -> bool:
 
 
 def _deals_one_by_one(dataset: StreamingDataset) -> bool:
-    """Whether its samples lie in one sequence, of which each step takes the next: to nodes first, then to their ranks.
+    """Whether all nodes, and in turn their ranks, take their samples from one sequence.
 
-    So does Streaming's ``get_partitions_orig``, to which it comes for all numbers of nodes that `check_detail` lets
-    pass. The other methods make each batch of parts of all streams.
+    Streaming's ``get_partitions_orig`` does so for all numbers of nodes that `check_detail` accepts. The other methods
+    make each batch of parts of all of Streaming's streams.
     """
     return bool(dataset.batching_method == "random")
 
 
 def _parts(dataset: StreamingDataset) -> dict[str, Any]:
-    """Its attributes, except shards, Streaming's own streams, its pass, and the methods of `_Draws`."""
-    parts = {name: part for name, part in vars(dataset).items() if name not in _THEIRS}
+    """The dataset's attributes, except shards, Streaming's own `Stream` objects, its pass, and overridden methods."""
+    parts = {name: part for name, part in vars(dataset).items() if name not in _NOT_PARTS}
     parts["streams"] = [stream for stream in dataset.streams if type(stream) is not Stream]
     parts["formats"] = formats = private.own_formats()
     parts["readers"] = [shard for shard in dataset.shards if type(shard) in formats]
     return parts
 
 
-_THEIRS = ("streams", "shards", "_iterator", *private.LENT)
+_NOT_PARTS = ("streams", "shards", "_iterator", *private.OVERRIDABLE)
 
 
-class _Reads:
-    """Reads all samples of Streaming's plan, or says why not.
+class _CheckedPass:
+    """Reads all samples of Streaming's partition, or raises an error that says why not.
 
-    Streaming ends without a word where a thread of its own has failed, or another pass over the dataset has begun. It
-    is heard by a method that the dataset is lent while a pass begins; in worker processes its copies keep that.
+    Streaming ends silently if one of its threads fails or another pass over the dataset begins. To detect this, a
+    method of the dataset is overridden while a pass begins. Copies of the dataset in worker processes keep it.
     """
 
     def __init__(self, dataset: StreamingDataset) -> None:
         self.dataset = dataset
 
     @contextlib.contextmanager
-    def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """For the time in which an iterator is made of the loader, or takes its first batch."""
-        with private.lent(self.dataset, _each_sample_id=self._each, **private.leaves_no_files(self.dataset)):
+    def attached(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """Overrides the methods while the loader's iterator is made, or takes its first batch."""
+        with private.overridden(self.dataset, _each_sample_id=self._each, **private.resume_override(self.dataset)):
             yield
 
     def _each(self, it: Any) -> Iterator[int]:
-        """In place of ``_each_sample_id``."""
+        """Replaces ``_each_sample_id``."""
         needed = private.RETRIES.needed()  # in worker processes too
-        private.end_pass_by_itself(self.dataset, it)
+        private.use_own_end_pass(self.dataset, it)
         yield from private.each_sample(self.dataset, it)
         needed.end()
         if it.yield_index < it.total:
-            _given_way() if it.should_exit() else _failed()
+            _raise_ended_by_other_pass() if it.should_exit() else _raise_thread_failed()
 
     def end(self) -> None:
-        """Called after each batch."""
+        """Call this after each batch."""
 
 
-class _Draws(_Reads):
-    """Puts what a dataset's own code draws for a sample, and `collate_fn` for a batch, under streams of their own.
+class _KeyedPass(_CheckedPass):
+    """Puts what a dataset's own code draws for a sample, and `collate_fn` for a batch, under a random stream each.
 
-    Streaming asks itself for the number of each sample right before it reads it, and says before each pass, in each
-    worker process, where it begins. Both are heard as `_Reads` hears.
+    Streaming asks for the number of each sample right before it reads it. Before each pass, in each worker process, it
+    asks for the pass's starting point. Both methods are overridden, as in `_CheckedPass`.
 
-    A sample's key has its position in the sequence that is dealt out; where there is none, the step of all ranks that
-    it belongs to, and its number, so that one which is drawn twice in a step has the same numbers twice. Both are the
-    same on other ranks, workers and nodes.
+    If all ranks take their samples from one sequence, a sample is keyed by its position there. Otherwise it is keyed by
+    the step of all ranks and its number, so a sample that occurs twice in a step gets the same random numbers twice.
+    Both are the same on other numbers of ranks, workers and nodes.
     """
 
     def __init__(self, dataset: StreamingDataset) -> None:
@@ -406,30 +407,30 @@ class _Draws(_Reads):
         self._collate: Callable[[Any], Any]
         self._plain_collate = False
         self._sample_key = self._batch_key = 0
-        self._start = self._apart = 0  # positions: of the first step of this process, and from each to its next
+        self._start = self._stride = 0  # position of this process's first step, and distance to its next
         self._offset = 0  # of this rank's batch in a step
-        self._turn = self._turns = 0  # when this rank is dealt a sample, of how many that are
+        self._turn = self._turns = 0  # this rank's turn to get a sample, and the number of turns
         self._batches = 0  # of this pass, in this process
-        self._read: list[tuple[int, int]] = []  # keys and numbers of the samples of the batch that is being read
-        self._put_under: Callable[[int], None]  # a key, in the batch that is being read
+        self._read: list[tuple[int, int]] = []  # keys and numbers of the samples of the batch being read
+        self._put_under: Callable[[int], None]  # switches to the stream of a key, in the batch being read
 
     @contextlib.contextmanager
-    def at_hand(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """For the time in which an iterator is made of the loader, or takes its first batch."""
+    def attached(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """Overrides the methods while the loader's iterator is made, or takes its first batch."""
         self._collate, loader.collate_fn = loader.collate_fn, self._collated
         self._plain_collate = draws_nothing(self._collate)
         try:
-            with super().at_hand(loader), private.lent(self.dataset, _get_work=self._begin):
+            with super().attached(loader), private.overridden(self.dataset, _get_work=self._begin):
                 yield
         finally:
             loader.collate_fn = self._collate
 
     def end(self) -> None:
-        """Give the caller's generators back, also after a sample that failed."""
+        """Restore the caller's generators, also after a sample has failed."""
         self.streams.end()
 
     def _begin(self, epoch: int, sample_in_epoch: int) -> Any:
-        """In place of ``_get_work``."""
+        """Replaces ``_get_work``."""
         dataset = self.dataset
         work = private.work(dataset, epoch, sample_in_epoch)
         self.stand(epoch, sample_in_epoch, private.worker_world(dataset))
@@ -439,30 +440,30 @@ class _Draws(_Reads):
         return work
 
     def _roots(self) -> tuple[object, ...]:
-        """The objects that may hold generators of their own."""
+        """The objects that may hold generators."""
         return _parts(self.dataset), self._collate
 
     def stand(self, epoch: int, sample_in_epoch: int, world: Any) -> None:
-        """Behind so many samples of an epoch, in a process whose place is Streaming's `world`."""
+        """Start after this many samples of an epoch, in a process whose place is Streaming's `world`."""
         dataset = self.dataset
         self._sample_key = derive_key(Purpose.SAMPLE, dataset.shuffle_seed, epoch)
         self._batch_key = derive_key(Purpose.BATCH, dataset.shuffle_seed, epoch)
         step = dataset.batch_size * world.num_ranks
         self._start = sample_in_epoch + world.worker_of_rank * step
-        self._apart = world.workers_per_rank * step
+        self._stride = world.workers_per_rank * step
         self._offset = world.rank * dataset.batch_size
         self._turn, self._turns = world.rank_of_node * world.num_nodes + world.node, world.num_ranks
 
     def words(self, index: int, number: int) -> tuple[int, ...]:
-        """The words of a sample's key, for the sample that this process reads after `index` others of a pass."""
+        """The words of a sample's key. The process reads this sample after `index` others of the pass."""
         step, place = divmod(index, self.dataset.batch_size)
-        start = self._start + step * self._apart
+        start = self._start + step * self._stride
         if _deals_one_by_one(self.dataset):
             return (start + place * self._turns + self._turn,)
         return start, number
 
     def _each(self, it: Any) -> Iterator[int]:
-        """In place of ``_each_sample_id``."""
+        """Replaces ``_each_sample_id``."""
         read = self._read
         for number in super()._each(it):
             if not read:
@@ -473,9 +474,9 @@ class _Draws(_Reads):
             yield number
 
     def _collated(self, samples: list[Any]) -> Any:
-        """In place of ``collate_fn``."""
+        """Replaces ``collate_fn``."""
         streams = self.streams
-        key = extend_key(self._batch_key, self._start + self._batches * self._apart + self._offset, Purpose.BATCH)
+        key = extend_key(self._batch_key, self._start + self._batches * self._stride + self._offset, Purpose.BATCH)
         self._batches += 1
         try:
             batch = self._collated_under(key, samples)
@@ -504,15 +505,15 @@ class _Draws(_Reads):
 
 
 class _StreamingSession(Session):
-    """This rank's batches without the first `back`. Like Streaming, it allows one pass at a time over a dataset."""
+    """This rank's batches, without the first `back`. A dataset has one session at a time, as Streaming requires."""
 
     def __init__(
-        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _Reads, back: int
+        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _CheckedPass, back: int
     ) -> None:
-        # torch's own iterator, without Streaming's estimate of the samples in a batch.
+        # torch's own iterator, without Streaming's guess of the number of samples in a batch.
         self._loader, self._detail, self._reads = loader, detail, reads
-        self._answers = WorkerAnswers(iterator, _tell)
-        self.failed = False  # a worker that might be kept has failed
+        self._answers = WorkerAnswers(iterator, _raise_for_worker)
+        self.failed = False  # whether a worker that may be persistent has failed
         self._began, self._back = False, back
         self._reading: Any = None  # Streaming's own record of a pass in this process
         self._needed = private.RETRIES.needed()
@@ -533,32 +534,32 @@ class _StreamingSession(Session):
                 return next(self._answers)
             self._began = True
             try:
-                with self._reads.at_hand(self._loader):
+                with self._reads.attached(self._loader):
                     return next(self._answers)
             finally:
                 self._reading = private.pass_of(self._loader.dataset)
-        except RuntimeError:  # raised by Streaming at the sample that it was about to read
+        except RuntimeError:  # Streaming's own, before it reads the next sample
             if private.has_failed(self._loader.dataset):
-                _failed()
+                _raise_thread_failed()
             raise
         finally:
             self._reads.end()
 
     def detail(self, mark: Any) -> str:
-        """The plan."""
+        """The parameters of the order."""
         return self._detail
 
     def following(self) -> str:
-        """The plan."""
+        """The parameters of the order."""
         return self._detail
 
     def give_way(self) -> None:
-        """Give way to another pass over the dataset. Taking from this one then raises an error."""
-        self._answers.end(_given_way)
+        """End for another pass over the dataset. The next `take` raises an error that says so."""
+        self._answers.end(_raise_ended_by_other_pass)
         self._end_threads()
 
     def close(self) -> None:
-        """End the threads that read ahead; torch ends its worker processes."""
+        """End the threads that prefetch. torch ends its worker processes."""
         self.failed = self.failed or self._answers.failed
         self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))  # type: ignore[method-assign]
         self._end_threads()
@@ -572,30 +573,30 @@ class _StreamingSession(Session):
 
 
 _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()
-"""The session that reads each dataset. A forked process does not touch its parent's."""
+"""The session that reads a dataset. A forked process ignores sessions of its parent."""
 
 
 def _here(dataset: StreamingDataset) -> tuple[int, int]:
     return os.getpid(), id(dataset)
 
 
-def _given_way() -> NoReturn:
+def _raise_ended_by_other_pass() -> NoReturn:
     raise SourceError(
-        "another pass over this StreamingDataset has begun, which ends the one before: give each loader a "
-        "StreamingDataset of its own; the next batch is the one that was not given"
+        "another pass over this StreamingDataset has begun, which ends the previous one: give each loader its own "
+        "StreamingDataset; the next batch is the one that was not given"
     )
 
 
-def _tell(reason: str, error: Exception) -> None:
-    if "Background thread failed" in reason:  # Streaming's words, of a worker
-        _failed()
+def _raise_for_worker(reason: str, error: Exception) -> None:
+    if "Background thread failed" in reason:  # Streaming's message, from a worker
+        _raise_thread_failed()
     tell_of_a_death(reason, error)
 
 
-def _failed() -> NoReturn:
+def _raise_thread_failed() -> NoReturn:
     raise SourceError(
-        "a thread of Streaming's that reads ahead has failed and ended this pass (its error stands in the output "
-        "above): fix what that says, make the StreamingDataset again, and load the last state"
+        "one of Streaming's prefetching threads has failed and ended this pass (its error is in the output above): "
+        "fix its cause, make the StreamingDataset again, and load the last state"
     )
 
 

@@ -1,7 +1,7 @@
-"""Private parts of Streaming that midepoch uses, checked on import.
+"""The parts of Streaming that midepoch uses and Streaming does not promise. They are checked on import.
 
-Streaming has no interface for what is needed here: to set a place without leaving files open, to hear of samples as
-they are read, to tell a pass that has failed from one that has ended.
+Streaming has no interface for three things midepoch needs: setting a position without leaving files open, observing
+samples as they are read, and telling a failed pass from a finished one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = [
     "check",
     "each_sample",
     "end_pass",
-    "end_pass_by_itself",
     "free_barrier",
     "has_failed",
-    "leaves_no_files",
-    "lent",
     "nodes",
+    "overridden",
     "own_formats",
     "pass_of",
     "rank_world",
+    "resume_override",
     "set_place",
+    "use_own_end_pass",
     "work",
     "worker_world",
 ]
@@ -53,14 +53,14 @@ for _name in ("_each_sample_id", "_get_work", "_resume", "_set_shuffle_block_siz
 _STREAMING.part("streaming.base.util:random")
 
 RETRIES = Replacement(streaming.base.util, "random", random.Random())
-"""Streaming draws the delay before it retries a download from ``random.random()``, in a thread of its own.
+"""Streaming draws the time before it retries a download from ``random.random()``, in a thread of its own.
 
-From the caller's generator it would take numbers, and from a sample that draws at that time.
+This would take numbers from the caller's generator, and from a sample that draws at the same time.
 """
 
 
 def check(dataset: StreamingDataset) -> None:
-    """Raise UnsupportedSourceError unless a dataset has the parts used here."""
+    """Raise UnsupportedSourceError unless a dataset has the parts that midepoch uses."""
     _STREAMING.check(
         dataset, "_parallel_rank_world.num_nodes", "_shared_barrier.flag", "_shared_barrier.num_enter",
         "_shared_barrier.num_exit", "_shm_prefix_int", "_unique_rank_world.rank", "_unique_rank_world.ranks_per_node",
@@ -68,27 +68,27 @@ def check(dataset: StreamingDataset) -> None:
     )  # fmt: skip
 
 
-# --- where a dataset stands -------------------------------------------------------------------------------------------
+# --- a dataset's position ---------------------------------------------------------------------------------------------
 
 
 def rank_world(dataset: StreamingDataset) -> Any:
-    """Streaming's place of this process among all ranks."""
+    """Streaming's record of this process's rank."""
     return dataset._unique_rank_world
 
 
 def nodes(dataset: StreamingDataset) -> int:
-    """The number of nodes that receive different samples."""
+    """The number of nodes that get different samples."""
     return int(dataset._parallel_rank_world.num_nodes)
 
 
 def worker_world(dataset: StreamingDataset) -> Any:
-    """Streaming's place of this worker process, as of the last pass, among those that are given different samples."""
+    """Streaming's record of this worker process, as of the last pass, among those that get different samples."""
     return dataset._parallel_worker_world
 
 
 def set_place(dataset: StreamingDataset, place: dict[str, Any]) -> None:
-    """Make the next pass begin at a place, as ``load_state_dict`` does, without a new shared block for each pass."""
-    # A pass checks both: it ignores the place if its epoch is not the next one.
+    """Make the next pass begin at a position: ``load_state_dict`` without a new shared memory block for each pass."""
+    # A pass reads both, and treats the position as stale if its epoch is not the next one.
     dataset.next_epoch = place["epoch"]
     if not hasattr(dataset, "_resume_shm"):
         dataset.load_state_dict(place)
@@ -98,15 +98,15 @@ def set_place(dataset: StreamingDataset, place: dict[str, Any]) -> None:
 
 
 def _resume(dataset: StreamingDataset, world: Any, epoch: int) -> tuple[int, int]:
-    """In place of ``_resume``, which leaves a shared block open at each pass, until the process ends."""
+    """Replaces ``_resume``, which leaves a shared memory block open at each pass, until the process ends."""
     try:
         memory = _SharedMemory(_path_of(dataset._shm_prefix_int, _RESUME), create=False, auto_cleanup=False)
     except FileNotFoundError:
-        return _theirs(dataset, world, epoch)
+        return _original_resume(dataset, world, epoch)
     place = json.loads(bytes(memory.buf).partition(b"\0")[0])
     memory.cleanup()
     if place["epoch"] < epoch:
-        return _theirs(dataset, world, epoch)
+        return _original_resume(dataset, world, epoch)
     dataset.num_canonical_nodes = place["num_canonical_nodes"]
     dataset.shuffle_seed = place["shuffle_seed"]
     dataset.initial_physical_nodes = place["initial_physical_nodes"]
@@ -114,15 +114,15 @@ def _resume(dataset: StreamingDataset, world: Any, epoch: int) -> tuple[int, int
     return place["epoch"], place["sample_in_epoch"]
 
 
-def _theirs(dataset: StreamingDataset, world: Any, epoch: int) -> tuple[int, int]:
+def _original_resume(dataset: StreamingDataset, world: Any, epoch: int) -> tuple[int, int]:
     epoch, sample = type(dataset)._resume(dataset, world, epoch)
     return epoch, sample
 
 
 def free_barrier(dataset: StreamingDataset) -> None:
-    """Forget who has come to the barrier of a pass: where a worker died while it began, the next pass would wait.
+    """Reset the barrier at the start of a pass. If a worker died there, the next pass would wait forever.
 
-    With other ranks on this node nothing is done: they may have come for the next pass already.
+    Does nothing if this node has other ranks, which may already be waiting for the next pass.
     """
     barrier = dataset._shared_barrier
     at_rest = barrier.num_enter == 0 and barrier.num_exit == -1
@@ -130,12 +130,12 @@ def free_barrier(dataset: StreamingDataset) -> None:
         barrier.num_enter, barrier.num_exit, barrier.flag = 0, -1, True
 
 
-# --- replaced methods of a dataset ------------------------------------------------------------------------------------
+# --- overridden methods -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def lent(dataset: StreamingDataset, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace these methods of a dataset. Copies that worker processes receive meanwhile keep them."""
+def overridden(dataset: StreamingDataset, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Override these methods of a dataset. Copies that worker processes get meanwhile keep the overrides."""
     for name, method in methods.items():
         setattr(dataset, name, method)
     try:
@@ -145,8 +145,8 @@ def lent(dataset: StreamingDataset, **methods: Callable[..., Any]) -> Iterator[N
             delattr(dataset, name)
 
 
-def leaves_no_files(dataset: StreamingDataset) -> dict[str, Callable[..., Any]]:
-    """The method with which a pass reads its place, to be lent."""
+def resume_override(dataset: StreamingDataset) -> dict[str, Callable[..., Any]]:
+    """The override with which a pass reads its position."""
     return {"_resume": functools.partial(_resume, dataset)}
 
 
@@ -156,30 +156,30 @@ def work(dataset: StreamingDataset, epoch: int, sample_in_epoch: int) -> Any:
 
 
 def each_sample(dataset: StreamingDataset, reading: Any) -> Iterator[int]:
-    """The items of its own ``_each_sample_id``."""
+    """The result of its own ``_each_sample_id``."""
     return type(dataset)._each_sample_id(dataset, reading)  # type: ignore[no-any-return]
 
 
-LENT = ("_resume", "_get_work", "_each_sample_id")
-"""The names of methods that may be replaced."""
+OVERRIDABLE = ("_resume", "_get_work", "_each_sample_id")
+"""The names of methods that may be overridden."""
 
 
 # --- a pass -----------------------------------------------------------------------------------------------------------
 
 
 def pass_of(dataset: StreamingDataset) -> Any:
-    """What Streaming knows of the last pass in this process; None where there was none."""
+    """Streaming's record of the last pass in this process; None if there was none."""
     return getattr(dataset, "_iterator", None)
 
 
 def has_failed(dataset: StreamingDataset) -> bool:
-    """Whether a thread that reads ahead in this process has failed: Streaming begins no other pass after that."""
+    """Whether a prefetching thread in this process has failed. Streaming begins no other pass after that."""
     event = getattr(dataset, "_event", None)
     return event is not None and bool(event.is_set())
 
 
 def end_pass(dataset: StreamingDataset, reading: Any) -> None:
-    """As Streaming's own ``exit`` of a pass, which waits for ever for a thread that has failed."""
+    """Replaces a pass's own ``exit``, which waits forever for a thread that has failed."""
     reading.non_blocking_exit()
     while reading._num_exited < reading._num_threads_to_exit and not has_failed(dataset):
         time.sleep(_TICK)
@@ -187,8 +187,8 @@ def end_pass(dataset: StreamingDataset, reading: Any) -> None:
         reading._state = _EXITED
 
 
-def end_pass_by_itself(dataset: StreamingDataset, reading: Any) -> None:
-    """Let the next pass, which ends this one, do it by `end_pass`; in worker processes too."""
+def use_own_end_pass(dataset: StreamingDataset, reading: Any) -> None:
+    """Make the next pass, which ends this one, use `end_pass` for it, in worker processes too."""
     reading.exit = functools.partial(end_pass, dataset, weakref.proxy(reading))
 
 
@@ -196,6 +196,6 @@ def end_pass_by_itself(dataset: StreamingDataset, reading: Any) -> None:
 
 
 def own_formats() -> list[type]:
-    """Classes that were registered with Streaming to decode a column, or to read a kind of shard."""
+    """Classes that were registered with Streaming to decode a column or to read a kind of shard."""
     kinds = [kind for registered in (*_ENCODINGS, _READERS) for kind in registered.values()]
     return [kind for kind in kinds if kind.__module__.partition(".")[0] != "streaming"]

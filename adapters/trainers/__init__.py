@@ -1,1 +1,1 @@
-"""What trainers need besides a wrapped loader, each in a module of its own; docs/trainers.md tells which need any."""
+"""What trainers need besides a wrapped loader, in one module each. docs/trainers.md says which need anything."""

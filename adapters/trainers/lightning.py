@@ -1,9 +1,9 @@
-"""Lightning: `ExactResume`, a callback that makes exact what Lightning's own checkpoints leave out.
+"""Lightning: `ExactResume`, a callback that adds what Lightning's own checkpoints lack for an exact resume.
 
-Lightning saves the states of its train loaders by itself, and loads them when it resumes in mid-epoch. It does so after
-its own prefetching, only for rank 0, not for validation, and counts batches as of the world that saved them; with
-several loaders it forgets which of them had ended. The callback puts something of its own between Lightning and the
-loaders, which knows how many batches were handed over and not trained on, and keeps what else is needed.
+Lightning saves the states of its train loaders, and loads them when it resumes in mid-epoch. But it saves them after
+its own prefetching, only for rank 0, and not for validation. It counts batches of the world that saved them, and with
+several loaders it forgets which of them had ended. The callback puts an object between Lightning and each loader, which
+counts the batches that were handed over but not trained on, and saves the rest of what a resume needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from midepoch.state.parts import gather_state
 if TYPE_CHECKING or "lightning" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
-else:  # the same under its older name, where that is what the program uses
+else:  # the same under its older name, if the program uses that
     from pytorch_lightning import Callback
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
@@ -38,24 +38,24 @@ _VERSION = 1
 
 
 class ExactResume(Callback):
-    """Add it to the trainer, when a run starts and when it resumes: ``Trainer(callbacks=[ExactResume()])``.
+    """Add it to the trainer, both when a run starts and when it resumes: ``Trainer(callbacks=[ExactResume()])``.
 
-    It needs train loaders that were wrapped, wherever they are made; validation loaders may be wrapped too. With it, a
-    run goes on exactly from any checkpoint: with loaders of unknown length, several loaders in any mode of
-    CombinedLoader, ``limit_train_batches``, ``max_steps``, a validation that was interrupted, an exception in the
-    middle of a batch, and on another number of processes. Lightning's count of batches follows.
+    It needs wrapped train loaders, wherever they are made. Validation loaders may be wrapped too. A run then resumes
+    exactly from any checkpoint: with loaders of unknown length, several loaders in any mode of CombinedLoader,
+    ``limit_train_batches``, ``max_steps``, an interrupted validation, an exception in the middle of a batch, and on
+    another number of processes. Lightning's count of batches is adjusted.
 
-    Warns with MidepochWarning where a loader is not wrapped, and where a checkpoint is saved between two batches whose
-    gradients are accumulated, since gradients are in no checkpoint.
+    Warns with MidepochWarning if a loader is not wrapped, and if a checkpoint is saved between two batches whose
+    gradients are accumulated, because no checkpoint holds gradients.
     """
 
     def __init__(self) -> None:
-        self._train: _Handed | None = None
-        self._validation: list[_Handed] = []
+        self._train: _CountedLoader | None = None
+        self._validation: list[_CountedLoader] = []
         self._before_sanity_check: list[State] = []
-        self._validated: tuple[int, int] | None = None  # loader and batch that a validation will ask for next
-        self._saved: dict[str, Any] | None = None  # of the checkpoint that this run goes on from
-        self._validation_states: list[State] = []  # of that checkpoint, until there are loaders to load them
+        self._validated: tuple[int, int] | None = None  # the loader and batch that a validation will ask for next
+        self._saved: dict[str, Any] | None = None  # from the checkpoint that this run resumes from
+        self._validation_states: list[State] = []  # from that checkpoint, until there are loaders to load them
         self._validation_to_finish: tuple[int, int] | None = None
         self._interrupted: list[State] = []
         self._give_back: list[Callable[[], None]] = []
@@ -63,7 +63,7 @@ class ExactResume(Callback):
     # --- between Lightning and the loaders ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Ask to see the loaders before Lightning does."""
+        """Intercept the loaders before Lightning gets them."""
         if stage != "fit":
             return
         private.check(trainer)
@@ -76,7 +76,7 @@ class ExactResume(Callback):
         ]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give Lightning its sources of loaders back."""
+        """Restore Lightning's own sources of loaders."""
         while self._give_back:
             self._give_back.pop()()
 
@@ -86,7 +86,7 @@ class ExactResume(Callback):
         bare = [each for each, part in zip(combined.flattened, parts, strict=True) if part is None]
         if bare:
             _warn_of_bare("train", bare)
-        if bare or private.mode_of(combined) == "sequential":  # which Lightning refuses for training
+        if bare or private.mode_of(combined) == "sequential":  # Lightning refuses this mode for training
             return loaders
         wrapped = [each for each in parts if each is not None]
         for part in parts:
@@ -97,7 +97,7 @@ class ExactResume(Callback):
         else:
             loader = combine(wrapped, private.mode_of(combined))
             shape = lambda batch: tree_unflatten(batch, private.spec_of(combined))  # noqa: E731
-        self._train = _Handed(loader, shape, lambda: private.fetcher_of(trainer.fit_loop))
+        self._train = _CountedLoader(loader, shape, lambda: private.fetcher_of(trainer.fit_loop))
         self._load_train()
         return self._train
 
@@ -114,10 +114,10 @@ class ExactResume(Callback):
                 return loaders
             shape = lambda batch: tree_unflatten(batch, private.spec_of(combined))  # noqa: E731
             wrapped = [each for each in parts if each is not None]
-            result: Any = _Handed(combine(wrapped, private.mode_of(combined)), shape, fetcher)
+            result: Any = _CountedLoader(combine(wrapped, private.mode_of(combined)), shape, fetcher)
             self._validation = [result]
         else:
-            own = [None if part is None else _Handed(part, None, fetcher) for part in parts]
+            own = [None if part is None else _CountedLoader(part, None, fetcher) for part in parts]
             self._validation = [each for each in own if each is not None]
             flat = [bare if each is None else each for each, bare in zip(own, combined.flattened, strict=True)]
             result = CombinedLoader(tree_unflatten(flat, private.spec_of(combined)), "sequential")
@@ -138,15 +138,15 @@ class ExactResume(Callback):
             progress.current.ready == progress.current.processed == self._train.handed and self._train.is_exhausted()
         )
         train: State | None = None
-        if not _will_ask_anew(trainer, private.train_made_in(trainer)):
+        if not _will_reload_loaders(trainer, private.train_made_in(trainer)):
             train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
         validating = _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
         next_place = self._validated if validating else None
         validation = []
         made = private.validation_made_in(trainer)
-        validated = [] if _will_ask_anew(trainer, made) else self._validation
-        # One that is not wrapped cannot be taken up in its middle, so all of them begin this validation again.
+        validated = [] if _will_reload_loaders(trainer, made) else self._validation
+        # Only wrapped loaders can resume in the middle. If one is not, all of them start this validation again.
         again = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
         for index, each in enumerate(validated):
             if next_place is None:
@@ -156,7 +156,7 @@ class ExactResume(Callback):
             else:
                 loader, batch = next_place
                 in_flight = each.handed - batch if index == loader else each.handed if index > loader else 0
-                # One that has not begun this validation may stand where the one before left it.
+                # A loader that this validation has not reached may still be where the previous one left it.
                 begun = index == loader and batch > 0
                 validation.append(each.state(in_flight, ended=index < loader or (not begun and not each.handed)))
         checkpoint[_KEY] = {
@@ -168,7 +168,7 @@ class ExactResume(Callback):
             "next_in_validation": None if again else next_place,
         }
         if next_place is not None:
-            _stand_in_validation(checkpoint["loops"]["fit_loop"], 0 if again else None)
+            _move_into_validation(checkpoint["loops"]["fit_loop"], 0 if again else None)
 
     def _validation_loaders(self, trainer: Any) -> list[Any]:
         combined = private.combined_of(trainer.fit_loop.epoch_loop.val_loop)
@@ -181,8 +181,8 @@ class ExactResume(Callback):
             if lost and not _has_ended(trainer):
                 warnings.warn(
                     f"this checkpoint is saved after {lost} of {trainer.accumulate_grad_batches} batches whose "
-                    "gradients are accumulated, and gradients are in no checkpoint: a run that resumes here goes on "
-                    "without them; save after an optimizer step, as ModelCheckpoint(every_n_train_steps=...) does",
+                    "gradients are accumulated, and no checkpoint holds gradients: a run that resumes here loses them; "
+                    "save after an optimizer step, as ModelCheckpoint(every_n_train_steps=...) does",
                     MidepochWarning,
                     stacklevel=2,
                 )
@@ -190,7 +190,7 @@ class ExactResume(Callback):
     # --- loading ---
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Before Lightning restores its loops, so that it reads from the checkpoint what is right."""
+        """Correct the checkpoint before Lightning restores its loops from it."""
         if not _is_fitting(trainer):
             return
         loops = checkpoint["loops"]["fit_loop"]
@@ -199,7 +199,7 @@ class ExactResume(Callback):
         if saved is None:
             if not by_lightning:
                 return
-            saved = self._of_lightning(by_lightning, loops)
+            saved = self._from_lightning(by_lightning, loops)
         elif saved.get("version") != _VERSION:
             raise StateError(
                 f"the checkpoint was saved by another version of midepoch's callback ({saved.get('version')}, this is "
@@ -210,27 +210,27 @@ class ExactResume(Callback):
         self._validation_to_finish = None if place is None else (place[0], place[1])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         if not saved["ended"] and epochs["current"]["processed"] == epochs["current"]["ready"]:
-            # Stopped in mid-epoch by max_steps or an early stop, which Lightning counts as a whole epoch.
+            # Stopped in mid-epoch by max_steps or early stopping, which Lightning counts as a whole epoch.
             for each in (epochs["current"], epochs["total"]):
                 each["processed"] = each["completed"] = each["ready"] - 1
         if epochs["current"]["started"] < epochs["current"]["ready"]:
-            # Saved by on_train_epoch_start, when Lightning has not yet forgotten the epoch before.
+            # Saved by on_train_epoch_start, before Lightning has reset the previous epoch.
             batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False
         trained_on = batches["current"]["processed"] == batches["current"]["ready"]
         if trained_on and batches["current"]["completed"] < batches["current"]["processed"]:
-            # Saved by on_train_batch_end: if a validation was to follow, it is still to come.
-            _stand_in_validation(loops, 0)
+            # Saved by on_train_batch_end. If a validation was due, it is still due.
+            _move_into_validation(loops, 0)
         for each in (batches["current"], batches["total"]):
-            # An exception in the middle of a batch: it comes again. The last batch: it is over, but not the epoch.
+            # An exception in the middle of a batch: it is given again. After the last batch, the epoch still goes on.
             if not trained_on or saved["ended"]:
                 each["ready"] = each["started"] = each["completed"] = each["processed"]
         if not trained_on:
             batches["is_last_batch"] = False
         elif saved["ended"] and batches["current"]["ready"]:
-            batches["is_last_batch"] = True  # Lightning may have expected more, by limit_train_batches
+            batches["is_last_batch"] = True  # Lightning may have expected more, from limit_train_batches
 
-    def _of_lightning(self, states: list[State], loops: dict[str, Any]) -> dict[str, Any]:
-        """What is known of a checkpoint that was saved without the callback."""
+    def _from_lightning(self, states: list[State], loops: dict[str, Any]) -> dict[str, Any]:
+        """The same information, as far as known, for a checkpoint saved without the callback."""
         if len(states) > 1:
             raise StateError(
                 f"the checkpoint has the states of {len(states)} loaders and was saved without ExactResume, so it does "
@@ -255,15 +255,15 @@ class ExactResume(Callback):
             return
         if len(states) != len(self._validation):
             raise StateError(
-                f"the checkpoint has the states of {len(states)} validation loaders, there are {len(self._validation)} "
-                "that are wrapped: make them as they were"
+                f"the checkpoint has the states of {len(states)} validation loaders, but {len(self._validation)} are "
+                "wrapped now: make them as they were"
             )
         place, self._interrupted = self._validation_to_finish, states
         for index, (each, state) in enumerate(zip(self._validation, states, strict=True)):
             each.load(state, place[1] if place is not None and place[0] == index else 0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """All is restored, and nothing has begun."""
+        """Called when all is restored and nothing has begun."""
         saved, train = self._saved, self._train
         if saved is None or train is None:
             return
@@ -278,16 +278,16 @@ class ExactResume(Callback):
             return
         if fit_loop.restarted_mid_epoch:
             if not private.will_validate(trainer):
-                private.validated(trainer)  # or it would look for a batch in which to validate
+                private.validated(trainer)  # otherwise it would look for a batch at which to validate
         elif not fit_loop.restarted_on_epoch_start:
-            # With max_steps Lightning takes this for the middle of an epoch, and would train on one batch more.
+            # With max_steps Lightning takes this for mid-epoch, and would train on one more batch.
             if fit_loop.restarted_on_epoch_end:
                 fit_loop.epoch_progress.increment_completed()
             private.no_longer_restarts(trainer)
             self._begin_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch of which nothing was left does not tell its loop that it is no restart any more."""
+        """End the restart: after an epoch with no batches left, Lightning's loop still takes itself for restarting."""
         self._begin_epoch(trainer)
 
     def _begin_epoch(self, trainer: Any) -> None:
@@ -295,9 +295,9 @@ class ExactResume(Callback):
         trainer.fit_loop.epoch_loop.reset_restart_stage()
 
     def _count_as_here(self, trainer: Any, saved: dict[str, Any]) -> None:
-        """Lightning's count of this epoch's batches, on a world with another global batch."""
+        """Convert Lightning's count of this epoch's batches from a world with another global batch."""
         train = self._train
-        assert train is not None  # the caller has seen to it
+        assert train is not None  # checked by the caller
         if saved["train"] is None:
             return
         batches = trainer.fit_loop.epoch_loop.batch_progress
@@ -305,7 +305,7 @@ class ExactResume(Callback):
             return
         number = trainer.num_training_batches
         if number == float("inf"):
-            return  # of no consequence where nobody knows the number
+            return  # of no consequence if the number of batches is unknown
         if saved["ended"]:
             done = number
         else:
@@ -321,7 +321,7 @@ class ExactResume(Callback):
     # --- an interrupted validation ---
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put Lightning's iterator where the validation was left."""
+        """Put Lightning's iterator where the validation was interrupted."""
         self._validated = (0, 0)
         place, self._validation_to_finish = self._validation_to_finish, None
         if place is None or trainer.sanity_checking or not self._validation:
@@ -329,7 +329,7 @@ class ExactResume(Callback):
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         fetcher = private.fetcher_of(val_loop)
         if getattr(fetcher, "batches", None):
-            # Read ahead, from the first loader: read it again when its turn comes.
+            # Prefetched from the first loader. Read it again when its turn comes.
             fetcher.batches.clear()
             fetcher.done = False
             for index, (each, state) in enumerate(zip(self._validation, self._interrupted, strict=True)):
@@ -337,27 +337,27 @@ class ExactResume(Callback):
         private.put_validation_at(val_loop, *place)
         self._validated = place
         warnings.warn(
-            f"the validation that was interrupted goes on at batch {place[1]} of loader {place[0]}: means that "
-            "self.log had taken before are not in the checkpoint, metrics that save their own state are",
+            f"the interrupted validation continues at batch {place[1]} of loader {place[0]}: earlier means of self.log "
+            "are not in the checkpoint, but metrics that save their own state are",
             MidepochWarning,
             stacklevel=2,
         )
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
-        """The check leaves no trace, since Lightning leaves it out of some resumed runs and not of others."""
+        """Reset the loaders. Lightning runs the sanity check in some resumed runs only, so it must leave no trace."""
         for each, state in zip(self._validation, self._before_sanity_check, strict=True):
             each.load(state, 0)
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Where the validation stands."""
+        """Record the position of the validation."""
         self._validated = dataloader_idx, batch_idx
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Where the validation stands."""
+        """Record the position of the validation."""
         val_loop = trainer.validate_loop if not _is_fitting(trainer) else trainer.fit_loop.epoch_loop.val_loop
         fetcher = private.fetcher_of(val_loop)
         ahead = getattr(fetcher, "batches", ())
@@ -369,29 +369,29 @@ class ExactResume(Callback):
             self._validated = dataloader_idx, batch_idx + 1
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """All batches have been seen."""
+        """The validation has seen all batches."""
         self._validated = None
         for each in self._validation:
             each.handed, each.handed_in_pass, each._continues = 0, 0, False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """An interrupted validation that Lightning does not take up again is over."""
+        """Drop an interrupted validation that Lightning does not continue."""
         if self._validation_to_finish is not None:
             self._validation_to_finish = None
             for each in self._validation:
                 each.leave()
 
 
-class _Handed:
-    """What Lightning iterates: a loader, and how many batches were handed over.
+class _CountedLoader:
+    """What Lightning iterates: a loader, with a count of the batches that were handed over.
 
     Attributes:
-        handed: batches handed over in this epoch of Lightning's, before a resume too.
-        handed_in_pass: by the pass that runs.
+        handed: batches handed over in this epoch of Lightning's, including those before a resume.
+        handed_in_pass: batches handed over by the running pass.
         loaded: the state that was loaded last.
     """
 
-    # Lightning would set the epoch there, which follows from the passes.
+    # Lightning would call set_epoch on it. The passes determine the epoch.
     sampler = batch_sampler = None
 
     def __init__(self, loader: Loader, shape: Callable[[Any], Any] | None, fetcher: Callable[[], Any]) -> None:
@@ -411,7 +411,7 @@ class _Handed:
 
     def _pass(self, ahead: int) -> Iterator[Any]:
         if ahead and ahead == self.handed_in_pass:
-            # Lightning asks for a second iterator and drops what it has read ahead with the first.
+            # Lightning makes a second iterator and drops what it has prefetched with the first.
             before = self.handed - ahead
             self._loader.load_state_dict(self._loader.state_dict(ahead))
         elif self._continues:
@@ -426,7 +426,7 @@ class _Handed:
             yield batch if self._shape is None else self._shape(batch)
 
     def is_exhausted(self) -> bool:
-        """Whether nothing is left of a pass over a source whose length only reading can tell."""
+        """Whether a pass over a source of unknown length has nothing left."""
         if not self.handed:
             return False
         try:
@@ -434,7 +434,7 @@ class _Handed:
         except TypeError:
             pass
         else:
-            return False  # Lightning knows
+            return False  # Lightning knows the length
         if not self._loader.position:
             return True
         try:
@@ -444,12 +444,12 @@ class _Handed:
         return False
 
     def is_split_like(self, state: State) -> bool:
-        """Whether the batches are those of the world and of the batch size of a state."""
+        """Whether the world and the batch size are those of a state, so that the batches are the same."""
         part = Part("", self._loader)
         return (part.world.world_size, part.batch_size) == (state["world_size"], state["batch_size"])
 
     def state(self, in_flight: int, ended: bool) -> State:
-        """A state that suits every rank; that of the next epoch's beginning where this one has ended."""
+        """A state for every rank; that of the next epoch's beginning if this epoch has ended."""
         state = self._loader.state_dict(in_flight)
         if ended and state["position"]:
             state = Part("", self._loader).state_at(state, state["epoch"] + 1)
@@ -460,7 +460,7 @@ class _Handed:
         return self._loader.state_dict()
 
     def load(self, state: State, batches: int) -> None:
-        """Go on from a state, with so many batches of this epoch behind."""
+        """Continue from a state, with `batches` of this epoch done."""
         self._loader.load_state_dict(state)
         self.loaded, self.handed, self.handed_in_pass, self._continues = state, batches, 0, True
 
@@ -474,7 +474,7 @@ class _Handed:
 
 
 def _begin(loader: Loader | None, epoch: int) -> None:
-    """Begin with Lightning's epoch, where a loader was made again in the middle of a run."""
+    """Start with Lightning's epoch, for a loader that was made again in the middle of a run."""
     if loader is not None and loader.position == 0:
         loader.set_epoch(epoch)
 
@@ -491,16 +491,16 @@ def _has_ended(trainer: Any) -> bool:
     )
 
 
-def _will_ask_anew(trainer: Any, made: float) -> bool:
-    """Whether an epoch is over, and the next one asks for loaders again. `made`: the epoch in which it did so last."""
+def _will_reload_loaders(trainer: Any, made: float) -> bool:
+    """Whether an epoch has ended and the next one makes new loaders. `made`: the epoch in which they were made last."""
     epochs, every = trainer.fit_loop.epoch_progress.current, trainer.reload_dataloaders_every_n_epochs
     return bool(every) and epochs.processed == epochs.ready and epochs.processed - made >= every
 
 
-def _stand_in_validation(loops: dict[str, Any], done: int | None = None) -> None:
-    """Let Lightning find itself at the start of a batch of a validation, the only place where it takes one up again.
+def _move_into_validation(loops: dict[str, Any], done: int | None = None) -> None:
+    """Put Lightning at the start of a validation batch, the only place where it continues a validation.
 
-    `done`: batches of the validation that are behind; None for as many as it had counted.
+    `done`: batches of the validation that are done; None for Lightning's own count.
     """
     progress = loops["epoch_loop.val_loop.batch_progress"]
     if done is not None:
@@ -513,7 +513,7 @@ def _stand_in_validation(loops: dict[str, Any], done: int | None = None) -> None
 def _warn_of_bare(kind: str, bare: list[Any]) -> None:
     names = ", ".join(sorted({type(each).__name__ for each in bare}))
     warnings.warn(
-        f"{kind} loaders of type {names} are not wrapped, so they begin again when a run resumes: pass "
+        f"{kind} loaders of type {names} are not wrapped, so they start again when a run resumes: pass "
         "midepoch.wrap(loader)",
         MidepochWarning,
         stacklevel=2,
@@ -521,14 +521,14 @@ def _warn_of_bare(kind: str, bare: list[Any]) -> None:
 
 
 def warn_of_counts(loader: Loader, state: State) -> None:
-    """Say that Lightning's count of batches does not fit, where Lightning itself loads a state of another topology."""
+    """Warn that Lightning's count of batches is wrong, if Lightning itself loads a state of another topology."""
     part = Part("", loader)
     here = (part.world.world_size, part.batch_size)
     if state["position"] and here != (state["world_size"], state["batch_size"]):
         warnings.warn(
-            f"the checkpoint is of {state['world_size']} processes with batches of {state['batch_size']}, these are "
-            f"{here[0]} with {here[1]}. Lightning counts batches, and ends this epoch too early or too late: add "
-            "midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
+            f"the checkpoint is from {state['world_size']} processes with batches of {state['batch_size']}, this run "
+            f"has {here[0]} with {here[1]}. Lightning counts batches, so it would end this epoch too early or too "
+            "late: add midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
             MidepochWarning,
             stacklevel=4,
         )

@@ -1,6 +1,6 @@
-"""What midepoch uses of Lightning's loops that Lightning does not promise, checked when a fit begins.
+"""The parts of Lightning's loops that midepoch uses and Lightning does not promise. They are checked as a fit begins.
 
-Versions are checked when this is imported.
+Versions are checked on import.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LIGHTNING = Package(
 
 
 def check(trainer: Any) -> None:
-    """Raise UnsupportedSourceError unless a trainer has what is used of it."""
+    """Raise UnsupportedSourceError unless a trainer has the parts that midepoch uses."""
     _LIGHTNING.check(
         trainer, "fit_loop._data_fetcher", "fit_loop._data_source.dataloader", "fit_loop._last_train_dl_reload_epoch",
         "fit_loop._restarting", "fit_loop.epoch_loop._batches_that_stepped",
@@ -53,21 +53,21 @@ def check(trainer: Any) -> None:
 
 
 def intercept(loop: Any, take: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let `take` have what a loop's source of loaders gives, each time it is asked, until what this returns is called.
+    """Replace the loaders that a loop's source returns by the result of `take`. Returns a function that undoes this.
 
-    The source is an object of this trainer's alone.
+    The source belongs to this trainer alone.
     """
     source = loop._data_source
     source.dataloader = lambda: take(type(source).dataloader(source))
 
-    def give_back() -> None:
+    def restore() -> None:
         vars(source).pop("dataloader", None)
 
-    return give_back
+    return restore
 
 
 def fetcher_of(loop: Any) -> Any:
-    """What reads batches for a loop."""
+    """The object that reads batches for a loop."""
     return loop._data_fetcher
 
 
@@ -77,23 +77,23 @@ def combined_of(loop: Any) -> Any:
 
 
 def mode_of(combined: Any) -> Mode:
-    """How a CombinedLoader combines."""
+    """The mode of a CombinedLoader."""
     mode: Mode = combined._mode
     return mode
 
 
 def spec_of(combined: Any) -> Any:
-    """What the loaders of a CombinedLoader were given in: a list, a dict."""
+    """The container that a CombinedLoader's loaders were given in: a list, a dict."""
     return combined._spec
 
 
 def train_made_in(trainer: Any) -> float:
-    """The epoch in which train loaders were asked for last."""
+    """The epoch in which train loaders were last made."""
     return float(trainer.fit_loop._last_train_dl_reload_epoch)
 
 
 def validation_made_in(trainer: Any) -> float:
-    """The epoch in which validation loaders were asked for last."""
+    """The epoch in which validation loaders were last made."""
     return float(trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
 
 
@@ -101,7 +101,7 @@ def validation_made_in(trainer: Any) -> float:
 
 
 def has_read_all(trainer: Any) -> bool:
-    """Whether as many batches of the epoch were handed over as it has."""
+    """Whether all batches of the epoch were handed over."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
@@ -111,20 +111,20 @@ def will_validate(trainer: Any) -> bool:
 
 
 def validated(trainer: Any) -> None:
-    """Let the loop take a validation for done, and count the last step."""
+    """Mark a validation as done in the loop, and count the last step."""
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.val_loop._has_run = True
     epoch_loop._batches_that_stepped += not epoch_loop._should_accumulate()
 
 
 def no_longer_restarts(trainer: Any) -> None:
-    """Let the loop of epochs be past its restart, and not its inner loops."""
+    """End the restart of the loop of epochs, but not of its inner loops."""
     trainer.fit_loop._restarting = False
     trainer.fit_loop.reset_restart_stage()
 
 
 def put_validation_at(loop: Any, loader: int, batch: int) -> None:
-    """Let a validation that has begun go on with this batch of this loader."""
+    """Continue a validation that has begun at this batch of this loader."""
     iterator = loop._combined_loader._iterator
     if hasattr(iterator, "_iterator_idx"):
         iterator._iterator_idx = loader

@@ -1,4 +1,4 @@
-"""torchtitan: `feed` puts a wrapped loader into a configuration, and torchtitan's checkpoints keep its place."""
+"""torchtitan: `feed` puts a wrapped loader into a configuration, and torchtitan's checkpoints keep its state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["feed"]
 
 
 def feed(config: Any, make: Callable[..., Any]) -> None:
-    """Let the Trainer that `config` describes read what `make` makes, epoch after epoch, and save and resume with it.
+    """Make the Trainer of `config` read the loader that `make` returns, epoch after epoch, and save and resume it.
 
-    Call it where the configuration is made: ``config = llama3_debugmodel(); feed(config, make); return config``.
+    Call it where you make the configuration: ``config = llama3_debugmodel(); feed(config, make); return config``.
 
     Args:
-        config: torchtitan's ``Trainer.Config``, whose ``dataloader`` is exchanged.
-        make: called once in each process with the keywords that torchtitan gives its own data loaders, such as
-            ``tokenizer``, ``seq_len`` and ``local_batch_size``, and with ``world``, the `World` among whose ranks the
-            data is divided: not all processes, where tensors or the model are divided too. Returns a wrapped loader,
-            ``midepoch.wrap(..., world=world)``, of pairs of a dict of inputs and labels.
+        config: torchtitan's ``Trainer.Config``. Its ``dataloader`` is replaced.
+        make: called once in each process. It gets the keywords that torchtitan gives its own data loaders, such as
+            ``tokenizer``, ``seq_len`` and ``local_batch_size``, and ``world``: the `World` of data ranks. These are
+            fewer than all processes under tensor or model parallelism. It returns ``midepoch.wrap(..., world=world)``,
+            a loader of pairs: a dict of inputs, and labels.
     """
 
     class Fed(BaseDataLoader):
@@ -41,8 +41,8 @@ def feed(config: Any, make: Callable[..., Any]) -> None:
             self._loader = _made(make, World(dp_rank, dp_world_size), keywords)
 
         def __iter__(self) -> Iterator[Any]:
-            # torchtitan counts steps, not epochs, and stops where a loader does. One pass may be empty: of a source
-            # whose length is not known, resumed at its very end.
+            # torchtitan counts steps, not epochs, and stops when a loader ends. One pass may be empty, if a source of
+            # unknown length is resumed at its very end.
             empty = 0
             while empty < 2:
                 empty += 1
@@ -54,7 +54,7 @@ def feed(config: Any, make: Callable[..., Any]) -> None:
             return self._loader.state_dict()
 
         def load_state_dict(self, state: State) -> None:
-            if state:  # torchtitan's word for a checkpoint without one
+            if state:  # torchtitan passes an empty dict if the checkpoint has no state
                 self._loader.load_state_dict(state)
 
     config.dataloader = Fed.Config()
@@ -65,18 +65,18 @@ def _made(make: Callable[..., Any], world: World, keywords: dict[str, Any]) -> L
     loader = loader_of(made)
     if loader is None:
         raise TypeError(
-            f"feed's function must return a loader that was wrapped, and returned a {type(made).__name__}: "
+            f"feed's function must return a wrapped loader, but returned a {type(made).__name__}: "
             "return midepoch.wrap(loader, world=world)"
         )
     divides = Part("", loader).world
     if (divides.rank, divides.world_size) != (world.rank, world.world_size):
         raise ValueError(
-            "the loader that feed's function returned does not divide its data as torchtitan does: "
+            "the loader that feed's function returned does not divide its data over torchtitan's data ranks: "
             "return midepoch.wrap(loader, world=world)"
         )
     if not is_rank_independent(loader):
         raise StateError(
-            "torchtitan's checkpoint keeps one state for all ranks, and each rank of this source has its own "
-            "(loader.capabilities): choose a source of which any rank's state will do, such as a map-style DataLoader"
+            "torchtitan's checkpoint keeps one state for all ranks, but each rank of this source has its own (see "
+            "loader.capabilities): use a source whose state is the same on each rank, such as a map-style DataLoader"
         )
     return loader

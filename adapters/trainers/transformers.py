@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: `feed` gives it a wrapped loader, whose state lies in its own checkpoints."""
+"""Hugging Face Trainer: `feed` gives it a wrapped loader, and its checkpoints keep the loader's state."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ __all__ = ["feed"]
 
 
 def feed(trainer: Trainer, loader: Loader) -> None:
-    """Let `trainer` train on `loader`, and save and resume with it: call it once, before ``trainer.train``.
+    """Make `trainer` train on `loader`, and save and resume it. Call this once, before ``trainer.train``.
 
-    Nothing else changes: ``trainer.train(resume_from_checkpoint=True)`` goes on at the very batch, and the count of
-    steps with it. The state is in each checkpoint's trainer_state.json.
+    Nothing else changes: ``trainer.train(resume_from_checkpoint=True)`` continues at the exact batch, with the right
+    count of steps. The state is in each checkpoint's trainer_state.json.
 
-    The Trainer counts epochs by steps, so an epoch must have as many batches for each process when a run resumes: on
-    another number of processes change ``per_device_train_batch_size`` so that the product stays the same.
+    The Trainer counts epochs in steps, so a resumed epoch must have the same number of batches for each process. On
+    another number of processes, change ``per_device_train_batch_size`` so that the product stays the same.
 
     Args:
-        trainer: has not begun to train.
-        loader: what `midepoch.wrap` or `midepoch.combine` returned, with batches that the model takes: a mapping.
+        trainer: must not have begun to train.
+        loader: the result of `midepoch.wrap` or `midepoch.combine`. Its batches are mappings that the model takes.
 
     Raises:
-        TypeError: an argument is something else.
+        TypeError: an argument has the wrong type.
     """
     found = loader_of(loader)
     if not isinstance(trainer, Trainer) or found is None:
         raise TypeError(
-            f"feed takes a Trainer and a loader that was wrapped, got a {type(trainer).__name__} and a "
+            f"feed takes a Trainer and a wrapped loader, got a {type(trainer).__name__} and a "
             f"{type(loader).__name__}: feed(trainer, midepoch.wrap(loader))"
         )
     fed: Loader = found
     gathered: list[State] = []
-    skips: list[Need] = []  # one, while the Trainer might skip batches
+    skips: list[Need] = []  # holds one while the Trainer might skip batches
 
     class MidepochState(TrainerCallback, ExportableState):
-        """What the Trainer saves by the name of its class, with its own state."""
+        """Saved by the Trainer in its own state, under the name of this class."""
 
         def state(self) -> dict[str, Any]:
             state = gathered.pop() if gathered else fed.state_dict()
@@ -65,7 +65,7 @@ def feed(trainer: Trainer, loader: Loader) -> None:
             skips.clear()
 
     def collect() -> None:
-        # The Trainer asks for states on one process alone.
+        # The Trainer asks for states on one process only.
         gathered[:] = [gather(fed)]
 
     private.read_from(trainer, fed)
@@ -76,14 +76,14 @@ def feed(trainer: Trainer, loader: Loader) -> None:
 def _load(loader: Loader, saved: Any) -> None:
     if not isinstance(saved, dict):
         raise StateError(
-            "the checkpoint holds no state of a loader, since it was saved without midepoch's feed(): start from one "
-            "that was, or train without feed()"
+            "the checkpoint has no loader state, because it was saved without midepoch's feed(): resume from one that "
+            "was saved with it, or train without feed()"
         )
     found = saved["attributes"]
     if found["batches"] != _length(loader):
         raise StateMismatchError(
-            f"an epoch had {found['batches']} batches for each process when the checkpoint was saved and has "
-            f"{_length(loader)} now, and the Trainer counts epochs by steps: choose the batch size so that batch size "
+            f"an epoch had {found['batches']} batches for each process when the checkpoint was saved, but has "
+            f"{_length(loader)} now, and the Trainer counts epochs in steps: choose the batch size so that batch size "
             "times number of processes is as it was"
         )
     loader.load_state_dict(found["loader"])

@@ -1,4 +1,4 @@
-"""What midepoch uses of Hugging Face's Trainer that it does not promise, checked when it is imported."""
+"""The parts of Hugging Face's Trainer that midepoch uses and it does not promise. They are checked on import."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TRANSFORMERS.part("transformers:Trainer.get_train_dataloader")
 
 
 def read_from(trainer: Trainer, loader: Loader) -> None:
-    """Let a trainer read from a loader, whatever data it was given."""
+    """Make a trainer read from a loader, whatever data it was given."""
     given: Any = loader  # the Trainer's type for it is DataLoader
     trainer.get_train_dataloader = lambda: given  # type: ignore[method-assign]
 
 
 def before_saving(trainer: Trainer, call: Callable[[], None]) -> None:
-    """Let a trainer call this on all processes before it saves a checkpoint: it has no event for that."""
+    """Make a trainer call this on all processes before it saves a checkpoint. It has no event for that."""
     save = trainer._save_checkpoint
 
     def called_before(*arguments: Any, **keywords: Any) -> Any:
@@ -43,7 +43,7 @@ def _skip_none_of_ours(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 SKIPS = Replacement(transformers.trainer, "skip_first_batches", _skip_none_of_ours)
-"""The Trainer skips what the epoch has behind it; a loader that stands there already has nothing to skip.
+"""The Trainer skips the batches of an epoch that are done. A loader that is already past them must not skip any.
 
-It does so in its first epoch after a resume, between ``on_epoch_begin`` and ``on_step_begin``.
+It skips in the first epoch after a resume, between ``on_epoch_begin`` and ``on_step_begin``.
 """

@@ -3,10 +3,10 @@
 | module | holds |
 |---|---|
 | pipeline | what a pipeline means |
-| shards | where shards are, and their bytes |
+| shards | where shards are, and how to read their bytes |
 | index | where each sample of a shard is |
-| finish | what is left for the main process |
-| indexed | shards that can be read anywhere |
+| finish | the stages that run in the main process |
+| indexed | shards whose samples can be read in any order |
 | streamed | shards that can only be read from their start |
 """
 
@@ -31,12 +31,12 @@ from midepoch.loader.adapter import Adapter, Options
 
 __all__ = ["WebDatasetAdapter"]
 
-# The default number of streams. Any number of readers that divides it can share the streams.
+# The number of streams unless the user sets it. Any number of readers that divides it can share them.
 _STREAMS = (1, 2, 3, 4, 6, 12)
 
 
 class WebDatasetAdapter(Adapter):
-    """Chooses how a pipeline is read: by position if its shards can be indexed, else as streams."""
+    """Chooses how a pipeline is read: by position if its shards can be indexed, otherwise as streams."""
 
     name = "webdataset"
     settings = frozenset({"index_cache", "progress", "refill", "replay", "streams"})
@@ -50,10 +50,10 @@ class WebDatasetAdapter(Adapter):
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """An IndexedAdapter or a StreamedAdapter; None, for a replay, if the user asks for it.
+        """An IndexedAdapter or a StreamedAdapter; None, for a replay, if the user asked for it.
 
         Raises:
-            UnsupportedSourceError: a stage cannot be understood.
+            UnsupportedSourceError: midepoch cannot interpret a stage.
             SourceError: a shard cannot be read, or there are no samples.
         """
         settings = _checked(options.settings)
@@ -62,8 +62,8 @@ class WebDatasetAdapter(Adapter):
         pipeline = understand(source)
         if options.shard is False:
             raise UnsupportedSourceError(
-                "shard=False on a webdataset pipeline: midepoch divides its samples over the ranks; to give each rank "
-                "urls of its own, pass world=midepoch.World() and keep one state for each rank"
+                "shard=False on a webdataset pipeline: midepoch shards its samples over the ranks; to give each rank "
+                "its own urls, pass world=midepoch.World() and keep a state for each rank"
             )
         if not pipeline.urls:
             raise SourceError("the pipeline has no shards: check its urls")
@@ -101,7 +101,7 @@ def _keys(pipeline: Pipeline) -> Keys:
 
 
 def _index(pipeline: Pipeline, settings: dict[str, Any]) -> Index | str:
-    """The index of the pipeline's shards, or why they can only be streamed."""
+    """The index of the pipeline's shards, or the reason why they can only be streamed."""
     opener = pipeline.opener
     if isinstance(opener, cache.FileCache) and any(local_path(url) is None for url in pipeline.urls):
         return "remote shards are read through webdataset's own cache of files"

@@ -1,4 +1,4 @@
-"""The stages that run in the main process: those the user put behind a DataLoader."""
+"""Work for the main process: the stages that the user put behind a DataLoader."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Answer", "Finish"]
 
 
 class Answer(NamedTuple):
-    """The result of a request: a batch, or several samples with the keys of their streams, or nothing."""
+    """A reader's answer to a request: a batch, or samples with the keys of their random streams, or nothing."""
 
     values: list[Any]
     keys: list[int]
 
 
 class Finish:
-    """Runs those stages, each sample and each batch under its own stream.
+    """Runs those stages, each sample and each batch under its own random stream.
 
     Args:
-        pipeline: whose stages they are.
-        streams: False leaves the caller's generators to them.
-        whole: readers hand out whole batches; otherwise samples, of which batches are made here.
+        pipeline: the pipeline with the stages.
+        streams: False lets the stages draw from the caller's generators.
+        whole: whether readers hand out whole batches. Otherwise they hand out samples, and batches are made here.
     """
 
     def __init__(self, pipeline: Pipeline, streams: bool, whole: bool) -> None:
@@ -37,22 +37,22 @@ class Finish:
 
     @staticmethod
     def check(values: list[Any], world: World) -> None:
-        """Raise SourceError if only this rank is left without a batch, or if one batch has become several."""
+        """Raise SourceError if only one rank is left without a batch, or if one batch has become several."""
         if not values and world.world_size > 1:
             raise SourceError(
-                f"a stage behind the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, for "
-                "which the others would wait: drop samples before they are batched"
+                f"a stage behind the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, and "
+                "the other ranks would wait for it: drop samples before they are batched"
             )
         if len(values) > 1:
-            raise SourceError(f"{len(values)} batches came of one: let the stages behind batched() keep their number")
+            raise SourceError(f"one batch became {len(values)}: the stages behind batched() must keep the number")
 
     def begin_pass(self) -> None:
-        """Call it before the first answer of a session."""
+        """Call this before the first answer of a session."""
         if self._streams is not None:
             self._streams.begin_pass()
 
     def __call__(self, answer: Answer, key: int) -> list[Any]:
-        """Run the stages on a reader's answer. `key`: that of the batch's stream."""
+        """Run the stages on a reader's answer. `key`: of the batch's random stream."""
         streams = self._streams
         if streams is None:
             return run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))

@@ -1,7 +1,7 @@
-"""The index of shards: where each sample is. Built once, and cached together with each shard's identity.
+"""Where each sample of each shard is. Built once, and cached beside what identifies the shard.
 
-An index holds two 64-bit integers a sample, the first byte and the length of the stretch in which its files are. Their
-names are read with them, so whatever webdataset makes of names, it makes of these too.
+An index holds two 64-bit integers a sample: the first byte and the length of the range with its files. The names are
+read with the samples, so webdataset's own rules for names apply.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import platformdirs
 from tqdm import tqdm
 from webdataset.tariterators import base_plus_ext
 
-from midepoch.adapters.tar import TarError, TarIndex, index_tar, padded
 from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
 from midepoch.errors import MidepochError, SourceError
+from midepoch.reading.tar import TarError, TarIndex, index_tar, padded
 
 __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
-_FORMAT = 2  # of the files in the cache
+_FORMAT = 2  # of the cached files
 _DRAFT = ".part"
-_PATIENCE = 0.5  # seconds of building before a progress bar appears
-_SKIPPED = re.compile(r"__[^/]*__($|/)")  # as in tar_file_iterator: names that webdataset takes for metadata
+_PATIENCE = 0.5  # seconds before a progress bar appears
+_SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's metadata, as in its tar_file_iterator
 
 
 class Keys(NamedTuple):
-    """How files are grouped into samples: the user's arguments for webdataset, if any."""
+    """How files are grouped into samples: webdataset's arguments, if the user gave any."""
 
     keys: Callable[[str], tuple[str | None, str]] = base_plus_ext
     select_files: Callable[[str], bool] | None = None
@@ -51,11 +51,11 @@ class Keys(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether no function is the user's own, so that an index can be cached."""
+        """Whether there is no function of the user's own, so that an index can be cached."""
         return self == Keys()
 
     def chosen(self, name: str) -> str | None:
-        """The name under which webdataset takes a file; None for one that it leaves out."""
+        """The name that webdataset gives a file; None for a file that it leaves out."""
         if name.startswith("__") and (_SKIPPED.match(name) or ("/" not in name and name.endswith("__"))):
             return None
         if self.rename_files is not None:
@@ -65,7 +65,7 @@ class Keys(NamedTuple):
         return name
 
     def prefix(self, name: str) -> str | None:
-        """The key of the sample that a file belongs to; None for one that belongs to none."""
+        """The key of the sample that a file belongs to; None if it belongs to none."""
         chosen = self.chosen(name)
         return None if chosen is None else self.keys(chosen)[0]
 
@@ -74,10 +74,10 @@ class ShardIndex(NamedTuple):
     """One shard's samples.
 
     Attributes:
-        shard: what it was built from.
-        starts, lengths: int64; the stretch of each sample.
+        shard: the shard it was built from.
+        starts, lengths: int64; the byte range of each sample.
         checksum: of the shard's headers.
-        lost: what a handler allowed to be lost, in words; empty where nothing is.
+        lost: a text that says what was lost with a handler's permission; empty if nothing was.
     """
 
     shard: Shard
@@ -89,15 +89,15 @@ class ShardIndex(NamedTuple):
 
 @dataclass
 class Index:
-    """The samples of all shards, in the user's order of shards.
+    """The samples of all shards, in the order of the user's shards.
 
     Attributes:
         shards: those that can be read.
-        counts: samples in each.
-        firsts: number of the first sample of each.
+        counts: number of samples in each shard.
+        firsts: number of the first sample of each shard.
         starts, lengths: int64; where each sample is in its shard.
-        checksum: tells these shards from others: names, samples and headers.
-        losses: what was lost, in words, one for each damaged shard.
+        checksum: identifies the shards by names, samples and headers.
+        losses: one text for each damaged shard, which says what was lost.
     """
 
     shards: list[Shard]
@@ -120,10 +120,10 @@ class Index:
 
 
 def default_cache() -> Path:
-    """The folder in which a user's own folder of indexes is.
+    """The folder that contains each user's own folder of indexes.
 
-    ``$MIDEPOCH_CACHE``, else ``midepoch`` where the system keeps caches (``$XDG_CACHE_HOME``, ``~/.cache``), else, for
-    a user who has no home, in the folder of temporary files.
+    It is ``$MIDEPOCH_CACHE``, or ``midepoch`` in the system's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``), or, for
+    a user without a home, in the folder of temporary files.
     """
     own = os.environ.get("MIDEPOCH_CACHE")
     if own:
@@ -139,7 +139,7 @@ def default_cache() -> Path:
 
 
 def _group(members: TarIndex, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The stretch of each sample, from its first file's header to its last file's end."""
+    """The byte range of each sample, from its first file's header to its last file's end."""
     prefixes = _plain_prefixes(members.names) if keys.plain else None
     if prefixes is None:
         named = [keys.prefix(name.decode("utf-8", "surrogateescape")) for name in members.names.tolist()]
@@ -158,9 +158,9 @@ def _group(members: TarIndex, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.ND
 
 
 def _plain_prefixes(names: npt.NDArray[np.bytes_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None:
-    """Which files belong to samples, and which of them begin one; None if a name needs a closer look.
+    """Which files belong to samples, and which of these begin one; None if a name needs the general method.
 
-    What base_plus_ext does, for all names at once: a key ends at the first dot behind the last slash.
+    It does what base_plus_ext does, for all names at once: a key ends at the first dot after the last slash.
     """
     if not names.size:
         return np.empty(0, np.int64), np.empty(0, bool)
@@ -168,7 +168,7 @@ def _plain_prefixes(names: npt.NDArray[np.bytes_]) -> tuple[npt.NDArray[np.int64
     letters = names.view(np.uint8).reshape(names.size, width)
     longest = int(np.flatnonzero(letters.any(axis=0))[-1]) + 1 if letters.any() else 0
     letters = letters[:, :longest]
-    # Names that may be metadata, and line breaks, which a regular expression's dot does not match.
+    # Such names may be metadata, or have a line break, which the dot of a regular expression does not match.
     if not longest or (letters[:, 0] == ord("_")).any() or (letters == ord("\n")).any():
         return None
     slashes = letters == ord("/")
@@ -180,7 +180,7 @@ def _plain_prefixes(names: npt.NDArray[np.bytes_]) -> tuple[npt.NDArray[np.int64
     if base.any():
         dots &= columns >= base[:, np.newaxis]
     dot = dots.argmax(axis=1)
-    # A name without a dot, or one that begins with a dot, belongs to no sample.
+    # A name without a dot, or with a leading one, belongs to no sample.
     kept = np.flatnonzero(dots.any(axis=1) & (dot > base))
     if not kept.size:
         return kept, np.empty(0, bool)
@@ -194,7 +194,7 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
     """Read the shard's headers.
 
     Raises:
-        SourceError: it is damaged, and the handler does not go on.
+        SourceError: it is damaged, and the handler does not continue.
     """
     try:
         if shard.path:
@@ -204,15 +204,15 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
                 members = index_tar(file, shard.url)
     except MidepochError:
         raise
-    except Exception as error:  # network file systems have their own types
+    except Exception as error:  # network file systems have their own kinds of errors
         raise SourceError(
-            f"{shard.url} could not be read ({type(error).__name__}: {error}): fix what it lies on, or leave the "
+            f"{shard.url} could not be read ({type(error).__name__}: {error}): check its disk or server, or leave the "
             "shard out of the urls"
         ) from error
     starts, lengths = _group(members, keys)
     lost = ""
     if members.damage is not None:
-        handler(members.damage)  # raises unless the user accepts the loss
+        handler(members.damage)  # raises, or accepts the loss
         starts, lengths, lost = _without_partial(shard, members, keys, starts, lengths)
         _LOG.warning("%s", lost)
     return ShardIndex(shard, starts, lengths, members.checksum, lost)
@@ -221,9 +221,9 @@ def _index_shard(shard: Shard, keys: Keys, handler: Callable[[Exception], Any]) 
 def _without_partial(
     shard: Shard, members: TarIndex, keys: Keys, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], str]:
-    """A damaged shard's samples, without the last one if it may miss files: if another one has more."""
+    """A damaged shard's samples, without the last one if it may lack files, that is, if another sample has more."""
     damage = members.damage
-    assert isinstance(damage, TarError)  # as the caller checks
+    assert isinstance(damage, TarError)  # checked by the caller
     whole = len(starts)
     if whole:
         files = np.searchsorted(members.offsets, starts + lengths) - np.searchsorted(members.headers, starts)
@@ -231,7 +231,7 @@ def _without_partial(
             whole -= 1
     lost = shard.size - (int(starts[whole - 1] + padded(int(lengths[whole - 1]))) if whole else 0)
     told = (
-        f"{shard.url}: {whole} samples before byte {damage.offset} are kept, {lost} bytes behind them are lost "
+        f"{shard.url}: {whole} samples before byte {damage.offset} are kept, {lost} bytes after them are lost "
         f"({damage.what})"
     )
     return starts[:whole], lengths[:whole], told
@@ -241,15 +241,15 @@ def _without_partial(
 
 
 def _crc(head: Mapping[str, Any], body: bytes) -> int:
-    """The checksum of all that is used of a cached file, including the shard's own checksum in its header."""
+    """A CRC of all that is used of a cached file, including the shard's own checksum in the head."""
     return zlib.crc32(body, zlib.crc32(str([head["samples"], head["checksum"]]).encode()))
 
 
 class _Cache:
-    """A folder of indexes that is this user's alone; none where there can be no such folder, which is told once.
+    """This user's own folder of indexes. If there can be no such folder, nothing is cached, and one warning says so.
 
-    Everything goes by a descriptor of the folder, so what was looked at is what is used, and nobody who may write to
-    the folder around it can put another in its place. No link in it is followed.
+    All access goes through a descriptor of the folder, so the folder that was checked is the one that is used, even if
+    others can write to its parent folder. Symbolic links in it are not followed.
     """
 
     def __init__(self, around: Path) -> None:
@@ -272,23 +272,23 @@ class _Cache:
             return descriptor
         os.close(descriptor)
         whose = f"belongs to user {found.st_uid}" if found.st_uid != os.geteuid() else "can be written by others"
-        self._warn(f"indexes in {self.folder} are not believed: the folder {whose}")
+        self._warn(f"indexes in {self.folder} are not trusted: the folder {whose}")
         return None
 
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
             _LOG.warning(
-                "%s; shards are indexed each time: let MIDEPOCH_CACHE or index_cache= name a folder with room, in "
-                "which you may make a folder of your own",
+                "%s; shards are indexed again each time: set MIDEPOCH_CACHE or index_cache= to a folder with space, in "
+                "which you may create a folder of your own",
                 what,
             )
 
     def _remove_drafts(self) -> None:
-        """Drafts of processes that were killed: nobody holds the lock under which they were written."""
+        """Remove drafts of processes that were killed: nobody holds the lock under which they were written."""
         if self._descriptor is None:
             return
-        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path is not a descriptor
+        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path cannot hold a descriptor
             if draft.endswith(_DRAFT):
                 with contextlib.suppress(OSError), self._locked(draft.partition(".")[0], wait=False):
                     os.unlink(draft, dir_fd=self._descriptor)
@@ -297,7 +297,7 @@ class _Cache:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
 
     def get(self, shard: Shard, build: Callable[[], ShardIndex]) -> ShardIndex:
-        """The shard's index, from the cache or else built, by one process while the others wait for it."""
+        """The shard's index, from the cache or built. One process builds it, and the others wait."""
         if self._descriptor is None:
             return build()
         where = os.path.realpath(shard.path) if shard.path else shard.url
@@ -306,7 +306,7 @@ class _Cache:
         if found is not None:
             return found
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # without locks each builds its own
+            with contextlib.suppress(OSError):  # without locks each process builds its own
                 stack.enter_context(self._locked(key))
             found = self._load(key, shard)
             if found is None:
@@ -326,7 +326,7 @@ class _Cache:
             if (head["format"], head["size"], head["stamp"]) != (_FORMAT, shard.size, shard.stamp):
                 return None
             if _crc(head, body) != head["crc"] or len(body) != 16 * head["samples"]:
-                raise ValueError("its content does not fit its checksum")
+                raise ValueError("its content does not match its checksum")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -336,7 +336,7 @@ class _Cache:
         return ShardIndex(shard, starts, lengths, head["checksum"])
 
     def _save(self, key: str, index: ShardIndex) -> None:
-        """Write it completely or not at all. A cache that cannot be written only costs time."""
+        """Write it whole or not at all. If it cannot be written, it only has to be built again."""
         body = np.stack([index.starts, index.lengths]).astype("<i8").tobytes()
         head = {
             "format": _FORMAT,
@@ -378,7 +378,7 @@ def _cached(shard: Shard, keys: Keys, handler: Callable[[Exception], Any], cache
     def build() -> ShardIndex:
         return _index_shard(shard, keys, handler)
 
-    # Without a stamp a replaced shard goes unnoticed; a user's own functions may change the samples.
+    # Without a stamp, a replaced shard is not noticed. With functions of the user's own, samples depend on them.
     return cache.get(shard, build) if keys.plain and shard.stamp else build()
 
 
@@ -392,17 +392,17 @@ def build_index(
     cache: Path,
     progress: bool | None,
 ) -> Index | str:
-    """The index of all shards, or why they can only be streamed.
+    """The index of all shards, or the reason why they can only be streamed.
 
     Args:
         urls: of the shards.
-        keys: how files are grouped to samples.
-        handlers: "opening" for shards that cannot be opened, "reading" for damaged ones: webdataset's.
+        keys: how files are grouped into samples.
+        handlers: webdataset's handlers: "opening" for shards that cannot be opened, "reading" for damaged ones.
         cache: folder of the cache.
-        progress: show a bar on standard error; None: where that is a terminal.
+        progress: whether to show a bar on standard error; None shows it if that is a terminal.
 
     Raises:
-        SourceError: a shard cannot be read, and the handler does not go on.
+        SourceError: a shard cannot be read, and the handler does not continue.
     """
     found: list[Shard | str | Exception] = []
     missing: list[str] = []
@@ -413,7 +413,7 @@ def build_index(
         if isinstance(place, str):
             return place
         if isinstance(place, Exception):
-            error = SourceError(f"{url} cannot be opened ({place}): bring it back, or leave it out of the urls")
+            error = SourceError(f"{url} cannot be opened ({place}): restore it, or leave it out of the urls")
             error.__cause__ = place
             goes_on = handlers["opening"](error)
             missing.append(f"{url}: the shard is lost ({place})")
@@ -439,7 +439,7 @@ def _try_locate(url: str) -> Shard | str | Exception:
 
 
 class _Bar(tqdm):
-    """A bar without tqdm's monitor thread, which would still run when worker processes are forked."""
+    """A bar without tqdm's monitor thread, which would outlive it: worker processes are forked later."""
 
     monitor_interval = 0
 
@@ -475,7 +475,7 @@ def _join(indexes: list[ShardIndex], missing: list[str]) -> Index:
     counts = [len(index.starts) for index in indexes]
     checksum = 0
     for index, count in zip(indexes, counts, strict=True):
-        # Only the last part of the path: moved data are the same data.
+        # Only the path's last part counts: data that was moved is the same data.
         name = index.shard.url.rpartition("/")[2]
         checksum = zlib.crc32(f"{name}:{count}:{index.shard.size}:{index.checksum}".encode(), checksum)
     empty = np.empty(0, np.int64)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from torch.utils.data import default_collate, default_convert
 from webdataset import filters
 
-from midepoch.adapters.tar import parse_members
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
@@ -29,19 +28,20 @@ from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.indexed import spans
+from midepoch.reading.tar import parse_members
 from midepoch.reading.workers import Server
 from midepoch.world import Share, World
 
 __all__ = ["IndexedAdapter", "order_of"]
 
-_FEWEST_SHARDS = 16  # mixed at a time: more than the workers of most loaders, each of which would mix one
-_WIDER = 4  # times webdataset's buffer, so that samples move at least as far as there
-_ENDLESS_PASSES = 1 << 16  # in an epoch without end
-_UNITS = 1 << 60  # more than any position, counted from the first epoch on
+_FEWEST_SHARDS = 16  # mixed at a time: more than most loaders have workers, each of which mixes one
+_WIDER = 4  # times webdataset's buffer, so that samples move at least as far
+_ENDLESS_PASSES = 1 << 16  # length of an epoch that has no end
+_UNITS = 1 << 60  # limit of positions, counted from the first epoch on
 
 
 def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
-    """The order that replaces a pipeline's shuffles, given the number of samples of each shard."""
+    """The order that replaces a pipeline's shuffles, over shards with these numbers of samples."""
     size, filled = sum(counts), sum(1 for count in counts if count)
     if not pipeline.shuffles:
         return Sequential(size)
@@ -53,12 +53,12 @@ class _Request(NamedTuple):
     """One batch: positions `start` to `stop` of an epoch.
 
     Attributes:
-        seed: of order and streams.
-        base: samples of earlier epochs, counted through all passes.
-        size: positions in the epoch; those from there on repeat its beginning.
+        seed: of the order and of the random streams.
+        base: number of samples in earlier epochs, through all passes.
+        size: number of positions in the epoch. Positions from there on repeat its beginning.
         first, last: the positions of all ranks at this step, for a rank left without a sample.
-        session: of which run it is.
-        left: requests of that run that are still to come.
+        session: identifies the run.
+        left: number of that run's requests that are still to come.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class _Request(NamedTuple):
 
 
 class _Samples:
-    """webdataset's sample out of the bytes of its files."""
+    """Makes webdataset's samples from the bytes of their files."""
 
     def __init__(self, pipeline: Pipeline, keys: Keys) -> None:
         self._grouping = pipeline.grouping
@@ -96,15 +96,15 @@ class _Samples:
 
 
 class IndexedReader:
-    """Reads batches by position, each sample under its own stream.
+    """Reads batches by position, each sample under its own random stream.
 
     Args:
         index: of the shards.
         order: of the samples in one pass.
-        pipeline: whose stages are run.
-        keys: how files are grouped to samples.
-        streams: False leaves the caller's generators to the stages.
-        batches: False hands out a request's samples one by one, for the main process to go on with.
+        pipeline: with the stages to run.
+        keys: how files are grouped into samples.
+        streams: False lets the stages draw from the caller's generators.
+        batches: False hands out a request's samples one by one, for the main process to batch.
     """
 
     def __init__(
@@ -123,19 +123,19 @@ class IndexedReader:
         self._session: int | None = None
 
     def __call__(self, request: _Request) -> Answer:
-        """The batch; without values if no sample of it is left."""
+        """Read a batch. The answer has no value if the stages dropped all of it."""
         streams = self._streams
         if streams is not None and self._session != request.session:
             self._session = request.session
             streams.begin_pass()
         answer = self._read(request, request.start, request.stop)
         if streams is not None and streams.made_late():
-            # Stages made generators of their own while they ran: read the batch again, now that these are known.
+            # Stages made their own generators while they ran. These are known now, so run once more.
             answer = self._read(request, request.start, request.stop)
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
             return answer
-        # Every sample of this rank was dropped. If other ranks still have some, this rank takes one of theirs, because
-        # they would wait for it. If the step is empty on all ranks, all skip it.
+        # Every sample of this rank was dropped. Perhaps other ranks have some, and would wait for this one, so it reads
+        # one of theirs. A batch that is empty on all ranks is skipped by all.
         for position in range(request.first, request.last):
             if not request.start <= position < request.stop:
                 answer = self._read(request, position, position + 1)
@@ -144,11 +144,11 @@ class IndexedReader:
         return answer
 
     def close(self) -> None:
-        """Close the shards that are open in this process. Reading opens them again."""
+        """Close this process's open shards. Reading opens them again."""
         self._ranges.close()
 
     def _places(self, request: _Request, start: int, stop: int) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """Numbers of the samples at some positions, and the keys of their streams."""
+        """The numbers of the samples at these positions, and the keys of their random streams."""
         positions = request.base + np.arange(start, stop, dtype=np.int64) % request.size
         passes, places = np.divmod(positions, self._index.size)
         samples = np.empty(len(positions), np.int64)
@@ -174,7 +174,7 @@ class IndexedReader:
     def _read(self, request: _Request, start: int, stop: int) -> Answer:
         samples, keys = self._places(request, start, stop)
         ranges = self._index.ranges(samples)
-        # Before any random stream begins: a network file system may draw random numbers.
+        # This comes before any random stream begins, because a network file system may draw random numbers.
         takers = self._ranges.takers(ranges)
         with self._streams or contextlib.nullcontext() as begin:
             return self._run(request, start, ranges, takers, keys, begin)
@@ -210,13 +210,13 @@ def _batch_key(request: _Request, start: int) -> int:
 
 
 def _may_draw(stage: Any) -> bool:
-    """Whether a stage may draw: webdataset's and torch's own collation draws nothing."""
+    """False for webdataset's and torch's own functions that make a batch, which draw nothing."""
     function = getattr(stage, "collate", getattr(stage, "function", stage))
     return function not in (None, filters.default_collation_fn, default_collate, default_convert)
 
 
 class IndexedAdapter(Adapter):
-    """A pipeline over shards that are indexed."""
+    """A pipeline over indexed shards."""
 
     name: ClassVar[str] = "webdataset"
 
@@ -242,7 +242,7 @@ class IndexedAdapter(Adapter):
         """Never: WebDatasetAdapter makes this adapter."""
         return False
 
-    # --- how long ---
+    # --- length ---
 
     def _full_size(self, world: World) -> int | None:
         """Samples of all ranks in an epoch that begins in this world; None if it has no end."""
@@ -259,7 +259,7 @@ class IndexedAdapter(Adapter):
         return units if limit.passes is None else min(units, passes)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Samples. An epoch that with_epoch has begun keeps its size in another world."""
+        """The number of samples. An epoch of with_epoch keeps its size after a change of world."""
         if self._counted:
             if detail:
                 return _parse_counted(detail)[1]
@@ -269,7 +269,7 @@ class IndexedAdapter(Adapter):
 
     @property
     def _counted(self) -> bool:
-        """Epochs end where with_epoch says, and the state says where they began."""
+        """Whether epochs end where with_epoch says, so that the state must say where they began."""
         return self._limit is not None and self._limit.units is not None and not self._refill
 
     def _base(self, epoch: int, world: World, detail: str) -> int:
@@ -278,17 +278,17 @@ class IndexedAdapter(Adapter):
         size = self._full_size(world)
         base = epoch * (self._index.size * _ENDLESS_PASSES if size is None else size)
         if base >= _UNITS:
-            raise StateCorruptError(f"epoch {epoch} begins after {base} samples, more than are counted: go to another")
+            raise StateCorruptError(f"epoch {epoch} begins after {base} samples, which is too many: use a lower epoch")
         return base
 
     def beginning(self, epoch: int, world: World) -> str:
-        """Where the epoch begins in all passes, and its size, where with_epoch counts."""
+        """With with_epoch: where the epoch begins, counted through all passes, and its size."""
         if not self._counted:
             return ""
         return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Skip the rest of an epoch that with_epoch ends; with `refill` skip nothing."""
+        """Skip the rest of an epoch of with_epoch. With `refill`, nothing is skipped."""
         if there != (here.epoch + 1, 0):
             return ""
         if self._refill:
@@ -298,7 +298,7 @@ class IndexedAdapter(Adapter):
         base, size = _parse_counted(here.detail or self.beginning(here.epoch, world))
         return _counted_detail(base + size, self._full_size(world) or 0)
 
-    # --- what it is ---
+    # --- description ---
 
     def describe(self) -> dict[str, str]:
         """The order, the shards, and whether epochs are passes."""
@@ -320,7 +320,7 @@ class IndexedAdapter(Adapter):
         exact = promises.augmentations(
             self.options, "numbers drawn for a whole batch are exact on the same split"
         )
-        own = Capability(False, "with refill=True each rank reads on as far as its own dropped samples make it")
+        own = Capability(False, "with refill=True each rank reads on to replace the samples that it dropped")
         return Capabilities(
             exact_order=promises.OUR_ORDER,
             exact_augmentations=exact,
@@ -331,13 +331,13 @@ class IndexedAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Where the epoch began, or where a refilled stream stands."""
+        """Check where the epoch began, or where a refilled stream is."""
         if self._refill:
             if detail:
                 _parse_refill(detail)
             elif position:
                 raise StateCorruptError(
-                    f"the state stands at position {position} without this rank's own part: use a whole one"
+                    f"the state stands at position {position} but lacks this rank's own part: load a complete state"
                 )
         elif not self._counted:
             super().check_detail(detail, seed, epoch, position, world)
@@ -345,17 +345,17 @@ class IndexedAdapter(Adapter):
         else:
             size = _parse_counted(detail)[1]
             if position > size:
-                raise StateCorruptError(f"position {position} lies beyond the epoch's {size}: use an undamaged state")
+                raise StateCorruptError(f"position {position} lies beyond the epoch's {size}: load an undamaged state")
 
     # --- sessions ---
 
     def open(self, run: Run) -> Session:
-        """Batches from the position on."""
+        """Open a session at the run's position."""
         if run.world.world_size > 1 and not self._pipeline.splits and self.options.shard is None:
-            raise SourceError(  # told at the first batch, when the world is known
-                "the pipeline has no nodesplitter, so its urls may be this rank's own already: pass shard=True to "
-                "wrap() if every rank has the same urls (midepoch divides the samples), or world=midepoch.World() and "
-                "one state for each rank if they differ"
+            raise SourceError(  # raised at the first batch, when the world is known
+                "the pipeline has no nodesplitter, so each rank may already have its own urls: pass shard=True to "
+                "wrap() if every rank has the same urls (midepoch shards the samples), or world=midepoch.World() and "
+                "a state for each rank if they differ"
             )
         if self._refill:
             return self._open_refilled(run)
@@ -390,7 +390,7 @@ class IndexedAdapter(Adapter):
         return _RefilledSession(answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._index)
 
     def close(self) -> None:
-        """Persistent worker processes, and the files of this one."""
+        """End persistent worker processes, and close this process's files."""
         self._reader.close()
         if self._server is not None:
             self._server.close()
@@ -422,14 +422,14 @@ def _counted_detail(base: int, size: int) -> str:
 def _parse_counted(detail: str) -> tuple[int, int]:
     match = _COUNTED.fullmatch(detail)
     if match is None or not int(match[2]):
-        raise StateCorruptError(f"the state's detail {detail!r} is not one of this pipeline: use an undamaged state")
+        raise StateCorruptError(f"the state's detail {detail!r} is not from this pipeline: load an undamaged state")
     return int(match[1]), int(match[2])
 
 
 def _parse_refill(detail: str) -> tuple[int, int]:
     match = _REFILL.fullmatch(detail)
     if match is None:
-        raise StateCorruptError(f"the state's detail {detail!r} is not one of this pipeline: use an undamaged state")
+        raise StateCorruptError(f"the state's detail {detail!r} is not from this pipeline: load an undamaged state")
     return int(match[1]), int(match[2])
 
 
@@ -451,7 +451,7 @@ class _IndexedSession(Session):
         self._taken = self._passed_over = 0
 
     def take(self) -> Any:
-        """The next batch that has something in it."""
+        """The next batch that is not empty."""
         while True:
             answer = next(self._answers, None)
             if answer is None:
@@ -469,14 +469,14 @@ class _IndexedSession(Session):
         return values[0]
 
     def _key(self) -> int:
-        """Of the batch's stream in the main process: a function of its first position, as in the reader."""
+        """The key of the batch's stream in the main process, from its first position, as in the reader."""
         share = self._share
         step = self._taken + self._passed_over
         position = share.start + step * share.global_batch + share.world.rank * share.batch_size
         return derive_key(Purpose.BATCH, self._run.seed, self._base + position)
 
     def _ahead(self) -> int:
-        """The units of the steps that were passed over."""
+        """The number of units in skipped steps."""
         if not self._passed_over:
             return 0
         share = self._share
@@ -485,19 +485,19 @@ class _IndexedSession(Session):
 
     @property
     def varies(self) -> bool:
-        """True where steps were passed over."""
+        """Whether steps were skipped."""
         return self._passed_over > 0
 
     def mark(self) -> bool:
-        """Only the drift may have changed."""
+        """Empty, but signals that skipped steps may have changed the position."""
         return True
 
     def detail(self, mark: object) -> str:
-        """Where the epoch began, where with_epoch counts."""
+        """With with_epoch: where the epoch began."""
         return self._details[0]
 
     def following(self) -> str:
-        """Where the next one begins."""
+        """Where the next epoch begins."""
         return self._details[1]
 
     def close(self) -> None:
@@ -506,7 +506,7 @@ class _IndexedSession(Session):
 
 
 class _RefilledSession(Session):
-    """Full batches: this rank reads past dropped samples, into the next pass if necessary."""
+    """Full batches: this rank reads on to replace dropped samples, into the next pass if necessary."""
 
     marks = True
 
@@ -525,8 +525,8 @@ class _RefilledSession(Session):
         self._batch_size, self._left = batch_size, left
         self._turn, self._skip = cursor  # the next span, or the one whose rest is held
         self._held: deque[tuple[int, Any]] = deque()
-        self._open = False  # the span at `_turn` has been read
-        self._patience = index.size // batch_size + 2  # spans without a sample before it is an error
+        self._open = False  # whether the span at `_turn` has been read
+        self._patience = index.size // batch_size + 2  # spans without a sample before an error
 
     def take(self) -> Any:
         """The next batch."""
@@ -550,7 +550,7 @@ class _RefilledSession(Session):
             self._turn, self._skip, self._open = self._turn + 1, 0, False
             empty += 1
             if empty > self._patience:
-                raise SourceError("every sample of a whole pass was dropped: let the stages keep some")
+                raise SourceError("the stages dropped every sample of a whole pass: make them keep some")
         keys, values = [key for key, _ in batch], [value for _, value in batch]
         outputs = self._finish(Answer(values, keys), key) if self._finish.needed else values
         if not outputs:
@@ -560,7 +560,7 @@ class _RefilledSession(Session):
         return outputs[0]
 
     def mark(self) -> tuple[int, int]:
-        """Where this rank's stream stands."""
+        """The position of this rank's stream."""
         return self._turn, self._skip
 
     def detail(self, mark: tuple[int, int]) -> str:
@@ -569,7 +569,7 @@ class _RefilledSession(Session):
         return f"turn={turn};skip={skip}"
 
     def following(self) -> str:
-        """The place where the next epoch continues."""
+        """The next epoch continues from there."""
         return self.detail(self.mark())
 
     def close(self) -> None:

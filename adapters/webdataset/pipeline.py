@@ -1,7 +1,7 @@
-"""The meaning of a webdataset pipeline: its shards, their order, and the stages for samples and batches.
+"""What a webdataset pipeline means: its shards, their order, and what is done to each sample and batch.
 
-The stages that choose, open and shuffle are recognised and replaced. Those that work on one sample, or on one batch,
-are kept and run on one sample, or one batch, at a time, so a stage that works on the stream as a whole is refused.
+Stages that choose, open and shuffle shards or samples are recognised and replaced. Stages for one sample or one batch
+are kept, and run on one sample or batch at a time. So a stage that works on the whole stream is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Stage = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class Limit(NamedTuple):
-    """The length of an epoch, as the user states it.
+    """The length of an epoch, if the user sets it.
 
     Attributes:
-        units: samples of one rank; None for whole passes.
-        passes: over the data; None for any number.
-        of_worker: each worker process counts for itself.
+        units: number of samples of one rank; None for whole passes.
+        passes: number of passes over the data; None for any number.
+        of_worker: whether each worker process counts for itself.
     """
 
     units: int | None
@@ -39,23 +39,25 @@ class Limit(NamedTuple):
 
 @dataclass
 class Pipeline:
-    """A pipeline, taken apart.
+    """A pipeline, split into its parts.
 
     Attributes:
         urls: of the shards, in the user's order.
-        splits: the pipeline divides its shards over nodes, or refuses several.
-        shuffles: shards or samples are shuffled; `buffer` is the largest number of samples held for that, 0 for none.
-        opener: from ``{"url": ...}`` to ``{"url": ..., "stream": ...}``, as a stage.
+        splits: whether the pipeline shards over nodes, or refuses several nodes.
+        shuffles: whether shards or samples are shuffled. `buffer` is the largest number of samples buffered for that,
+            0 for none.
+        opener: a stage from ``{"url": ...}`` to ``{"url": ..., "stream": ...}``.
         reading, grouping: the keywords of webdataset's tar_file_expander and group_by_keys.
-        must_have_samples: a pass without samples is an error.
-        sample_stages, batch_stages: for one sample, for the list of a batch's samples, in the process that reads.
-        late_sample_stages, late_batch_stages: the same in the main process: what the user put behind a DataLoader.
-        batch_size: samples in a batch; None where samples are handed out one by one.
-        drop_last: a last batch that is not full is left out.
-        limit: of an epoch, or None for one pass.
-        seed: as a shuffle stage states it, or None.
+        must_have_samples: whether a pass without samples is an error.
+        sample_stages, batch_stages: stages for one sample, and for the list of a batch's samples, in the reading
+            process.
+        late_sample_stages, late_batch_stages: the same for the main process: what the user put behind a DataLoader.
+        batch_size: number of samples in a batch; None if samples are handed out one by one.
+        drop_last: whether a last batch that is not full is left out.
+        limit: the length of an epoch, or None for one pass.
+        seed: of a shuffle stage, or None.
         loader: the DataLoader whose workers read, or None.
-        dataset: what `get_worker_info().dataset` is to be.
+        dataset: the value for `get_worker_info().dataset`.
     """
 
     dataset: Any
@@ -84,7 +86,7 @@ class Pipeline:
 
 
 def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
-    """The values after all stages."""
+    """Pass values through the stages, one after another."""
     stream: Iterable[Any] = iter(values)
     for stage in stages:
         stream = stage(stream)
@@ -97,7 +99,7 @@ class _Step(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The end of a DataPipeline that counts its epochs."""
+    """The end of a DataPipeline, which says how long an epoch is."""
 
     samples: int
     repetitions: int
@@ -105,18 +107,18 @@ class _End(NamedTuple):
 
 
 class _Batched:
-    """Collects samples in a batch, as a stage: webdataset's, or a DataLoader's."""
+    """A stage that collects samples into a batch, as webdataset or a DataLoader does."""
 
     def __init__(self, size: int, collate: Callable[[Any], Any] | None, drop_last: bool) -> None:
         self.size, self.collate, self.drop_last = size, collate, drop_last
 
     def __call__(self, samples: Iterable[Any]) -> Iterator[Any]:
-        # A batch that is short because samples were dropped is kept. The last batch is left out by its position.
+        # Dropped samples make a batch short, but the others in it are kept. A last batch is left out by its position.
         return private.BATCHED(samples, self.size, self.collate, True)  # type: ignore[no-any-return]
 
 
 class _Each:
-    """Applies a DataLoader's collate function to each item, as it does where it makes no batches."""
+    """Applies a DataLoader's collate function to each item, as a DataLoader without batches does."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -130,12 +132,12 @@ _ENDLESS = sys.maxsize
 
 
 def _function(stage: Any) -> Any:
-    """The function that a webdataset stage applies; any other stage is returned as it is."""
+    """The function that one of webdataset's stages applies; the stage itself if it is another kind."""
     return stage.f if isinstance(stage, filters.FilterFunction) else stage
 
 
 def _arguments(stage: Any, *names: str) -> dict[str, Any]:
-    """A stage's arguments by name, positional ones as `names` has them."""
+    """A stage's arguments by name. `names` are those of its positional arguments."""
     return {**dict(zip(names, stage.args, strict=False)), **stage.kw}
 
 
@@ -152,10 +154,10 @@ def _refuse(stage: Any, why: str, instead: str) -> UnsupportedSourceError:
 
 
 def understand(source: Any) -> Pipeline:
-    """Take a pipeline apart.
+    """Split a pipeline into its parts.
 
     Raises:
-        UnsupportedSourceError: a stage cannot be understood; the message names it.
+        UnsupportedSourceError: midepoch cannot interpret a stage; the message names it.
     """
     found = Pipeline(dataset=source)
     steps = list(_flatten(source, found, late=False))
@@ -171,7 +173,7 @@ def _flatten(source: Any, found: Pipeline, late: bool) -> Iterator[_Step]:
         if found.loader is not None:
             raise _refuse(source, "is a DataLoader inside a DataLoader", "keep one of them")
         if not isinstance(source.dataset, DataPipeline):
-            raise _refuse(source, f"reads a {type(source.dataset).__name__}", "let it read a webdataset pipeline")
+            raise _refuse(source, f"reads a {type(source.dataset).__name__}", "use a webdataset pipeline there")
         found.loader, found.dataset = source, source.dataset
         yield from (_Step(_mark_worker(step.stage), False) for step in _flatten(source.dataset, found, False))
         collate = source.collate_fn
@@ -198,7 +200,7 @@ def _mark_worker(stage: Any) -> Any:
 
 
 def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any) -> bool:
-    """Note a stage that shuffles, and return whether it does. `units`: samples per shuffled item, None for shards."""
+    """Whether the stage shuffles. Records its settings. `units`: samples in each thing shuffled, None for shards."""
     if isinstance(stage, filters.detshuffle):
         size, seed = stage.bufsize, stage.seed or None
     elif _function(stage) is private.SHUFFLE:
@@ -210,7 +212,7 @@ def _note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any)
         found.shuffles = True
         if units is not None:
             found.buffer = max(found.buffer, int(size) * units)
-        # WebDataset draws a seed for its own shard shuffle if the user states none.
+        # Unless the user sets one, WebDataset gives its own shard shuffle a random seed.
         if type(seed) is int and seed is not own_seed and found.seed is None:
             found.seed = seed % (1 << 64)
     return True
@@ -241,8 +243,8 @@ def _shard_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
         else:
             raise _refuse(
                 stage,
-                "stands before the shards are opened and chooses among them in a way that midepoch cannot see",
-                "use wds.split_by_node and wds.split_by_worker, which it replaces",
+                "comes before the shards are opened, and midepoch cannot see how it chooses among them",
+                "use wds.split_by_node and wds.split_by_worker, which midepoch replaces",
             )
     raise UnsupportedSourceError("the pipeline opens no shards: add wds.tarfile_to_samples()")
 
@@ -254,7 +256,7 @@ def _innermost(dataset: Any) -> Any:
 
 
 def _take_urls(stage: Any, found: Pipeline) -> bool:
-    """Whether the shards repeat without end."""
+    """Whether the shards are drawn endlessly, with repetition."""
     if type(stage) is shardlists.SimpleShardList:
         found.urls = list(stage.urls)
         if stage.seed is not None:
@@ -277,7 +279,7 @@ def _is_opener(stage: Any) -> bool:
 
 
 class _GopenStage:
-    """webdataset's url_opener under a handler."""
+    """webdataset's url_opener with its handler."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -287,10 +289,10 @@ class _GopenStage:
 
 
 def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any]) -> list[dict[str, Any]]:
-    """webdataset's samples from the files of one shard.
+    """Group the files of one shard into webdataset's samples.
 
     Raises:
-        SourceError: a sample has two files of one name, and the handler does not go on.
+        SourceError: a sample has two files of one name, and the handler does not continue.
     """
     try:
         return list(tariterators.group_by_keys(iter(files), **grouping))
@@ -299,12 +301,12 @@ def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any])
             raise
         raise SourceError(
             f"{url}: a sample has two files of one name ({error.args[0]}); rename one of them, or pass a handler that "
-            "goes on"
+            "continues"
         ) from error
 
 
 def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
-    """Take the stages that open shards and make samples of files."""
+    """Take the stages that open shards and make samples from files."""
     first = steps[0].stage
     if _function(first) is tariterators.tarfile_samples:
         arguments = _arguments(first, "handler", "select_files", "rename_files")
@@ -318,11 +320,11 @@ def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
         wanted = (tariterators.tar_file_expander, tariterators.group_by_keys)
         if len(steps) < 3 or tuple(_function(step.stage) for step in steps[1:3]) != wanted:
             unexpected = steps[1].stage if len(steps) > 1 else first
-            raise _refuse(unexpected, "stands between a shard and its samples", "use wds.tarfile_to_samples()")
+            raise _refuse(unexpected, "comes between a shard and its samples", "use wds.tarfile_to_samples()")
         found.reading = _arguments(steps[1].stage, "handler", "select_files", "rename_files", "eof_value")
         found.grouping = _arguments(steps[2].stage, "keys", "lcase", "suffixes", "handler")
         if found.reading.pop("eof_value", {}) is None:
-            raise _refuse(steps[1].stage, "lets samples go on from shard to shard", "leave out eof_value=None")
+            raise _refuse(steps[1].stage, "lets a sample continue in the next shard", "leave out eof_value=None")
         rest = steps[3:]
     if rest and _function(rest[0].stage) is compat.check_empty:
         found.must_have_samples = True
@@ -332,14 +334,14 @@ def _reading_steps(steps: list[_Step], found: Pipeline) -> list[_Step]:
 
 @dataclass
 class _Level:
-    """The stages that work on samples, or on batches of so many samples."""
+    """The stages that work on samples, or on batches of `units` samples."""
 
     units: int
     stages: list[_Step]
 
 
 def _sample_steps(steps: list[_Step], found: Pipeline) -> None:
-    """The stages behind the samples: those for one sample, and those for one batch."""
+    """Take the stages behind the samples: those for one sample, and those for one batch."""
     levels = [_Level(1, [])]
     ends: list[tuple[_End, int]] = []
     for stage, late in steps:
@@ -370,9 +372,9 @@ def _sample_steps(steps: list[_Step], found: Pipeline) -> None:
 def _why(stage: Any) -> tuple[str, str]:
     function = _function(stage)
     if function is private.INFO:
-        return "prints the first samples of a stream, which a resumed one does not begin with", "take it out"
+        return "prints the first samples of a stream, which a resumed stream lacks", "remove it"
     if isinstance(stage, filters.Cached | filters.LMDBCached):
-        return "keeps the stream as it passed by", "take it out"
+        return "caches the whole stream", "remove it"
     if getattr(function, "__name__", "") == "islice":
         return "takes part of a stream", "pass fewer urls, or use with_epoch"
     return (
@@ -392,23 +394,23 @@ def _as_batched(stage: Any) -> _Batched:
 
 def _unbatch(levels: list[_Level], stage: Any, late: bool) -> None:
     if len(levels) == 1:
-        raise _refuse(stage, "makes several samples of one", "store them as samples of their own")
+        raise _refuse(stage, "makes several samples of one", "store them as separate samples")
     level = levels.pop()
     batched = level.stages[0].stage
     for inner in level.stages[1:]:
         if not (isinstance(inner.stage, _Each) and inner.stage.function is default_convert):
             raise _refuse(
                 inner.stage,
-                f"works on batches of {level.units} that are taken apart again",
+                f"works on batches of {level.units} that are split again",
                 "put it before the first batched() or behind the last",
             )
-    # One at a time, so that values have the types that they have in a batch, such as numpy's numbers.
+    # The values come out one at a time, as they would from a batch: numpy's numbers, for example.
     single = _Step(_Batched(1, batched.collate, False), level.stages[0].late)
     levels[-1].stages += [single, *level.stages[1:], _Step(stage, late)]
 
 
 def _place_stages(levels: list[_Level], found: Pipeline) -> None:
-    """Which stages run where samples are read, and which in the main process."""
+    """Decide which stages run where samples are read, and which in the main process."""
     samples = levels[0].stages
     batches = [step for level in levels[1:] for step in level.stages]
     plain = (_Batched, _Each)
@@ -425,7 +427,7 @@ def _place_stages(levels: list[_Level], found: Pipeline) -> None:
 
 
 def _limit(ends: list[tuple[_End, int]], found: Pipeline) -> Limit | None:
-    """The outermost end states the length of an epoch; inner ones are repeated."""
+    """The outermost end sets the length of an epoch. Inner ones start again and again."""
     if not ends:
         return found.limit
     end, units = ends[-1]

@@ -1,6 +1,6 @@
-"""Private parts of webdataset and fsspec that midepoch uses. webdataset is checked on import.
+"""The parts of webdataset and fsspec that midepoch uses and they do not promise. webdataset is checked on import.
 
-webdataset makes each stage of a pipeline of a function with a private name, and only by these can a stage be told.
+webdataset makes each stage of a pipeline from a function with a private name, and only this name identifies the stage.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ UNBATCH = (_filter("_unbatched"), _filter("_unlisted"))
 
 
 def path_of(filesystem: Any, url: str) -> Any:
-    """A url as a file system of fsspec's takes it."""
+    """A url in the form that an fsspec file system takes."""
     return filesystem._strip_protocol(url)
 
 
 def cat_ranges(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """The answers to each call of ``cat_ranges`` of an asynchronous file system, which all run at once.
+    """Make several calls of ``cat_ranges`` of an asynchronous file system at once, and return their results.
 
     Args:
         filesystem: fsspec's.
-        calls: for each, paths, starts, stops and a dict of more arguments.
+        calls: for each call, paths, starts, stops and a dict of other arguments.
     """
     from fsspec.asyn import sync
 

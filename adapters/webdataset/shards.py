@@ -1,4 +1,4 @@
-"""Access to shards: local files, and objects that a server returns by byte ranges."""
+"""Where shards are: local files, and objects on a server that answers requests for byte ranges."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from midepoch.adapters.tar import compression
 from midepoch.adapters.webdataset import private
 from midepoch.errors import SourceError
+from midepoch.reading.tar import compression
 
-__all__ = ["RangeReader", "Shard", "Take", "glance", "local_path", "locate", "open_shard"]
+__all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard", "quick_identity"]
 
 _WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
-_OPEN_FILES = 128  # at once in one process; the usual limit is 1024
+_OPEN_FILES = 128  # at a time in one process; the usual limit is 1024
 
 
 class Shard(NamedTuple):
-    """One shard, and the stamp that shows whether it has changed.
+    """One shard, and what shows that it has not changed.
 
     Attributes:
-        url: as the user has it.
-        path: of the local file; empty where it is remote.
+        url: as the user wrote it.
+        path: of the local file; empty for a remote shard.
         size: bytes.
-        stamp: modification time or etag; empty where the server says nothing.
+        stamp: modification time or etag; empty if the server gives none.
     """
 
     url: str
@@ -49,10 +49,10 @@ def local_path(url: str) -> str | None:
 
 
 def locate(url: str) -> Shard | str:
-    """The shard, or why it can only be streamed.
+    """The shard, or the reason why it can only be streamed.
 
     Raises:
-        OSError: it is local and cannot be read, or remote and does not answer now.
+        OSError: it is local and cannot be read, or it is remote and does not answer now.
     """
     path = local_path(url)
     if path is None:
@@ -60,34 +60,34 @@ def locate(url: str) -> Shard | str:
     with Path(path).open("rb") as file:
         state = os.fstat(file.fileno())
         if not file.seekable():
-            return f"{url} cannot be sought"
+            return f"{url} is not seekable"
         if compression(file.read(6)):
             return f"{url} is compressed"
     return Shard(url, path, state.st_size, str(state.st_mtime_ns))
 
 
-def glance(url: str) -> str:
-    """What distinguishes a local file from another of the same name, without reading it; empty for anything else.
+def quick_identity(url: str) -> str:
+    """A quick identity of a local file, without reading all of it; empty for anything else.
 
-    Its size, and its first and last bytes: compressed files end in a checksum of their content.
+    It consists of the size and the first and last bytes. Compressed files end in a checksum of their content.
 
     Raises:
-        SourceError: it is there and cannot be read. Passed over, that would change what states say of the shards.
+        SourceError: it exists and cannot be read. To ignore that would change the fingerprint of the shards.
     """
     path = local_path(url)
     try:
         if path is None or not Path(path).is_file():
             return ""
         with Path(path).open("rb") as file:
-            first = file.read(_GLANCE)
+            first = file.read(_QUICK_BYTES)
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _GLANCE))
+            file.seek(max(0, size - _QUICK_BYTES))
             return f"{size}:{zlib.crc32(file.read(), zlib.crc32(first)):08x}"
     except OSError as error:
-        raise SourceError(f"{url} could not be read ({error}): fix what it lies on, or leave it out") from error
+        raise SourceError(f"{url} could not be read ({error}): check its disk, or leave it out") from error
 
 
-_GLANCE = 512  # bytes
+_QUICK_BYTES = 512  # bytes
 
 
 def _locate_remote(url: str) -> Shard | str:
@@ -99,11 +99,11 @@ def _locate_remote(url: str) -> Shard | str:
         info = filesystem.info(path)
         beginning = filesystem.cat_file(path, start=0, end=512)
     except ImportError as error:
-        return f"reading parts of {scheme}: urls needs more ({error}): pip install 'midepoch[webdataset]'"
+        return f"reading parts of {scheme}: urls needs more packages ({error}): pip install 'midepoch[webdataset]'"
     except (ValueError, NotImplementedError) as error:
         return f"{url} cannot be read in parts ({error})"
     except Exception as error:
-        # Streaming has another order, so a temporary error must not lead to it, perhaps on only one rank.
+        # Streaming has another order. A temporary failure must not lead to it, perhaps on one rank only.
         if _may_pass(error):
             raise OSError(f"{type(error).__name__}: {error}") from error
         if not isinstance(error, OSError):
@@ -111,7 +111,7 @@ def _locate_remote(url: str) -> Shard | str:
         return f"{url} could not be read in parts ({type(error).__name__}: {error})"
     size = info.get("size")
     if type(size) is not int or len(beginning) != min(512, size):
-        return f"the server of {url} gives no parts of it"
+        return f"the server of {url} does not serve byte ranges"
     if compression(beginning):
         return f"{url} is compressed"
     stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
@@ -119,7 +119,7 @@ def _locate_remote(url: str) -> Shard | str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether an error is temporary and not about the object: a broken connection, a failing server."""
+    """Whether an error may be temporary: a broken connection, or a server's fault, not the object's."""
     each: BaseException | None = error
     while each is not None:
         status = getattr(each, "status", None)
@@ -131,16 +131,16 @@ def _may_pass(error: BaseException) -> bool:
     return False
 
 
-# The names under which fsspec's file systems keep an object's identity, the most reliable first.
+# What fsspec's file systems call an object's identity, the most reliable first.
 _STAMPS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "last_modified", "mtime")
 
 
 def open_shard(shard: Shard) -> BinaryIO:
-    """The shard as a file that can be sought."""
+    """The shard as a seekable file."""
     if shard.path:
         return Path(shard.path).open("rb")
     filesystem, path = _filesystem(shard.url)
-    # Headers of small files follow one another closely, so that reading ahead fetches several at once.
+    # Headers of small files are close together, so reading ahead fetches several at once.
     file: BinaryIO = filesystem.open(path, "rb", block_size=1 << 20, cache_type="readahead", size=shard.size)
     return file
 
@@ -154,11 +154,11 @@ def _slice(data: bytes, offset: int, count: int) -> bytes:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a url, and the path in it. Looked up each time: a forked process gets one of its own.
+    """fsspec's file system for a url, and the path in it. Not cached, because a forked process gets its own.
 
     Raises:
-        ImportError: fsspec, or what it needs for such urls, is not installed.
-        ValueError: there is none for such urls.
+        ImportError: fsspec, or a package it needs for such urls, is not installed.
+        ValueError: fsspec has none for such urls.
     """
     import fsspec
 
@@ -168,34 +168,36 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _condition(shard: Shard) -> str:
-    """The etag that a server must match before it returns parts; only HTTP can state such a condition.
+    """The etag on which reads of byte ranges depend. Only HTTP has such conditions.
 
-    Weak ones, which begin otherwise, are equal for different bytes and no condition for ranges (RFC 9110, 13.1.1).
+    Weak etags do not begin with a quote. They can be equal for different bytes, so they do not qualify (RFC 9110,
+    13.1.1).
     """
     strong = urlparse(shard.url).scheme in ("http", "https") and shard.stamp.startswith('"')
     return shard.stamp if strong else ""
 
 
 def _headers(filesystem: Any, condition: str) -> dict[str, Any]:
-    """The argument of fsspec's HTTP file system that states the condition; those that the user gave it stay."""
+    """The argument of fsspec's HTTP file system that states the condition, with the user's own headers kept."""
     return {"headers": {**filesystem.kwargs.get("headers", {}), "If-Match": condition}} if condition else {}
 
 
 def _fetched(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """The answers to each call of `cat_ranges`, which all run at once."""
+    """Make several calls of `cat_ranges` at once, and return their results."""
     if len(calls) == 1:
         paths, starts, stops, more = calls[0]
         return [filesystem.cat_ranges(paths, starts, stops, on_error="return", **more)]
     return private.cat_ranges(filesystem, calls)
 
 
-# fsspec drops its parent's file systems in a forked process. That closes their connections, which removes the sockets
-# from the epoll instance shared with the parent, and the parent waits forever. So file systems used here are kept.
+# A forked process gets copies of its parent's file systems. If fsspec dropped one, it would close its connections. That
+# would remove the sockets from the epoll instance, which is still shared with the parent, and the parent would wait
+# forever. Therefore file systems that were used here are never dropped.
 _kept: dict[int, Any] = {}
 
 
 def _pread(file: int, count: int, start: int) -> bytes:
-    """Read `count` bytes, fewer only at the file's end. A single read may return fewer anywhere, and at most 2 GiB."""
+    """Read `count` bytes, fewer only at the file's end. One system call may return fewer, and 2 GiB at most."""
     data = os.pread(file, count, start)
     while len(data) < count and (more := os.pread(file, count - len(data), start + len(data))):
         data += more
@@ -210,10 +212,10 @@ def _close_files(files: dict[int, int], process: int) -> None:
 
 
 class RangeReader:
-    """Reads ranges of bytes of shards, in one process. A copy in another process opens its own files.
+    """Reads byte ranges of shards in one process. A copy in another process opens its own files.
 
     Args:
-        shards: those that will be read, by number.
+        shards: the shards to read, by number.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -222,10 +224,10 @@ class RangeReader:
         self._windowed, self._window = -1, (b"", 0, 0)
 
     def takers(self, ranges: Sequence[tuple[int, int, int]]) -> list[Take]:
-        """For each range (a shard's number, a first byte, a length) a function that gives its bytes.
+        """For each range (a shard's number, a first byte, a length) a function that returns its bytes.
 
-        Remote ranges are fetched here, all at once; local ones are read when they are asked for, and large files in
-        them straight to where they stay.
+        Remote ranges are fetched here, all at once. Local ones are read when they are requested, and large files in
+        them without another copy.
 
         Raises:
             SourceError: a shard has changed since it was indexed, or cannot be read.
@@ -242,14 +244,14 @@ class RangeReader:
         ]
 
     def _forget(self) -> None:
-        """Start without open files. Those opened later are closed when this reader is dropped."""
+        """Start without open files in this process. Files that are opened later are closed with this reader."""
         self._files: OrderedDict[int, int] = OrderedDict()
         self._pid = os.getpid()
         self._closed = weakref.finalize(self, _close_files, self._files, self._pid)
-        self._closed.atexit = False  # the system closes files at exit
+        self._closed.atexit = False  # the system closes them then
 
     def _take_local(self, number: int, start: int, length: int, offset: int, count: int) -> bytes:
-        """Bytes of a range; neighbouring small ones come out of one reading."""
+        """Bytes of a range. Small neighbouring files are read at once."""
         window, first, last = self._window
         begin = start + offset
         if self._windowed == number and first <= begin and begin + count <= last:
@@ -277,8 +279,8 @@ class RangeReader:
             data = _pread(file, length, start)
         except OSError as error:
             raise SourceError(
-                f"{self._shards[number].url} could not be read at byte {start} ({error}): fix what it lies on; the "
-                "next batch is the one that was not given"
+                f"{self._shards[number].url} could not be read at byte {start} ({error}): check its disk, then "
+                "continue: the next batch is this one again"
             ) from error
         self._check(number, os.fstat(file))
         return self._whole(data, number, start, length)
@@ -296,7 +298,7 @@ class RangeReader:
         try:
             file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise SourceError(f"{shard.url} cannot be opened ({error}): bring it back, or wrap without it") from error
+            raise SourceError(f"{shard.url} cannot be opened ({error}): restore it, or wrap without it") from error
         try:
             self._check(number, os.fstat(file))
         except SourceError:
@@ -342,4 +344,4 @@ class RangeReader:
         return {"_shards": self._shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_shards"])  # type: ignore[misc]  # nothing is open in this process
+        self.__init__(state["_shards"])  # type: ignore[misc]  # start without open files in this process

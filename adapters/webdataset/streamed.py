@@ -1,8 +1,11 @@
-"""Shards that can only be read from their start: pipes, compressed archives, servers that give no parts.
+"""Shards that can only be read from their start: pipes, compressed archives, servers without byte ranges.
 
-The shards of a pass are dealt to a fixed number of streams, each of which is read in order by one reader and gives one
-batch in turn. A stream's cursor says at which byte of which shard its current stretch of samples begins, and how many
-of that stretch are done, so a resume reads again at most one shard's beginning and that stretch, for each stream.
+The shards of a pass are dealt to a fixed number of streams. Each stream is read in order by one reader, and the streams
+take turns to give a batch. A stream's cursor says at which byte of which shard its current stretch of samples begins,
+and how many samples of the stretch are done. So a resume reads again at most one shard's beginning and one stretch for
+each stream.
+
+"Stream" means such a stream of shards here. Streams of random numbers are called random streams.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from webdataset.filters import reraise_exception
 
-from midepoch.adapters.tar import TarError, padded, walk
 from midepoch.adapters.webdataset.finish import Answer, Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
-from midepoch.adapters.webdataset.shards import glance
+from midepoch.adapters.webdataset.shards import quick_identity
 from midepoch.errors import SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -33,6 +35,7 @@ from midepoch.loader.place import Place
 from midepoch.order import Sequential, Shuffled
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.tar import TarError, padded, walk
 from midepoch.reading.workers import Server
 from midepoch.state.parts import part_of, parts_in
 from midepoch.world import World
@@ -40,23 +43,23 @@ from midepoch.world import World
 __all__ = ["StreamedAdapter"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
-_FIRST_STRETCH = 128  # samples; the first are short, so that a pass begins soon
+_FIRST_STRETCH = 128  # samples; the first stretches are short, so that a pass begins soon
 _SHUFFLE = int.from_bytes(b"stretch", "big")
-_PIECE = 1 << 20  # bytes read at once where they are passed over
+_PIECE = 1 << 20  # bytes read at once when skipping
 
 _nonces = itertools.count(1)
 
 
 class _Cursor(NamedTuple):
-    """Where a stream stands.
+    """The position of a stream.
 
     Attributes:
-        passes: that lie behind.
-        place: shards of this pass that lie behind the current stretch's beginning.
+        passes: number of finished passes.
+        place: number of shards of this pass before the one where the current stretch begins.
         offset: byte of the (decompressed) shard at which the stretch begins.
-        ordinal: samples of that shard before it.
-        stretch: stretches of this pass before it.
-        done: samples of it that were taken.
+        ordinal: number of samples of that shard before the stretch.
+        stretch: number of stretches of this pass before this one.
+        done: number of its samples that were taken.
     """
 
     passes: int
@@ -74,7 +77,7 @@ class _Cursor(NamedTuple):
 
 
 class _Bytes:
-    """Exactly as many bytes of a stream as are asked for, decompressed, however it gives them."""
+    """Reads exactly as many decompressed bytes of a stream as requested, in whatever pieces they come."""
 
     def __init__(self, stream: Any) -> None:
         self._raw = stream
@@ -103,7 +106,7 @@ class _Bytes:
         return head
 
     def read(self, count: int) -> bytes:
-        """So many bytes, fewer at the end."""
+        """Read `count` bytes, fewer at the end."""
         if self._decompressed:
             return self._exactly(self._stream.read, count)
         if self._head:
@@ -112,7 +115,7 @@ class _Bytes:
         return self._exactly(self._raw.read, count)
 
     def skip(self, count: int) -> None:
-        """Pass over so many bytes."""
+        """Skip `count` bytes."""
         while count > 0:
             data = self.read(min(count, _PIECE))
             if not data:
@@ -120,13 +123,13 @@ class _Bytes:
             count -= len(data)
 
     def close(self) -> None:
-        # What a pipe's process says when it is no longer listened to is no error.
+        # A pipe's process may fail because nobody reads on. That is not an error.
         with contextlib.suppress(OSError):
             self._raw.close()
 
 
 class _Prefixed:
-    """A stream with some bytes put back before it."""
+    """A byte stream with some bytes put back before it."""
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head, self._stream = head, stream
@@ -152,7 +155,7 @@ _BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class _Raw(NamedTuple):
-    """A sample as the shard has it, and where it is."""
+    """A sample as stored in the shard, and its position."""
 
     place: int
     offset: int
@@ -170,7 +173,7 @@ class _Shards:
         self._grouping = pipeline.grouping
 
     def samples(self, number: int, offset: int, ordinal: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Offset, ordinal and content of each sample from a byte on at which one begins."""
+        """Offset, ordinal and content of each sample, starting at a byte where one begins."""
         url = self._urls[number]
         source = self._open(url)
         if source is None:
@@ -183,7 +186,7 @@ class _Shards:
                 source["stream"].close()
             damage = TarError(url, 0, f"{type(error).__name__}: {error}", True)
             damage.__cause__ = error
-            self._handler(damage)  # raises, or the loss is accepted
+            self._handler(damage)  # raises, or accepts the loss
             _LOG.warning("%s: the shard is lost", url)
             return
         try:
@@ -197,7 +200,7 @@ class _Shards:
             source: dict[str, Any] | None = next(iter(self._opener([{"url": url}])), None)
         except Exception as error:
             raise SourceError(
-                f"{url} cannot be opened ({error}): bring it back, or leave it out of the urls"
+                f"{url} cannot be opened ({error}): restore it, or leave it out of the urls"
             ) from error
         return source
 
@@ -207,7 +210,7 @@ class _Shards:
         files: list[dict[str, Any]] = []
         prefix: str | None = None
         begin = sound = offset
-        usual = 0  # the most files that a sample had
+        usual = 0  # the largest number of files in a sample so far
         walker = None
         try:
             data.skip(offset)
@@ -236,11 +239,11 @@ class _Shards:
             if not isinstance(error, TarError):
                 damage = TarError(url, sound, f"{type(error).__name__}: {error}", True)
                 damage.__cause__ = error
-            self._handler(damage)  # raises, or the loss is accepted
-            # The last sample may miss files, unless no other one has more.
+            self._handler(damage)  # raises, or accepts the loss
+            # The last sample may lack files, unless no other sample has more.
             if not usual or len(files) < usual:
                 files = []
-            _LOG.warning("%s: %d samples are kept, its rest from byte %d on is lost", url, ordinal + bool(files), sound)
+            _LOG.warning("%s: %d samples are kept, the rest from byte %d on is lost", url, ordinal + bool(files), sound)
         finally:
             if walker is not None:
                 walker.close()
@@ -252,7 +255,7 @@ class _Shards:
         try:
             content = data.read(padded(size))
         except (OverflowError, MemoryError):
-            content = b""  # a header that asks for what no machine has; so many bytes are not there either
+            content = b""  # a damaged header asks for more memory than there is; the file is not that long either
         if len(content) < size:
             raise TarError(url, sound, f"{name!r} needs {size} bytes, {len(content)} are left", True)
         return content[:size]
@@ -260,7 +263,7 @@ class _Shards:
     def _whole(
         self, files: list[dict[str, Any]], begin: int, ordinal: int
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        # The same files give the same samples, so an ordinal is used once also where a handler leaves files out.
+        # The same files give the same sample. So an ordinal is used up even if a handler drops the sample.
         url = files[0]["__url__"] if files else ""
         for sample in grouped(files, url, self._grouping):
             yield begin, ordinal, sample
@@ -270,13 +273,13 @@ class _Shards:
 
 
 class _Layout(NamedTuple):
-    """What decides which samples a stream has, and in which order.
+    """What determines the samples of a stream and their order.
 
     Attributes:
-        streams: their number.
-        shards: their number.
-        shuffles: shards are shuffled again for each pass.
-        buffer: samples in a stretch, which are shuffled together; 1 for none.
+        streams: number of streams.
+        shards: number of shards.
+        shuffles: whether shards are shuffled in each pass.
+        buffer: number of samples in a stretch, which are shuffled together; 1 for no shuffle.
     """
 
     streams: int
@@ -285,10 +288,10 @@ class _Layout(NamedTuple):
     buffer: int
 
     def dealt(self, seed: int, passes: int, stream: int) -> tuple[list[int], int, int]:
-        """A stream's shards in one pass. Where shards are few, streams share one: then it has every n-th sample of it.
+        """A stream's shards in one pass. If there are few shards, streams share one, and each has every n-th sample.
 
         Returns:
-            numbers of the shards, n, and the remainder of its samples' ordinals by n.
+            numbers of the shards, n, and the remainder of its samples' ordinals modulo n.
         """
         order = (Shuffled if self.shuffles else Sequential)(self.shards).epoch(seed, passes)
         if self.shards >= self.streams:
@@ -298,12 +301,12 @@ class _Layout(NamedTuple):
         return order[own : own + 1].tolist(), sharing, stream // self.shards
 
     def stretch_length(self, number: int) -> int:
-        """Samples in a stretch."""
+        """The number of samples in a stretch."""
         return min(self.buffer, _FIRST_STRETCH << min(number, 32))
 
 
 class _Stream:
-    """Reads one stream from a cursor on. `passes`: the pass with which it ends, None for none."""
+    """Reads one stream from a cursor on. `last_pass`: where it ends, None for no end."""
 
     def __init__(
         self, shards: _Shards, layout: _Layout, seed: int, stream: int, cursor: _Cursor, last_pass: int | None
@@ -314,7 +317,7 @@ class _Stream:
         self._stretch: list[_Raw] = []
         self._order: list[int] = []
         self._source: Iterator[_Raw] = iter(())
-        self._ahead: _Raw | None = None  # the first sample of the next stretch, if it is known
+        self._ahead: _Raw | None = None  # the first sample of the next stretch, if it has been read
         self._open_pass()
 
     def close(self) -> None:
@@ -341,7 +344,7 @@ class _Stream:
             offset = ordinal = 0
 
     def _fill(self) -> None:
-        """Read the stretch that the cursor stands in."""
+        """Read the stretch at the cursor."""
         cursor = self.cursor
         length = self._layout.stretch_length(cursor.stretch)
         ahead = [] if self._ahead is None else [self._ahead]
@@ -356,7 +359,7 @@ class _Stream:
             self._settle()
 
     def _settle(self) -> None:
-        """A stretch is done: put the cursor where the next one begins, so that the end is known when it is reached."""
+        """After a stretch: move the cursor to the next one, so that the end is known when it is reached."""
         self._stretch = []
         first = self._ahead = next(self._source, None)
         if first is not None:
@@ -388,7 +391,7 @@ class _Stream:
         return key, raw.sample
 
 
-# A stream whose shard of a pass is empty finds others in the next ones, where shards are shuffled.
+# If a stream's shard of a pass is empty, the next passes may give it others, because shards are shuffled.
 _MOST_EMPTY_PASSES = 100
 
 
@@ -396,15 +399,15 @@ _MOST_EMPTY_PASSES = 100
 
 
 class _Request(NamedTuple):
-    """A stream's next batch.
+    """A request for a stream's next batch.
 
     Attributes:
-        session: number of the session, another one for each.
-        seed: of order and random streams.
+        session: identifies the session.
+        seed: of the order and of the random streams.
         stream: number of the stream.
-        cursor: where it stood when the session began.
-        batches: of the session before this one, from this stream.
-        last_pass: with which it ends; None for none.
+        cursor: its position when the session began.
+        batches: number of earlier batches in the session from this stream.
+        last_pass: the pass with which it ends; None for none.
     """
 
     session: int
@@ -416,7 +419,7 @@ class _Request(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The answer: what came of it, and where the stream stands behind it. `ended`: there was nothing left."""
+    """The answer to a request, and the stream's position after it. `ended`: nothing was left."""
 
     answer: Answer
     cursor: _Cursor
@@ -424,10 +427,10 @@ class _Batch(NamedTuple):
 
 
 class StreamedReader:
-    """Reads batches stream by stream; keeps its streams open from request to request."""
+    """Reads batches stream by stream. Streams stay open between requests."""
 
     def __init__(
-        self, pipeline: Pipeline, keys: Keys, layout: _Layout, streams: bool, batches: bool, refill: bool
+        self, pipeline: Pipeline, keys: Keys, layout: _Layout, randomness: bool, batches: bool, refill: bool
     ) -> None:
         self.dataset = pipeline.dataset
         self._shards, self._layout = _Shards(pipeline, keys), layout
@@ -435,15 +438,15 @@ class StreamedReader:
         self._batch_stages = pipeline.batch_stages if batches else []
         self._batch_size, self._drop_last = pipeline.batch_size or 1, pipeline.drop_last
         self._refill = refill
-        self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
+        self._random_streams = Streams(self._sample_stages, self._batch_stages, keys) if randomness else None
         self._open: dict[int, tuple[int, int, _Stream]] = {}  # session, batches taken, the stream
         self._session: int | None = None
 
     def __call__(self, request: _Request) -> _Batch:
-        """The batch."""
-        if self._streams is not None and self._session != request.session:
+        """Read the batch."""
+        if self._random_streams is not None and self._session != request.session:
             self._session = request.session
-            self._streams.begin_pass()
+            self._random_streams.begin_pass()
         session, count, stream = self._open.pop(request.stream, (0, 0, None))
         if stream is None or session != request.session or count > request.batches:
             if stream is not None:
@@ -465,7 +468,7 @@ class StreamedReader:
         keys: list[int] = []
         read: list[tuple[int, dict[str, Any]]] = []
         while True:
-            # Reading shards may draw random numbers, so it is done before a stream of random numbers is begun.
+            # Reading shards may draw random numbers, so it comes before any random stream begins.
             raws = list(itertools.islice(_Rest(stream), self._batch_size - (len(survivors) if self._refill else 0)))
             if not raws:
                 break
@@ -478,9 +481,9 @@ class StreamedReader:
         if not survivors:
             return _Batch(Answer([], []), stream.cursor, True)
         answer = self._batched(survivors, keys)
-        if self._streams is not None and self._streams.made_late():
-            if self._refill:  # how far it reads may have hung on what was drawn
-                self._streams.warn_of_late()
+        if self._random_streams is not None and self._random_streams.made_late():
+            if self._refill:  # how far it reads may depend on what was drawn
+                self._random_streams.warn_of_late()
             else:
                 survivors, keys = [], []
                 self._run(read, survivors, keys)
@@ -488,29 +491,29 @@ class StreamedReader:
         return _Batch(answer, stream.cursor, False)
 
     def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:
-        with self._streams or contextlib.nullcontext() as start:
+        with self._random_streams or contextlib.nullcontext() as start:
             for key, sample in raws:
                 if start is not None:
                     start(key)
-                values = run_stages(self._sample_stages, [dict(sample)])  # a stage may change what it is given
+                values = run_stages(self._sample_stages, [dict(sample)])  # a stage may change its input
                 survivors += values
                 keys += [key] * len(values)
 
     def _batched(self, survivors: list[Any], keys: list[int]) -> Answer:
         if not self._batch_stages or not survivors:
             return Answer(survivors, keys)
-        if self._streams is None:
+        if self._random_streams is None:
             return Answer(run_stages(self._batch_stages, survivors), [])
-        with self._streams.under(extend_key(keys[0], Purpose.BATCH)):
+        with self._random_streams.under(extend_key(keys[0], Purpose.BATCH)):
             return Answer(run_stages(self._batch_stages, survivors), keys[:1])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process opens its own.
+        # A worker process opens its own streams.
         return {**self.__dict__, "_open": {}}
 
 
 class _Rest:
-    """A stream as an iterator that may be left and taken up again."""
+    """A stream as an iterator that can be paused and continued."""
 
     def __init__(self, stream: _Stream) -> None:
         self._stream = stream
@@ -529,9 +532,9 @@ class _Cursors(NamedTuple):
     """A rank's part of a state.
 
     Attributes:
-        following: the batch of all ranks that is next, modulo the number of streams.
-        size: batches of all ranks in an epoch that with_epoch ends; 0 for the world's own number.
-        cursors: where each stream stands that has been read.
+        following: number of the next batch of all ranks, modulo the number of streams.
+        size: batches of all ranks in an epoch of with_epoch; 0 for this world's own number.
+        cursors: the position of each stream that has been read.
     """
 
     following: int
@@ -549,7 +552,7 @@ _PLACE = re.compile(r"next=(\d{1,9});size=(\d{1,18});((?:\d{1,3}:\d{1,18}(?:\.\d
 def _parse_cursors(detail: str) -> _Cursors:
     match = _PLACE.fullmatch(detail)
     if match is None:
-        raise StateCorruptError("the state's detail is not one of a streamed pipeline: use an undamaged state")
+        raise StateCorruptError("the state's detail is not from a streamed pipeline: load an undamaged state")
     cursors = {}
     for part in match[3].split(",") if match[3] else ():
         stream, _, cursor = part.partition(":")
@@ -595,9 +598,10 @@ class StreamedAdapter(Adapter):
         return
 
     def describe(self) -> dict[str, str]:
-        """The shards by name and by a glance at local ones, and how they are dealt."""
+        """The shards, by name and by quick identities of local ones, and how they are dealt."""
         layout = self._layout
-        names = zlib.crc32("\n".join(f"{url.rpartition('/')[2]} {glance(url)}" for url in self._pipeline.urls).encode())
+        lines = (f"{url.rpartition('/')[2]} {quick_identity(url)}" for url in self._pipeline.urls)
+        names = zlib.crc32("\n".join(lines).encode())
         shuffle = f"{layout.buffer}" if layout.shuffles else "no"
         described = {"order": f"streams(shuffle={shuffle})", "shards": f"{layout.shards}:{names:08x}"}
         described["streams"] = f"{layout.streams}"
@@ -609,7 +613,7 @@ class StreamedAdapter(Adapter):
         return tuple(self._pipeline.stages)
 
     def capabilities(self) -> Capabilities:
-        """As the table in the README has it."""
+        """As in the README's table."""
         streams = self._layout.streams
         where = f"where ranks x workers divides the {streams} streams"
         elastic = Capability(True, f"{where}; with several ranks save midepoch.gather(loader)")
@@ -625,20 +629,20 @@ class StreamedAdapter(Adapter):
             ),
             elastic_world=elastic,
             elastic_workers=Capability(True, where),
-            rank_independent=Capability(False, "each rank knows its own streams: use midepoch.gather(loader)"),
+            rank_independent=Capability(False, "each rank knows only its own streams: use midepoch.gather(loader)"),
         )
 
     # --- states ---
 
     def part(self, detail: str, saved_world_size: int, world: World) -> str:
-        """The cursors of this rank's streams: its own part, or, in another world, all parts together."""
+        """The cursors of this rank's streams: its own part, or all parts together in another world."""
         if saved_world_size == world.world_size and saved_world_size > 1:
             return part_of(detail, world.rank, world.world_size)
         parts = parts_in(detail)
         if len(parts) < saved_world_size:
             raise StateMismatchError(
-                f"this state holds the part of rank {', '.join(map(str, parts))} of {saved_world_size} only, this is a "
-                f"world of {world.world_size}: save what midepoch.gather(loader) returns (call it on every rank)"
+                f"this state holds only the part of rank {', '.join(map(str, parts))} of {saved_world_size}, but this "
+                f"is a world of {world.world_size}: save what midepoch.gather(loader) returns (call it on every rank)"
             )
         places = [_parse_cursors(part) for part in parts.values() if part]
         if not places:
@@ -647,17 +651,17 @@ class StreamedAdapter(Adapter):
         return str(_Cursors(max(place.following for place in places), places[0].size, cursors))
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Where with_epoch ends an epoch, the next one goes on."""
+        """The next epoch continues where with_epoch ended one."""
         if self._pipeline.limit is None or not here.detail or there != (here.epoch + 1, 0):
             return ""
         return str(_parse_cursors(here.detail)._replace(size=0))
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The cursors lie within the streams, and the streams can be shared in this world."""
+        """Check that the cursors lie within the streams, and that this world can share the streams."""
         if not detail:
             if position:
                 raise StateCorruptError(
-                    f"the state stands at position {position} without this rank's own part: use a whole one"
+                    f"the state stands at position {position} but lacks this rank's own part: load a complete state"
                 )
             return
         place, layout = _parse_cursors(detail), self._layout
@@ -666,7 +670,7 @@ class StreamedAdapter(Adapter):
             if self._pipeline.limit is None:
                 sensible = sensible and epoch <= cursor.passes <= epoch + 1
             if not sensible or cursor.done > layout.buffer:
-                raise StateCorruptError(f"stream {stream} of the state stands nowhere: use an undamaged state")
+                raise StateCorruptError(f"the state's cursor of stream {stream} is invalid: load an undamaged state")
         readers = world.world_size * self._workers
         if layout.streams % readers:
             raise StateMismatchError(
@@ -677,7 +681,7 @@ class StreamedAdapter(Adapter):
     # --- sessions ---
 
     def open(self, run: Run) -> Session:
-        """This rank's batches from its cursors on."""
+        """Open a session at this rank's cursors."""
         streams, world = self._layout.streams, run.world
         self._check_world(run)
         place = _parse_cursors(run.detail) if run.detail else _Cursors(0, 0, {})
@@ -714,19 +718,19 @@ class StreamedAdapter(Adapter):
             return
         if not self._pipeline.splits and self.options.shard is None:
             raise UnsupportedSourceError(
-                "the pipeline has no nodesplitter, so its urls may be this rank's own already: pass shard=True to "
-                "wrap() if every rank has the same urls (midepoch divides them), or world=midepoch.World() and one "
-                "state for each rank if they differ"
+                "the pipeline has no nodesplitter, so each rank may already have its own urls: pass shard=True to "
+                "wrap() if every rank has the same urls (midepoch shards them), or world=midepoch.World() and a state "
+                "for each rank if they differ"
             )
         if (limit is None or limit.units is None) and run.tail != "uneven":
             raise UnsupportedSourceError(
-                f"how many batches each of {world.world_size} ranks gets cannot be known without reading all shards "
-                f"({self._reason}): use with_epoch(n), which gives each rank n; or pass tail='uneven' if the training "
-                "loop can bear that some ranks end earlier"
+                f"only reading all shards tells how many batches each of {world.world_size} ranks gets "
+                f"({self._reason}): use with_epoch(n), which gives each rank n; or pass tail='uneven' if your training "
+                "loop allows ranks to end at different times"
             )
 
     def close(self) -> None:
-        """Persistent worker processes."""
+        """End persistent worker processes."""
         if self._server is not None:
             self._server.close()
 
@@ -746,7 +750,7 @@ def _requests(run: Run, place: _Cursors, streams: int, last_pass: int | None, le
 
 
 class _StreamedSession(Session):
-    """Marked by where each stream of this rank stands, and which of them is next."""
+    """This rank's batches. A mark holds the cursors of its streams, and which stream is next."""
 
     marks = True
 
@@ -757,19 +761,19 @@ class _StreamedSession(Session):
         self._ended_in_a_row = 0
 
     def begin(self, answers: Iterator[_Batch], close: Callable[[], None]) -> None:
-        """Whose answers to hand out."""
+        """Set the reader's answers to hand out."""
         self._answers, self._close = answers, close
 
     def take(self) -> Any:
-        """The next batch that has something in it."""
+        """The next batch that is not empty."""
         while not (values := self._taken()):
             if self._left is not None:
-                # One of the epoch's batches came to nothing: the position passes over it, where epochs are counted.
+                # An empty batch still counts in an epoch of with_epoch, so the position moves past it.
                 self.drift += 1
         return values[0]
 
     def _taken(self) -> list[Any]:
-        """What came of the next batch; nothing where a stage behind the DataLoader dropped it."""
+        """The next batch; nothing if a stage behind the DataLoader dropped it."""
         while True:
             if self._left == 0 or self._ended_in_a_row >= self._streams // self._world.world_size:
                 raise StopIteration
@@ -799,7 +803,7 @@ class _StreamedSession(Session):
         return str(mark)
 
     def following(self) -> str:
-        """Where the next epoch goes on."""
+        """The cursors at which the next epoch continues."""
         return str(self.mark())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Laws that every resumable loader must satisfy, for your own loaders and adapters as for those of this package.
+"""Laws that every resumable loader must satisfy, for your own loaders and adapters as for midepoch's.
 
     from midepoch.testing import check_resumable
     check_resumable(make_loader)     # a function that builds a fresh loader; raises LawError

@@ -1,4 +1,4 @@
-"""One loader under examination: what it is asked to do, where, and how it is compared."""
+"""The examination of one loader: where it is run, what it is asked to do, and how results are compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .record import (
     Recording,
     Seen,
     Settings,
-    Task,
+    Trial,
     experiment,
     in_group,
     read_capabilities,
@@ -34,17 +34,17 @@ Result = TypeVar("Result")
 
 
 class Examination:
-    """One loader under examination: runs it where a law asks, and keeps what several laws look at.
+    """The examination of one loader: runs it where a law asks, and keeps the runs that several laws use.
 
-    Process 0 is the one that is killed, so to speak: uninterrupted runs and the states to resume from come from it.
-    Single-process resumes happen in the others. Rank r of a world lives in process r.
+    Process 0 plays the process that is interrupted: it makes the uninterrupted runs and the states to resume from.
+    Single-process resumes run in the other processes. Rank r of a world runs in process r.
     """
 
     def __init__(self, settings: Settings, pool: ProcessPool | None = None) -> None:
         self.settings = settings
         self.pool = pool or shared_pool()
         self._parameters = inspect.signature(settings.make_loader).parameters
-        self.broken: list[str] = []  # the laws that were found broken so far
+        self.broken: list[str] = []  # the laws found broken so far
         self._varied: dict[str, Any] = {}  # options of make_loader that the law has set
         self._memory: dict[Hashable, Any] = {}
         self._law = ""
@@ -54,12 +54,12 @@ class Examination:
     # What make_loader can do.
 
     def takes(self, option: str) -> bool:
-        """Whether make_loader has a parameter of this name that may be used. A ``**keywords`` does not count."""
+        """Whether make_loader has a parameter of this name that may be used. ``**keywords`` does not count."""
         allowed = self.settings.options is None or option in self.settings.options
         return allowed and option in self._parameters
 
     def default(self, option: str) -> Any:
-        """The default of a parameter of make_loader; None where it has none."""
+        """The default of a parameter of make_loader; None if it has none."""
         value = self._parameters[option].default
         return None if value is inspect.Parameter.empty else value
 
@@ -77,7 +77,7 @@ class Examination:
         return tuple(sorted({1, *self.settings.world_sizes}))
 
     def capability(self, name: str, **options: Any) -> tuple[bool | None, str]:
-        """(yes or no, reason) as a loader with these options declares; (None, ...) for one that declares nothing."""
+        """(yes or no, reason) as a loader with these options declares it; (None, ...) if it declares nothing."""
         declared = self._once(
             ("capabilities", *sorted(options.items())),
             lambda: self.run([(0, read_capabilities, (self.settings, self.options(**options)))])[0],
@@ -88,23 +88,23 @@ class Examination:
 
     @property
     def named(self) -> Settings:
-        """The settings, with a way to name samples: the given one, or one found by comparing batches."""
+        """The settings, with a function that names samples: the one given, or one derived from batches."""
         return self.settings if self.settings.identify is not None else self._once("named", self._with_names)
 
     @property
     def naming(self) -> Naming | None:
-        """How samples are named, if this was found by comparing batches; None if it was given."""
+        """The derived way to name samples; None if one was given."""
         return self.named.identify if isinstance(self.named.identify, Naming) else None
 
     def need_names(self) -> None:
-        """Raise `InapplicableError` if samples have no names, so that no law can identify them."""
+        """Raise `InapplicableError` if samples have no names, because then no law can tell which are there."""
         if self.naming is not None and self.naming.blind:
             raise InapplicableError(UNNAMED)
 
     def _with_names(self) -> Settings:
         found = self.run([(0, experiment, (read_views, (self.settings, self.options(), 2, ())))])[0]
         naming: Naming | None = Naming()
-        if not isinstance(found, Failure):  # the law will meet it itself
+        if not isinstance(found, Failure):  # the law itself will fail the same way
             (first, second), paddings, ragged = found
             random = self.capability("exact_augmentations")[0] is False
             other: View | None = None
@@ -116,7 +116,7 @@ class Examination:
         return dataclasses.replace(self.settings, identify=naming)
 
     def _shared_otherwise(self, paddings: Sequence[Column]) -> View:
-        """The first epoch on more ranks, or else in batches of another size, or with workers; empty without these."""
+        """The first epoch on more ranks, or with another batch size, or with workers; empty if none is possible."""
         variants = [self.options(rank, self.worlds[-1]) for rank in range(self.worlds[-1])]
         if len(variants) == 1:
             others = {"num_workers": self.most_workers}
@@ -134,7 +134,7 @@ class Examination:
         return shared
 
     def begin(self, law: str, cause: str, cure: str) -> None:
-        """Attribute failures to ``law`` from now on."""
+        """Attribute later failures to ``law``."""
         self._law, self._cause, self._cure = law, cause, cure
         self._varied.clear()
 
@@ -152,7 +152,7 @@ class Examination:
         return LawError(self._law, epoch, batch, expected, got, cause or self._cause, cure or self._cure)
 
     def explained(self, error: LawError) -> LawError:
-        """``error``, with notes on how make_loader's parameters were understood and on the process's seeds."""
+        """``error``, with a note on how make_loader's parameters were understood, and on the process's seeds."""
         taken = "; ".join(f"{name} for {OPTIONS[name]}" for name in self._varied)
         if taken:
             told = f"Of make_loader's parameters were taken: {taken}. Leave out of options= what means something else"
@@ -160,21 +160,21 @@ class Examination:
         heads = self._memory.get(("heads", 1, False))
         if not heads or heads[0].failure is not None:
             return error
-        task = self.task(self.options(), later=True)
+        trial = self.trial(self.options(), later=True)
         try:
-            other: Recording = self._once("later", lambda: self.record([task], process=1)[0])
+            other: Recording = self._once("later", lambda: self.record([trial], process=1)[0])
         except LawError:
             return error
         if other.failure is not None or other.passes[0].digests == heads[0].passes[0].digests:
             return error
-        cause = f"{error.cause}. What this loader gives, fresh, follows its process's global seeds; a resume has others"
+        cause = f"{error.cause}. A fresh loader of this kind follows its process's global seeds; a resume has others"
         cure = f"{error.cure}. Keep the seed in the state, and let make_loader make random data with a fixed seed"
         return dataclasses.replace(error, cause=cause, cure=cure)
 
     def sound(
         self, recording: Recording, expected: str, *, epoch: int | None = None, batch: int | None = None
     ) -> Recording:
-        """``recording``, if the loader did not fail; else the law's error."""
+        """Return ``recording`` if the loader did not fail; otherwise raise the law's error."""
         if recording.failure is not None:
             got = f"{recording.failure}\n{recording.failure.trace}".rstrip()
             raise self.error(expected, got, epoch=epoch, batch=batch)
@@ -193,8 +193,8 @@ class Examination:
     ) -> None:
         """Raise the law's error unless both are equal: bit for bit, or ``by_ids`` in the samples they hold.
 
-        ``first`` is the number, in its epoch, of the first batch in ``expected``. Where the loader declares that its
-        augmentations are not exact, only the samples are compared. ``blame``: a cause and a cure instead of the law's.
+        ``first`` is the number in its epoch of the first batch in ``expected``. If the loader declares that its
+        augmentations are not exact, only the samples are compared. ``blame``: a cause and a cure other than the law's.
         """
         cause, cure = blame
         by_ids = by_ids or self.capability("exact_augmentations")[0] is False
@@ -209,7 +209,7 @@ class Examination:
         if len(expected) != len(got):
             at = first + min(len(expected), len(got))
             surplus = (
-                f", the first of them too many: samples {got[len(expected)].ids}" if len(got) > len(expected) else ""
+                f", the first surplus one: samples {got[len(expected)].ids}" if len(got) > len(expected) else ""
             )
             counts = (f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}")
             raise self.error(*counts, epoch=epoch, batch=at, cause=cause, cure=cure)
@@ -217,50 +217,50 @@ class Examination:
     # Running.
 
     def run(self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-        """The results of (process, function, arguments); a crash, a hang or a stray error is the law's error."""
+        """The results of (process, function, arguments). A crash, a hang or an unexpected error is the law's error."""
         try:
             return self.pool.run([Call(*call) for call in calls], timeout=self.settings.timeout)
         except ProcessError as error:
             raise self.error("the loader to answer", str(error)) from error
 
-    def task(self, options: Mapping[str, Any], **more: Any) -> Task:
-        """A `Task` with these settings."""
-        return Task(self.named, options, **{"limit": self.settings.max_batches, **more})
+    def trial(self, options: Mapping[str, Any], **more: Any) -> Trial:
+        """A `Trial` with these settings."""
+        return Trial(self.named, options, **{"limit": self.settings.max_batches, **more})
 
-    def record(self, tasks: Sequence[Task], process: int = 0) -> list[Recording]:
-        """Carry out tasks one after another in one process."""
-        recordings: list[Recording] = self.run([(process, record_many, (tasks,))])[0]
+    def record(self, trials: Sequence[Trial], process: int = 0) -> list[Recording]:
+        """Run trials one after another in one process."""
+        recordings: list[Recording] = self.run([(process, record_many, (trials,))])[0]
         return recordings
 
-    def resume(self, tasks: Sequence[Task]) -> list[Recording]:
-        """Carry out tasks in processes other than 0, side by side, in their order."""
+    def resume(self, trials: Sequence[Trial]) -> list[Recording]:
+        """Run trials in processes other than 0, in parallel. The results keep their order."""
         processes = [number for number in range(1, max(2, *self.worlds)) if number < 3] or [1]
-        shares = [tasks[number :: len(processes)] for number in range(len(processes))]
+        shares = [trials[number :: len(processes)] for number in range(len(processes))]
         calls = [(process, record_many, (share,)) for process, share in zip(processes, shares, strict=True) if share]
-        results: list[Recording] = [Recording()] * len(tasks)
+        results: list[Recording] = [Recording()] * len(trials)
         for number, recordings in enumerate(self.run(calls)):
             results[number :: len(processes)] = recordings
         return results
 
-    def on_ranks(self, world_size: int, tasks: Callable[[int], Sequence[Task]], group: bool) -> list[list[Recording]]:
-        """``tasks(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
+    def on_ranks(self, world_size: int, trials: Callable[[int], Sequence[Trial]], group: bool) -> list[list[Recording]]:
+        """Run ``trials(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
         if not group:
-            calls = [(rank, record_many, (list(tasks(rank)),)) for rank in range(world_size)]
+            calls = [(rank, record_many, (list(trials(rank)),)) for rank in range(world_size)]
             return self.run(calls)
         with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
             meeting = str(Path(folder) / "meeting")
             grouped: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = [
-                (rank, in_group, (meeting, rank, world_size, record_many, list(tasks(rank))))
+                (rank, in_group, (meeting, rank, world_size, record_many, list(trials(rank))))
                 for rank in range(world_size)
             ]
             return self.run(grouped)
 
     def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
-        """The result of ``function(settings, *arguments)`` there; an exception is the law's error."""
+        """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error."""
         return self._succeeded(self.run([(process, experiment, (function, (self.named, *arguments)))]))[0]
 
     def investigate_each(self, function: Callable[..., Any], variants: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The results of ``function(settings, options)`` for several options, side by side."""
+        """The results of ``function(settings, options)`` for several options, in parallel."""
         return self._succeeded(
             self.run(
                 [(process, experiment, (function, (self.named, options))) for process, options in enumerate(variants)]
@@ -285,12 +285,12 @@ class Examination:
                 cure=found.cure,
             )
 
-    # Shared by several laws.
+    # --- runs that several laws use ---
 
     def whole(self) -> Recording:
-        """An uninterrupted run in process 0 with no state asked for: one epoch more than is cut."""
-        task = self.task(self.options(), passes=self.settings.epochs + 1)
-        recording: Recording = self._once("whole", lambda: self.record([task])[0])
+        """An uninterrupted run in process 0, without asking for states: one epoch more than are cut."""
+        trial = self.trial(self.options(), passes=self.settings.epochs + 1)
+        recording: Recording = self._once("whole", lambda: self.record([trial])[0])
         self.sound(recording, "an uninterrupted run")
         if not recording.passes[0].batches:
             raise ValueError(
@@ -303,7 +303,7 @@ class Examination:
         return self._heads(world_size, world_size > 1 and self.gathers())
 
     def gathers(self) -> bool:
-        """Whether the ranks' states must be gathered, because each declares to know only its part."""
+        """Whether the ranks' states must be gathered, because each rank declares to know only its part."""
         return self.capability("rank_independent")[0] is False
 
     def observed(self) -> Recording:
@@ -311,7 +311,7 @@ class Examination:
         return self.heads()[0]
 
     def rank_independent(self) -> bool:
-        """Whether one rank's state is enough: as declared, or else if the ranks' states are equal."""
+        """Whether any rank's state will do: as declared, or by comparing the ranks' states."""
         declared, _ = self.capability("rank_independent")
         if declared is not None:
             return declared
@@ -329,7 +329,7 @@ class Examination:
                 recordings[0]
                 for recordings in self.on_ranks(
                     world_size,
-                    lambda rank: [self.task(self.options(rank, world_size), passes=epochs, states=True)],
+                    lambda rank: [self.trial(self.options(rank, world_size), passes=epochs, states=True)],
                     group,
                 )
             ]
@@ -340,7 +340,7 @@ class Examination:
         return recordings
 
     def interior(self, recording: Recording, epoch: int, *, few: bool = False) -> list[int]:
-        """The cuts strictly inside an epoch, as numbers of batches taken: all, those asked for, or three."""
+        """The cuts strictly inside an epoch, in batches taken: all of them, the given ones, or three."""
         count = len(recording.passes[epoch].batches)
         cuts = [cut for cut in self.settings.cuts or range(1, count) if 0 < cut < count]
         if (few or self.settings.quick) and len(cuts) > 3:
@@ -352,7 +352,7 @@ class Examination:
         return [(epoch, cut) for epoch in range(self.settings.epochs) for cut in self.interior(head, epoch, few=True)]
 
     def followed(self, places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Those of `places` from which the next epoch is looked at as well: one in each epoch, to save time."""
+        """Those of `places` after which the next epoch is checked too: one in each epoch, to save time."""
         by_epoch: dict[int, list[tuple[int, int]]] = {}
         for place in places:
             by_epoch.setdefault(place[0], []).append(place)
@@ -365,32 +365,32 @@ class Examination:
         world_size: int,
         followed: Collection[tuple[int, int]] = (),
     ) -> list[list[Recording]]:
-        """For each rank of a new world the resumes from ``places`` in the run of an old world.
+        """The resumes on each rank of a new world from ``places`` in the run of an old world.
 
-        Each is one pass; of the places that are ``followed``, two.
+        Each is one pass; for the places in ``followed``, two.
         """
         independent = self.rank_independent()
         longest = sum(len(part.batches) for part in heads[0].passes) * len(heads) + 1
 
-        def tasks(rank: int) -> list[Task]:
+        def trials(rank: int) -> list[Trial]:
             result = []
             for epoch, cut in places:
-                # If states are rank-independent, any rank's must do, so each one's is tried. At the end of an uneven
-                # epoch, only the rank with the last batch has the state of the end.
+                # If ranks are independent, any rank's state must do, so they take turns. At the end of an epoch in
+                # which ranks have unequal counts, only the state after the rank's last batch is the epoch's end.
                 able = [head for head in heads if len(head.passes[epoch].batches) >= cut]
                 source = able[(epoch + cut) % len(able)] if independent else heads[rank % len(heads)]
                 state = source.passes[epoch].states[cut]
                 passes = 1 + ((epoch, cut) in followed)
-                result.append(self.task(self.options(rank, world_size), state=state, passes=passes, limit=longest))
+                result.append(self.trial(self.options(rank, world_size), state=state, passes=passes, limit=longest))
             return result
 
-        return self.on_ranks(world_size, tasks, group=world_size > 1 and self.gathers())
+        return self.on_ranks(world_size, trials, group=world_size > 1 and self.gathers())
 
     def resumed_world(self, world_size: int) -> dict[tuple[int, int], list[Recording]]:
-        """(epoch, cut) -> the rest of that epoch on each rank of a world, from the states of `heads` of its own size.
+        """(epoch, cut) -> the rest of that epoch on each rank of a world, from states of a world of the same size.
 
-        With the next epoch, from one place in each epoch. The ends of the epochs are among the places, where all ranks
-        have as many batches. Failures are left to the law that looks.
+        At one place in each epoch, the next epoch too. The places include the ends of epochs if all ranks have equally
+        many batches. The calling law judges failures.
         """
         heads = self.heads(world_size)
         inside = self.places(heads[0])
@@ -411,7 +411,7 @@ class Examination:
 
         def run() -> Recording:
             passes = self.settings.epochs + 1
-            return self.record([self.task(self.options(**{option: value}), passes=passes, states=True)])[0]
+            return self.record([self.trial(self.options(**{option: value}), passes=passes, states=True)])[0]
 
         recording: Recording = self._once(("head", option, value), run)
         return self.sound(recording, f"a run with {option}={value}")
@@ -419,7 +419,7 @@ class Examination:
     def resumed_with_workers(self) -> dict[tuple[int, int], Recording]:
         """(epoch, cut) -> the rest of that epoch, from the states of a run with as many workers; {} without workers.
 
-        With the next epoch, from one place in each epoch. Failures are left to the law that looks.
+        At one place in each epoch, the next epoch too. The calling law judges failures.
         """
         workers = self.most_workers
         if not workers:
@@ -427,8 +427,8 @@ class Examination:
         head = self.head_with("num_workers", workers)
         places = self.places(head)
         followed = self.followed(places)
-        tasks = [
-            self.task(
+        trials = [
+            self.trial(
                 self.options(num_workers=workers),
                 state=head.passes[epoch].states[cut],
                 passes=1 + ((epoch, cut) in followed),
@@ -437,25 +437,25 @@ class Examination:
             for epoch, cut in places
         ]
         recordings: dict[tuple[int, int], Recording] = self._once(
-            ("resumed", "workers"), lambda: dict(zip(places, self.resume(tasks), strict=True))
+            ("resumed", "workers"), lambda: dict(zip(places, self.resume(trials), strict=True))
         )
         return recordings
 
     @property
     def most_workers(self) -> int:
-        """The largest number of workers that can be examined; 0 for none."""
+        """The largest number of workers to examine; 0 for none."""
         return max(self.settings.num_workers, default=0) if self.takes("num_workers") else 0
 
     def repeats_with_workers(self) -> bool:
-        """Whether two uninterrupted runs with workers agree bit for bit; asked only where a resume does not."""
+        """Whether two uninterrupted runs with workers agree bit for bit. Examined only if a resume does not."""
         workers = self.most_workers
         one = self.head_with("num_workers", workers)
-        task = self.task(self.options(num_workers=workers), passes=len(one.passes), states=True)
-        other: Recording = self._once(("head again", workers), lambda: self.record([task], process=1)[0])
+        trial = self.trial(self.options(num_workers=workers), passes=len(one.passes), states=True)
+        other: Recording = self._once(("head again", workers), lambda: self.record([trial], process=1)[0])
         return [part.digests for part in one.passes] == [part.digests for part in other.passes]
 
     def inexact(self) -> Outcome | None:
-        """The outcome for a loader that declares a resumed epoch not to be exact; None where it is."""
+        """The outcome for a loader that declares a resumed epoch not to be exact; None if it is exact."""
         declared, reason = self.capability("exact_order")
         if declared is False:
             return Outcome("refused clearly", f"exact_order is declared no: {reason}")
@@ -464,7 +464,7 @@ class Examination:
     def resumed(self) -> dict[tuple[int, int], Recording]:
         """(epoch, cut) -> the rest of that epoch and the next one, from the states of `observed`.
 
-        The cuts include 0 and the number of batches. Failures are left to the law that looks.
+        The cuts include 0 and the number of batches. The calling law judges failures.
         """
         head = self.observed()
         longest = max(len(part.batches) for part in head.passes)
@@ -473,12 +473,12 @@ class Examination:
             for epoch in range(self.settings.epochs)
             for cut in [0, *self.interior(head, epoch), len(head.passes[epoch].batches)]
         ]
-        tasks = [
-            self.task(self.options(), state=head.passes[epoch].states[cut], passes=2, limit=longest + 1)
+        trials = [
+            self.trial(self.options(), state=head.passes[epoch].states[cut], passes=2, limit=longest + 1)
             for epoch, cut in places
         ]
         results: dict[tuple[int, int], Recording] = self._once(
-            "resumed", lambda: dict(zip(places, self.resume(tasks), strict=True))
+            "resumed", lambda: dict(zip(places, self.resume(trials), strict=True))
         )
         return results
 

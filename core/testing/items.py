@@ -1,6 +1,6 @@
 """Comparing what loaders hand out, bit for bit, across processes.
 
-An item is walked once into `Leaf` values: small, picklable, and enough to say later where two items differ.
+An item is turned into `Leaf` values, which are small and picklable, and tell later where two items differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN_VALUES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One part of an item: where it is, what it is, its first values (at most 64, as text) and its digest."""
+    """One part of an item: its path, its kind, its first values (at most 64, as text) and its digest."""
 
     path: str
     kind: str
@@ -40,10 +40,10 @@ class Leaf:
 def digest(item: Any) -> str:
     """32 hexadecimal digits that agree for two items if and only if they are equal bit for bit.
 
-    Types, dtypes and shapes count (``1``, ``True`` and ``1.0`` differ, a list is not a tuple), NaN equals the same
-    NaN, ``-0.0`` is not ``0.0``, and the order of a dict's keys does not count. A device does not count either.
-    Tensors, numpy arrays, dicts, sequences, named tuples, dataclasses and scalars are looked into; anything else is
-    compared by its pickle, in which sets have no order. Raises ``TypeError`` for what cannot be pickled.
+    Types, dtypes and shapes matter: ``1``, ``True`` and ``1.0`` differ, and a list is not a tuple. NaN equals the same
+    NaN, and ``-0.0`` is not ``0.0``. The order of a dict's keys and a tensor's device do not matter. Tensors, numpy
+    arrays, dicts, sequences, named tuples, dataclasses and scalars are compared by their parts, other objects by their
+    pickle, in which sets have no order. Raises ``TypeError`` for what cannot be pickled.
     """
     return combine(leaves(item))
 
@@ -54,7 +54,7 @@ def leaves(item: Any) -> Iterator[Leaf]:
 
 
 def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str, str]:
-    """Two short texts, (expected, got), that name the first place in which two items differ."""
+    """Two short texts, (expected, got), for the first place where two items differ."""
     for one, other in itertools.zip_longest(expected, got):
         if one is None or other is None:
             return (
@@ -80,10 +80,10 @@ def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str
 
 
 def identify(batch: Any) -> list[Hashable]:
-    """The identity of a batch's samples by the looks of one batch: its first tensor, array or list of scalars.
+    """Derive the identities of a batch's samples from this batch alone: its first tensor, array or list of scalars.
 
     A tuple or list gives its first element, a dict its first value. A tensor of rows, such as tokens or images, gives
-    one digest for each row. What has no such part counts as one sample, known by its digest.
+    one digest for each row. A batch without such a part counts as one sample, identified by its digest.
     """
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
         batch = torch.from_numpy(np.ascontiguousarray(batch))
@@ -103,15 +103,15 @@ def identify(batch: Any) -> list[Hashable]:
 
 
 def plain(value: Hashable) -> Hashable:
-    """A number or text as an identity: NaN is equal to nothing, not even to itself when it comes from elsewhere."""
+    """A number or text as an identity. NaN gets a text, because it would not equal itself after pickling."""
     return "nan" if isinstance(value, float) and math.isnan(value) else value
 
 
 def samples(batch: Any, count: int) -> list[str] | None:
-    """The digest of each of the ``count`` samples in ``batch``, or None where it cannot be split into so many.
+    """The digest of each of the ``count`` samples in ``batch``, or None if it cannot be split into that many.
 
-    Columns (tensors, arrays, lists of ``count`` values, tuples and dicts of such) are cut across; any other sequence
-    of ``count`` elements is taken as one element for each sample.
+    Columns (tensors, arrays, lists of ``count`` values, tuples and dicts of such) are split into rows. Any other
+    sequence of ``count`` elements has one element for each sample.
     """
     columns = _columns(batch, count)
     if columns is not None:
@@ -142,7 +142,7 @@ def _columns(batch: Any, count: int) -> list[Any] | None:
 
 
 def combine(parts: Iterable[Leaf]) -> str:
-    """The `digest` of the item that has these leaves."""
+    """The `digest` of the item with these leaves."""
     whole = hashlib.blake2b(digest_size=16)
     for part in parts:
         whole.update(f"{part.path}\0{part.digest}\n".encode())
@@ -209,7 +209,7 @@ def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a set by its items' digests, in order: its own order is that of hashes, which each process seeds again."""
+    """Writes a set as its items' sorted digests. Its own order depends on hashes, which differ between processes."""
 
     def persistent_id(self, item: Any) -> Any:
         return (type(item).__name__, sorted(map(digest, item))) if type(item) in (set, frozenset) else None

@@ -1,4 +1,4 @@
-"""What a law is."""
+"""The definition of a law."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Law:
     """A property of resumable loaders.
 
     Attributes:
-        name: as in reports.
-        sentence: what it says.
+        name: in reports.
+        sentence: the property, in one sentence.
         examine: takes an `Examination`; returns an `Outcome` or raises a `LawError`.
-        cause: what usually breaks it.
-        cure: what to do about that.
+        cause: the usual reason for a failure.
+        cure: what to do about it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Law:
 
 
 def law(name: str, *, cause: str, cure: str) -> Callable[[Callable[[Examination], Outcome]], Law]:
-    """Make a `Law` of a function; its docstring is the law's sentence."""
+    """Make a `Law` from a function. Its docstring is the law's sentence."""
 
     def define(function: Callable[[Examination], Outcome]) -> Law:
         return Law(name, (function.__doc__ or "").strip(), function, cause, cure)

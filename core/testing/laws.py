@@ -1,7 +1,7 @@
 """The laws that every resumable loader must satisfy, and `check_resumable`, which examines them all.
 
-The capabilities that a loader declares switch a law between 'holds' and 'is refused clearly'; a law that cannot be
-examined says why.
+A loader's declared capabilities switch a law between 'holds' and 'is refused clearly'. A law that cannot be examined
+says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import items
 from .examine import Examination
 from .law import Law, law
 from .naming import UNNAMED
-from .record import Finding, Pass, Recording, Seen, Settings, Task, from_midepoch, length_of, open_loader, see
+from .record import Finding, Pass, Recording, Seen, Settings, Trial, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
 from .report import HOLDS, InapplicableError, LawError, Outcome, Report, Verdict, combined
 from .worlds import partition, topology
@@ -37,10 +37,10 @@ from .worlds import partition, topology
 __all__ = ["LAWS", "Law", "check_resumable", "examine_law", "judge"]
 
 
-_PAUSE = 0.25  # seconds a slow training loop waits, in which a prefetcher would run ahead
+_PAUSE = 0.25  # seconds that a slow training loop waits, so that a prefetcher can run ahead
 
 
-_READ_AHEAD = 2  # batches in flight that the delivery law tries
+_READ_AHEAD = 2  # batches in flight in the delivery law
 
 
 def check_resumable(
@@ -72,33 +72,33 @@ def check_resumable(
         make_loader: a picklable function (module-level, or a `functools.partial` of one) that builds a fresh loader
             each time. It may take ``rank`` and ``world_size``, and variations: ``num_workers``, ``batch_size``,
             ``seed``, ``size`` (of the dataset), ``read_log`` (a path to which the dataset appends a line for each
-            sample it reads) and ``items`` (a list that the source is to deliver, one a batch). A law that needs a
-            parameter that is not there is reported as not applicable.
-        world_sizes: numbers of ranks to examine, each rank in a process of its own; 1 is always among them.
+            sample it reads) and ``items`` (a list for the source to deliver, one item a batch). A law that needs a
+            missing parameter is reported as not applicable.
+        world_sizes: numbers of ranks to examine, each rank in its own process; 1 is always included.
         num_workers: numbers of workers to change between; None: 0 and 2.
-        epochs: in how many epochs, from the first, to cut.
-        cuts: numbers of batches taken before the cuts; None: every number.
+        epochs: the number of epochs, from the first, in which to cut.
+        cuts: where to cut, in batches taken; None: everywhere.
         laws: names of the laws to examine; None: all of `LAWS`.
         quick: cut each epoch at three places only.
         shuffled: whether two epochs must differ in their order (True) or agree (False); None: not examined.
         tail: how the ranks share the last samples.
         drop_last: whether an incomplete last batch is left out.
-        elastic_content: whether a sample's content must be the same on any topology; False where it depends on the
-            batch it is in (mixup).
-        parts: of how many loaders it is a combination; each of them shares out last samples of its own.
-        identify: batch -> the identities of its samples (ids of a dataset without repetition are best). None: by
-            the columns of the batch whose rows other batches bring again, which is found out; what needs names is not
-            applicable where there are none.
+        elastic_content: whether a sample's content must be the same on any topology; False if it depends on the batch
+            it is in (mixup).
+        parts: the number of loaders that it combines. Each of them shares out its own last samples.
+        identify: batch -> the identities of its samples (ids of a dataset without repetition are best). None: derived
+            from the columns of the batch whose rows occur again in other batches. If there are none, laws that need
+            names are not applicable.
         draws: batch -> for each sample the random numbers it drew, as one hashable value that two samples never
-            share by chance; given, they must vary from sample to sample and from epoch to epoch.
+            share by chance. If given, they must differ between samples and between epochs.
         gather: loader -> the state of all ranks, called by all ranks in a gloo process group; None:
-            ``midepoch.gather``. Used where the loader declares that its state is not rank-independent.
-        reseal: state -> state with its checksum renewed; None: ``midepoch.reseal``.
-        state_bytes: the largest JSON that a state may be.
+            ``midepoch.gather``. Used if the loader declares that its state is not rank-independent.
+        reseal: state -> the state with a new checksum; None: ``midepoch.reseal``.
+        state_bytes: the largest size of a state as JSON.
         timeout: seconds that one request to a spawned process may take.
-        options: which of make_loader's parameters named above may be used, where others mean something else (``size``
-            that of an image, say); None: all.
-        raise_on_failure: raise when laws fail; otherwise read `Report.failures`.
+        options: which of the parameters above make_loader takes with the meaning above, if it also has others by that
+            name (``size`` as the size of an image, say); None: all.
+        raise_on_failure: raise if laws fail. Otherwise read `Report.failures`.
 
     Raises:
         LawError: the first law that failed, with ``report`` set and the other failures as notes.
@@ -149,7 +149,7 @@ def examine_law(examination: Examination, name: str) -> Outcome:
 
 
 def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
-    """The verdicts of the laws so named, or of all, in the order of `LAWS`, as they are reached.
+    """Yield the verdicts of the named laws, or of all, in the order of `LAWS`, as they are reached.
 
     Raises:
         ValueError: there is no such law, at once; or the loader has no batch.
@@ -176,12 +176,12 @@ def _judge(examination: Examination, name: str) -> Verdict:
     cure="key every order and every random stream by (seed, epoch, position), as midepoch.wrap(source, seed=...) does",
 )
 def determinism(examination: Examination) -> Outcome:
-    """Two fresh loaders agree, in another process too; where shuffled, two epochs differ; random columns vary."""
+    """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
     inexact = examination.inexact()
     if inexact:
         return inexact
     whole = examination.whole()
-    twin = examination.task(examination.options(), passes=len(whole.passes))
+    twin = examination.trial(examination.options(), passes=len(whole.passes))
     for process in (0, 1):
         other = examination.sound(examination.record([twin], process)[0], "a second fresh loader")
         for epoch, (expected, got) in enumerate(zip(whole.passes, other.passes, strict=True)):
@@ -214,7 +214,7 @@ def _compare_epochs(examination: Examination, passes: Sequence[Pass]) -> None:
             f"samples {second[:8]}",
             epoch=1,
             cause="the source shuffles although shuffled=False was stated",
-            cure="state shuffled=True, or shuffle no more",
+            cure="pass shuffled=True, or stop shuffling",
         )
 
 
@@ -241,7 +241,7 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
     cure="count what the training loop has received, and key each sample's stream by (seed, epoch, position)",
 )
 def tail(examination: Examination) -> Outcome:
-    """Head and resumed tail are together the whole epoch, bit for bit, at every cut, on each rank, with workers."""
+    """Head and resumed tail together are the whole epoch, bit for bit, at every cut, on each rank, with workers."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -256,7 +256,7 @@ def tail(examination: Examination) -> Outcome:
         heads = examination.heads(world_size)
         for (epoch, cut), recordings in examination.resumed_world(world_size).items():
             if cut == len(heads[0].passes[epoch].batches):
-                continue  # the boundary law's
+                continue  # for the boundary law
             for rank, recording in enumerate(recordings):
                 what = f"on rank {rank} of {world_size}, the batch of the uninterrupted run"
                 _same_rest(examination, heads[rank].passes[epoch].batches, recording, epoch, cut, what)
@@ -295,9 +295,9 @@ def _same_rest(
 def _with_workers(
     examination: Examination, compare: Callable[[Recording, Recording, int, int, str, bool], None]
 ) -> Outcome:
-    """Compare each resume with as many workers as the uninterrupted run had, where such runs agree among themselves.
+    """Compare each resume with as many workers as the uninterrupted run had, if such runs agree with each other.
 
-    That the samples are the right ones, the law 'delivery' sees even where they do not.
+    If they do not, the law 'delivery' still checks that the samples are the right ones.
     """
     workers = examination.most_workers
     if not workers:
@@ -320,14 +320,14 @@ def _with_workers(
     cure="move the state to (epoch + 1, 0) with the last batch, also in a resumed epoch",
 )
 def next_epoch(examination: Examination) -> Outcome:
-    """After a resumed epoch comes the epoch that would have come, whole, on every rank and with workers."""
+    """After a resumed epoch, the next epoch is the one that would have followed, on every rank and with workers."""
     inexact = examination.inexact()
     if inexact:
         return inexact
     head = examination.observed()
     for (epoch, cut), recording in examination.resumed().items():
         if not 0 < cut < len(head.passes[epoch].batches):
-            continue  # where a pass from such a state begins is the boundary law's
+            continue  # the boundary law checks where a pass from such a state begins
         _same_next(examination, head, recording, epoch, cut)
     for world_size in examination.worlds[1:]:
         heads = examination.heads(world_size)
@@ -350,7 +350,7 @@ def _same_next(
     where: str = "",
     by_ids: bool = False,
 ) -> None:
-    """Compare the second pass of a resume, where it has one, with the epoch that followed in ``head``."""
+    """Compare the second pass of a resume, if it has one, with the epoch that followed in ``head``."""
     examination.sound(recording, f"a resume after {cut} batches{where}", epoch=epoch, batch=cut)
     what = f"resumed in epoch {epoch} after {cut} batches{where}, in the next epoch"
     for got in recording.passes[1:]:
@@ -363,7 +363,7 @@ def _same_next(
     cure="let the last batch move the state to (epoch + 1, 0), and give every state the same keys",
 )
 def boundary(examination: Examination) -> Outcome:
-    """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
+    """The state after the last batch starts the next epoch, on each rank; the one before the first equals fresh."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -429,7 +429,7 @@ def _start_quietly(settings: Settings, options: Mapping[str, Any]) -> list[Findi
     cure="let state_dict() right after load_state_dict(state) return what was loaded",
 )
 def round_trip(examination: Examination) -> Outcome:
-    """A state that was loaded is given back, equal, before anything else happens; a loader in use takes one too."""
+    """A loaded state is returned, equal, before anything else happens; a loader in use can load one too."""
     head = examination.observed()
     for (epoch, cut), recording in examination.resumed().items():
         examination.sound(recording, "a state to load", epoch=epoch, batch=cut)
@@ -444,7 +444,7 @@ def round_trip(examination: Examination) -> Outcome:
 
 
 def _roll_back(examination: Examination, head: Recording) -> str:
-    """Load states, one after another, into one loader that is being iterated. Returns why it refuses, if it does."""
+    """Load states, one after another, into a loader that is being iterated. Returns why it refuses, if it does."""
     places = sorted(examination.followed(examination.places(head)), reverse=True)
     states = [head.passes[epoch].states[cut] for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
@@ -463,7 +463,7 @@ def _compare_legs(
     examination: Examination,
     legs: Sequence[tuple[tuple[int, int], dict[str, Any], tuple[dict[str, Any], list[Seen]]]],
 ) -> None:
-    lost = ("what was loaded before, or the pass that runs, is not given up", "let load_state_dict() set everything")
+    lost = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
     for (epoch, cut), state, (loaded, batches) in legs:
         if items.digest(state) != items.digest(loaded):
             texts = items.first_difference(items.leaves(state), items.leaves(loaded))
@@ -477,9 +477,9 @@ def _compare_legs(
 def _load_in_use(
     settings: Settings, options: Mapping[str, Any], states: Sequence[dict[str, Any]], longest: int, running: bool
 ) -> tuple[list[tuple[dict[str, Any], list[Seen]]], str]:
-    """([(the state given right after a load, the batches that followed)], why a load was refused).
+    """([(the state returned right after a load, the batches that followed)], why a load was refused).
 
-    ``running``: within a pass, else between two.
+    ``running``: within a pass; otherwise between two passes.
     """
     legs: list[tuple[dict[str, Any], list[Seen]]] = []
     with open_loader(settings, options, later=True) as loader:
@@ -488,9 +488,9 @@ def _load_in_use(
             for _ in itertools.islice(iterator, 1 if running else longest):
                 pass
             try:
-                for _ in range(2):  # the second time when nothing has been read since
+                for _ in range(2):  # the second time, nothing has been read since the first
                     loader.load_state_dict(copy.deepcopy(state))
-            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is wrong in silence
+            except Exception as error:  # noqa: BLE001 - any refusal is acceptable here, as long as it is an error
                 return legs, f"{type(error).__name__}: {error}"
             loaded = copy.deepcopy(loader.state_dict())
             del iterator
@@ -527,7 +527,7 @@ def _ask(loader: Any) -> None:
     loader.state_dict()
     loader.state_dict()
     for name in ("batches_done", "batches_left", "epoch", "position", "capabilities"):
-        # What follows from a length that cannot be known is a TypeError, as the length itself.
+        # A loader of unknown length raises a TypeError here, as len() does.
         with contextlib.suppress(TypeError):
             getattr(loader, name, None)
     length_of(loader)
@@ -551,7 +551,7 @@ def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequ
 
 @dataclasses.dataclass
 class _Peeked:
-    """What peek() showed and what was taken, for each pass; ``skips``: peek() was not asked between two passes."""
+    """What peek() showed and what was taken, for each pass. ``skips``: peek() was not called between two passes."""
 
     shown: list[list[Seen]]
     taken: list[list[Seen]]
@@ -564,7 +564,7 @@ def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequenc
     with open_loader(settings, options) as loader:
         if not callable(getattr(loader, "peek", None)):
             return None
-        # Where the length is unknown, an epoch that was read to its end may still be the current one.
+        # If the length is unknown, an epoch that was read to its end may still be the current one.
         skips = length_of(loader) is None
         for count in counts:
             shown.append([] if skips and shown else [see(settings, loader.peek())])
@@ -575,7 +575,7 @@ def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequenc
                 if len(taken[-1]) >= count:
                     break
                 shown[-1].append(see(settings, loader.peek()))
-            # What comes after the last batch of an epoch is not peek's to say: the pass must end by itself.
+            # After an epoch's last batch, peek() must not decide what comes: the pass must end by itself.
             surplus = next(iterator, _END) if len(taken[-1]) >= count else _END
             if surplus is not _END:
                 taken[-1].append(see(settings, surplus))
@@ -591,7 +591,7 @@ _END = object()
     cure="build a new state each time, and copy what is taken from a loaded one",
 )
 def isolation(examination: Examination) -> Outcome:
-    """A state never changes later, and loading leaves its argument alone."""
+    """A state never changes later, and loading leaves its argument unchanged."""
     head = examination.observed()
     for epoch, cut in [(0, 0), *examination.places(head)]:
         state = head.passes[epoch].states[cut]
@@ -616,11 +616,11 @@ def _share_states(
             kept.append((number, loader.state_dict()))
             notes.append(items.digest(kept[-1][1]))
         if not untouched or items.digest(given) != items.digest(state):
-            findings.append(Finding("load_state_dict leaves its argument as it was", f"{given}", epoch, cut))
+            findings.append(Finding("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut))
         for (number, later), note in zip(kept, notes, strict=True):
             if items.digest(later) != note:
                 findings.append(
-                    Finding("a state that stays as it was given", f"it became {later}", epoch, cut + number)
+                    Finding("a state that never changes later", f"it became {later}", epoch, cut + number)
                 )
     with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
@@ -648,7 +648,7 @@ def _share_states(
 
 
 def _spoil_given(loader: Any) -> bool:
-    """Whether clearing the state that ``loader`` gives changes its next one."""
+    """Whether clearing the state that ``loader`` returned changes its next one."""
     given = loader.state_dict()
     note = items.digest(given)
     _spoil(given)
@@ -672,7 +672,7 @@ def _spoil(value: Any) -> None:
     cure="use only dict, list, str, int, float, bool and None in the state",
 )
 def transport(examination: Examination) -> Outcome:
-    """A state goes through JSON (and torch.load with weights_only) into another process unharmed."""
+    """A state passes through JSON (and torch.load with weights_only) into another process unchanged."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -681,8 +681,8 @@ def transport(examination: Examination) -> Outcome:
     places = [(0, 0), *examination.places(head)]
     states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
-    tasks = [examination.task(examination.options(), state=state, passes=2, limit=longest) for state in states]
-    for (epoch, cut), recording in zip(places, examination.resume(tasks), strict=True):
+    trials = [examination.trial(examination.options(), state=state, passes=2, limit=longest) for state in states]
+    for (epoch, cut), recording in zip(places, examination.resume(trials), strict=True):
         examination.sound(recording, "a resume from a state that went through JSON", epoch=epoch, batch=cut)
         direct = examination.sound(resumed[epoch, cut], "a resume", epoch=epoch, batch=cut)
         for expected, got in zip(direct.passes, recording.passes, strict=True):
@@ -712,7 +712,7 @@ def _through_json(examination: Examination, state: dict[str, Any], epoch: int, c
             epoch=epoch,
             batch=cut,
             cause="the state grows with the dataset or the progress",
-            cure="save where the loop stands, not how it got there",
+            cure="save the loop's position, not how it got there",
         )
     file = io.BytesIO()
     torch.save(state, file)
@@ -723,7 +723,7 @@ def _through_json(examination: Examination, state: dict[str, Any], epoch: int, c
 
 
 def _foreign_types(value: Any, path: str) -> str:
-    """Where ``value`` holds something that is not one of JSON's own types; empty if nowhere."""
+    """Where ``value`` holds something other than JSON's own types; empty if nowhere."""
     if type(value) is dict:
         for key, part in value.items():
             if type(key) is not str:
@@ -740,11 +740,11 @@ def _foreign_types(value: Any, path: str) -> str:
 
 @law(
     "chain",
-    cause="after a resume the state counts from the resume and not from the start of the epoch",
-    cure="let the position go on from the loaded one",
+    cause="after a resume, the state counts from the resume and not from the start of the epoch",
+    cure="continue the position from the loaded one",
 )
 def chain(examination: Examination) -> Outcome:
-    """A resume of a resume goes on like the first resume, which was not interrupted again."""
+    """A resume of a resume continues like the first resume without a second interruption."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -752,17 +752,17 @@ def chain(examination: Examination) -> Outcome:
     places = examination.places(head)
     seconds = examination.resume(
         [
-            examination.task(examination.options(), state=head.passes[epoch].states[cut], states=True)
+            examination.trial(examination.options(), state=head.passes[epoch].states[cut], states=True)
             for epoch, cut in places
         ]
     )
-    links: list[tuple[int, int, int, list[Seen], Task]] = []
+    links: list[tuple[int, int, int, list[Seen], Trial]] = []
     for (epoch, cut), second in zip(places, seconds, strict=True):
         examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
         batches, states = second.passes[0].batches, second.passes[0].states
         for more in range(1, len(batches)):
-            task = examination.task(examination.options(), state=states[more])
-            links.append((epoch, cut, cut + more, batches[more:], task))
+            trial = examination.trial(examination.options(), state=states[more])
+            links.append((epoch, cut, cut + more, batches[more:], trial))
     if not links:
         return Outcome("not applicable", "an epoch has fewer than three batches, so it cannot be cut twice")
     thirds = examination.record([link[-1] for link in links])
@@ -779,7 +779,7 @@ def chain(examination: Examination) -> Outcome:
     cure="move the position in the consumer's next(), and go back in_flight batches when asked",
 )
 def delivery(examination: Examination) -> Outcome:
-    """What was prefetched does not count, nor does what the caller still has in flight."""
+    """Prefetched batches do not count, nor do those that the caller still has in flight."""
     workers = max(examination.settings.num_workers, default=0)
     outcomes = {}
     variants = [examination.options()]
@@ -808,9 +808,9 @@ def delivery(examination: Examination) -> Outcome:
 
 @dataclasses.dataclass
 class _Slow:
-    """A slow training loop: the ids of its batches, what moved the state although nothing was taken, whether the
-    loader knows ``in_flight``, (epoch, batches taken, of them in flight, state) for each state that is not the one
-    given at that time, and why a backend's own state, which is that of now, was refused for an earlier batch.
+    """A slow training loop: the ids of its batches; changes of the state while nothing was taken; whether the loader
+    knows ``in_flight``; (epoch, batches taken, those in flight, state) for each state that differs from the one given
+    at that time; and why a backend refused a state for an earlier batch, if it has only its current one.
     """
 
     ids: list[list[tuple[Hashable, ...]]]
@@ -835,7 +835,7 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
                     expected = f"the same state {_PAUSE} s after a batch was taken"
                     slow.findings.append(Finding(expected, "it has moved on", epoch, number))
                     return slow
-                # Where 'finished' has two spellings, the first state of a later epoch may be either.
+                # If 'finished' has two spellings, the first state of a later epoch may be either.
                 oldest = number if epoch == 0 else number - 1
                 for held in range(1, min(oldest, _READ_AHEAD) + 1 if slow.in_flight else 1):
                     try:
@@ -851,11 +851,11 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
 
 
 def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow: _Slow) -> None:
-    """A state that counts what is in flight may be written differently, but must resume at the same batch."""
-    tasks = [
-        examination.task(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
+    """A state that counts batches in flight may be written differently, but must resume at the same batch."""
+    trials = [
+        examination.trial(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
     ]
-    for (epoch, number, held, state), recording in zip(slow.other, examination.resume(tasks), strict=True):
+    for (epoch, number, held, state), recording in zip(slow.other, examination.resume(trials), strict=True):
         expected = slow.ids[epoch][number - held :]
         if recording.failure is None and recording.passes[0].ids == expected:
             continue
@@ -870,7 +870,7 @@ def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow
 
 
 def _resume_with_workers(examination: Examination, workers: int) -> None:
-    """The order of the resumed samples, where workers prefetch before and after the cut."""
+    """Check the order of the resumed samples, with workers that prefetch before and after the cut."""
     head = examination.head_with("num_workers", workers)
     for (epoch, cut), recording in examination.resumed_with_workers().items():
         examination.sound(recording, f"a resume with num_workers={workers}", epoch=epoch, batch=cut)
@@ -886,7 +886,7 @@ def _resume_with_workers(examination: Examination, workers: int) -> None:
 
 @law(
     "cost",
-    cause="the resume reads and drops what was consumed before",
+    cause="the resume reads and discards what was consumed before",
     cure="start the order at the position; if the source cannot be started there, declare constant_time_resume as no",
 )
 def cost(examination: Examination) -> Outcome:
@@ -901,18 +901,18 @@ def cost(examination: Examination) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
         logs = [Path(folder) / str(number) for number in range(len(places) + 1)]
         states = [None, *(head.passes[epoch].states[cut] for epoch, cut in places)]
-        tasks = [
-            examination.task(examination.options(read_log=str(log)), state=state)
+        trials = [
+            examination.trial(examination.options(read_log=str(log)), state=state)
             for log, state in zip(logs, states, strict=True)
         ]
-        recordings = examination.resume(tasks)
+        recordings = examination.resume(trials)
         reads = [len(log.read_text().splitlines()) if log.exists() else 0 for log in logs]
     if not reads[0]:
         raise ValueError(
             "make_loader takes read_log, but its dataset wrote nothing to it; append one line for each "
             "sample that is read, leave the parameter out, or leave read_log out of options="
         )
-    # What a fresh loader reads beyond what it delivers (a first look at the dataset, say) is not the resume's.
+    # What a fresh loader reads beyond what it delivers, such as a first look at the dataset, is not due to the resume.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
     surplus = max(0, reads[0] - needed[0])
     for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
@@ -933,7 +933,7 @@ def cost(examination: Examination) -> Outcome:
     cure="save the caller's generators around every step and restore them, or use generators of your own",
 )
 def guest(examination: Examination) -> Outcome:
-    """The caller's random generators are left alone, and what the caller draws changes nothing."""
+    """The caller's random generators are left unchanged, and what the caller draws changes nothing."""
     whole = examination.whole()
     state = examination.observed().passes[0].states[len(whole.passes[0].batches) // 2]
     findings = examination.investigate(_watch_generators, examination.options(), state)
@@ -1004,7 +1004,7 @@ def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -
 def _draw() -> None:
     random.random()
     np.random.random(3)
-    # Not seeded again: a loader may take torch's initial seed as its own.
+    # Do not seed them: a loader may take torch's initial seed as its own.
     torch.rand(5)
 
 
@@ -1026,12 +1026,12 @@ ANY_ITEMS: tuple[Any, ...] = (
 )
 
 
-"""What the law 'any item' asks a source to deliver, one a batch."""
+"""The items that the law 'any item' asks a source to deliver, one a batch."""
 
 
 @law(
     "any item",
-    cause="an item is tested for its truth value, or None means 'nothing there'",
+    cause="an item is tested for its truth value, or None is used for 'nothing there'",
     cure="mark 'nothing there' with an object of your own, and end a pass only by StopIteration",
 )
 def any_item(examination: Examination) -> Outcome:
@@ -1040,8 +1040,8 @@ def any_item(examination: Examination) -> Outcome:
         return Outcome("not applicable", "the factory takes no items")
     settings = dataclasses.replace(examination.settings, identify=_whole_item, draws=None)
     options = examination.options(items=list(ANY_ITEMS))
-    task = Task(settings, options, passes=2, states=True, limit=2 * len(ANY_ITEMS))
-    head = examination.sound(examination.record([task])[0], "a source of odd items")
+    trial = Trial(settings, options, passes=2, states=True, limit=2 * len(ANY_ITEMS))
+    head = examination.sound(examination.record([trial])[0], "a source of odd items")
     expected = Counter(identity for item in ANY_ITEMS for identity in _whole_item(item))
     for epoch, part in enumerate(head.passes):
         got = Counter(identity for ids in part.ids for identity in ids)
@@ -1053,8 +1053,8 @@ def any_item(examination: Examination) -> Outcome:
                 epoch=epoch,
                 batch=len(part.batches),
             )
-    tasks = [Task(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]]
-    for cut, recording in enumerate(examination.resume(tasks)):
+    trials = [Trial(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]]
+    for cut, recording in enumerate(examination.resume(trials)):
         examination.sound(recording, f"a resume after {cut} odd items", epoch=0, batch=cut)
         examination.same(
             head.passes[0].batches[cut:],
@@ -1067,7 +1067,7 @@ def any_item(examination: Examination) -> Outcome:
 
 
 def _whole_item(item: Any) -> list[Hashable]:
-    """An item's identity, in which a tuple is a list and an array a tensor: torch's own conversion makes them so."""
+    """An item's identity. Tuples become lists and arrays become tensors, as in torch's own conversion."""
     return [items.digest(_converted(item))]
 
 
@@ -1096,4 +1096,4 @@ _ALL = (
     any_item,
 )
 LAWS: dict[str, Law] = {each.name: each for each in _ALL}
-"""All laws by name, in the order in which they are best read."""
+"""All laws by name, in a good order to read them."""

@@ -1,7 +1,7 @@
-"""Finding out which part of a batch names its samples, where nobody has said so.
+"""Deriving which part of a batch names its samples, if the user has not said so.
 
-Batches of all shapes are cut into columns: tensors along their first dimension, lists into their elements. A column
-names the samples if other batches bring the same rows: those of the next epoch, or of the same epoch on more ranks.
+A batch is split into columns: tensors along their first dimension, lists into their elements. A column names the
+samples if other batches bring the same rows: those of the next epoch, or of the same epoch on more ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["UNNAMED", "Column", "Naming", "View", "choose", "read_columns", "wit
 
 UNNAMED = "no leaf of the batch names the sample; give identify"
 
-_ENOUGH = 0.5  # of a column's rows must come again
-_UNIQUE = 0.85  # of the rows differ: enough to tell samples apart
-_ALL = "all"  # the path of a column of one row: the batch
-_MOST_PARTS = 16  # of a sequence that may be columns
+_ENOUGH = 0.5  # share of a column's rows that must occur again
+_UNIQUE = 0.85  # share of distinct rows that is enough to tell samples apart
+_ALL = "all"  # the path of a column with one row: the whole batch
+_MOST_PARTS = 16  # elements of a sequence that may be columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """What fills up rows of unequal length, to be taken off again: at the end, or at the ``start``."""
+    """The value that fills up rows of unequal length, to be removed again: at the end, or at the ``start``."""
 
     value: float
     start: bool
@@ -37,22 +37,22 @@ class Padding:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Where in a batch to look: a path, and the padding that is taken off each row."""
+    """A path in a batch, and the padding to remove from each row."""
 
     path: str
     padding: Padding | None = None
 
 
 View = dict[Column, list[list[Hashable]]]
-"""Column -> the rows of each batch of an epoch; with the columns that every batch has."""
+"""Column -> the rows of each batch of an epoch, for the columns that every batch has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """Names the samples of a batch by ``columns``; what they are beside is in ``contents``.
+    """Names the samples of a batch by ``columns``. The columns of their content are in ``contents``.
 
-    Without a column that names them, ``columns`` is empty, and what comes first in the batch is taken. ``blind``: that
-    will not do, for it differs each time.
+    If no column names them, ``columns`` is empty, and the first part of the batch is used. ``blind``: that part is no
+    name either, because it differs each time.
     """
 
     columns: tuple[Column, ...] = ()
@@ -68,7 +68,7 @@ class Naming:
         return named[0] if len(named) == 1 else [items.digest(row) for row in zip(*named, strict=False)]
 
     def samples(self, batch: Any) -> list[str] | None:
-        """The digest of each sample, but for what depends on the others in its batch: padding, and unequal widths."""
+        """The digest of each sample, without what depends on the others in its batch: padding, and unequal widths."""
         found = dict(_columns(batch))
         if not self.contents or any(column.path not in found for column in self.contents):
             return None
@@ -79,9 +79,9 @@ class Naming:
 def read_columns(
     loader: Iterable[Any], passes: int, limit: int, paddings: Sequence[Column]
 ) -> tuple[list[View], list[Column], list[str]]:
-    """(the rows of each pass over a loader, the paddings that may be, the paths whose widths vary).
+    """(the rows of each pass over a loader, the possible paddings, the paths whose widths vary).
 
-    Paddings are looked for unless some are given.
+    Paddings are searched for unless some are given.
     """
     epochs: list[list[dict[str, Any]]] = []
     for _ in range(passes):
@@ -89,7 +89,7 @@ def read_columns(
         epochs.append([{path: _kept(column) for path, column in _columns(batch)} for batch in batches])
     every = [batch for epoch in epochs for batch in epoch]
     paths = [path for path in (every[0] if every else {}) if all(path in batch for batch in every)]
-    # Padded variants come first: a padding that changes nothing here may do so in batches of other samples.
+    # Padded variants come first: a padding that changes nothing here may do so in other batches.
     found = list(paddings) or [
         Column(path, padding) for path in paths for padding in _paddings([batch[path] for batch in every])
     ]
@@ -103,10 +103,10 @@ def read_columns(
 
 
 def choose(first: View, second: View, other: View | None, random: bool) -> Naming | None:
-    """How to name samples, or None if a third view is needed to say and ``other`` is None.
+    """Choose how to name samples. None if that needs a third view and ``other`` is None.
 
-    ``first`` and ``second`` are two epochs; ``other`` is the first one shared out otherwise, empty where it cannot be.
-    ``random``: contents need not be the same each time, so that what differs in the second epoch names nothing.
+    ``first`` and ``second`` are two epochs. ``other`` is the first epoch shared out differently, or empty if that is
+    impossible. ``random``: content may be random, so a column that differs in the second epoch names nothing.
     """
     informative = any(first[column] != second.get(column) for column in first)
     chosen = _together(first, second, []) if informative else []
@@ -119,13 +119,13 @@ def choose(first: View, second: View, other: View | None, random: bool) -> Namin
     elif other and not (random and informative):
         chosen = _together(first, other, chosen)
         if not chosen:
-            # Numbers and texts that are the same in each epoch are ids: what is wrong is the sharing.
+            # Numbers and texts that are the same in each epoch are ids. It is the sharing that is wrong.
             chosen = [column for column in first if _is_plain(first, column) and _score(first, second, [column])][:1]
     return Naming(tuple(chosen), blind=not chosen and bool(other or random))
 
 
 def with_contents(naming: Naming, found: Iterable[Column], ragged: Collection[str], one: View, two: View) -> Naming:
-    """``naming``, that also knows what makes up a sample: the columns with as many rows, each without its padding."""
+    """``naming``, extended by a sample's content: the columns with as many rows, each without its padding."""
     if not naming.columns:
         return naming
     names = naming.columns[0]
@@ -134,7 +134,7 @@ def with_contents(naming: Naming, found: Iterable[Column], ragged: Collection[st
         if score:
             paddings.setdefault(column.path, column)
     fitting = [column.path for column in one if column.padding is None and _fits(one, [names, column])]
-    # A sequence of which an element is a column is none itself, though a batch of so many samples looks like one.
+    # A sequence with an element that is a column is not a column itself, even if its length is the batch size.
     fitting = [path for path in fitting if not _is_within(names.path, path)]
     outermost = [path for path in fitting if not any(_is_within(path, other) for other in fitting)]
     contents = [paddings.get(path, Column(path)) for path in outermost if path in paddings or path not in ragged]
@@ -146,14 +146,14 @@ def _is_within(path: str, other: str) -> bool:
 
 
 def _is_plain(view: View, column: Column) -> bool:
-    """Whether its rows are numbers or texts that can be read, and no digests."""
+    """Whether its rows are readable numbers or texts, not digests."""
     return column.padding is None and not any(
         isinstance(row, float) or len(str(row)) == 32 for batch in view[column] for row in batch
     )
 
 
 def _together(first: View, second: View, chosen: Sequence[Column]) -> list[Column]:
-    """``chosen``, and each other column that both views have and with which fewer samples have a name in common."""
+    """``chosen``, and each other column in both views with which fewer samples share a name."""
     columns = list(chosen)
     scores = {column: _score(first, second, [column]) for column in first}
     for column in sorted(scores, key=lambda each: (each.path == _ALL, -scores[each], not _is_plain(first, each))):
@@ -171,7 +171,7 @@ def _fits(view: View, columns: Sequence[Column]) -> bool:
 
 
 def _distinct(view: View, columns: Sequence[Column]) -> float:
-    """The share of different names among the rows of a view."""
+    """The share of distinct names among the rows of a view."""
     rows = _named(view, columns) if columns else Counter[Hashable]()
     return len(rows) / max(1, rows.total())
 
@@ -182,7 +182,7 @@ def _named(view: View, columns: Sequence[Column]) -> Counter[Hashable]:
 
 
 def _score(first: View, second: View, columns: Sequence[Column]) -> float:
-    """The share of rows that come again in the second view, times how different they are; 0 where too few do."""
+    """The share of rows that occur again in the second view, times the share of distinct ones; 0 if too few do."""
     one, two = _named(first, columns), _named(second, columns)
     again = (one & two).total() / max(1, one.total())
     return again * _distinct(first, columns) if again >= _ENOUGH else 0.0
@@ -192,7 +192,7 @@ def _score(first: View, second: View, columns: Sequence[Column]) -> float:
 
 
 def _columns(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Whatever in a batch may be a column. Of a sequence: its elements, or each of them if they are columns."""
+    """All parts of a batch that may be columns. For a sequence: itself, or each of its elements if they are columns."""
     if isinstance(part, (torch.Tensor, np.ndarray)):
         yield path, part if part.ndim else part.reshape(1)
     elif isinstance(part, (str, int, float)):
@@ -213,7 +213,7 @@ def _columns(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _place(path: str, number: int, part: Sequence[Any]) -> str:
-    """With the length: where it varies from batch to batch, the elements are samples and no columns."""
+    """A path with the length. If the length varies between batches, the elements are samples and not columns."""
     return f"{path}[{number} of {len(part)}]"
 
 
@@ -222,7 +222,7 @@ def _is_array(column: Any) -> bool:
 
 
 def _kept(column: Any) -> Any:
-    """A column that stays as it is when the loader goes on: arrays that may be padded, else the names of the rows."""
+    """What to keep of a column when the loader continues: a copy of an array that may be padded, else the names."""
     if _is_array(column) and column.ndim > 1:
         return torch.as_tensor(column).detach().cpu().clone() if _is_numeric(column) else column.copy()
     return _rows(column)
@@ -252,7 +252,7 @@ def _trimmed(row: Any, padding: Padding | None) -> Any:
 
 
 def _paddings(columns: Sequence[Any]) -> list[Padding]:
-    """What may fill up the rows of a column: the values at most of their ends, and of their starts."""
+    """The paddings that a column may have: the most frequent values at the ends and at the starts of its rows."""
     if not all(isinstance(column, torch.Tensor) and column.ndim == 2 and not column.is_complex() for column in columns):
         return []
     filled = [column for column in columns if column.shape[1]]

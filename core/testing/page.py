@@ -1,4 +1,4 @@
-"""The report of an examination as one HTML page: the laws, and which samples each rank received around each cut.
+"""The report of an examination as an HTML page: the laws, and which samples each rank received around each cut.
 
 Needs jinja2, which the extra `midepoch[cli]` brings.
 """
@@ -19,24 +19,24 @@ from .report import LawError, Report
 
 __all__ = ["Picture", "make_page", "take_pictures"]
 
-_MOST_SAMPLES = 2000  # of an epoch that are drawn
-_MOST_CUTS = 24  # of an epoch that are tried for the pictures
+_MOST_SAMPLES = 2000  # samples drawn for one epoch
+_MOST_CUTS = 24  # cuts drawn for one epoch
 _WIDTH = 1000
-_LABELS = 110  # of the width
-_HEIGHT = 16  # of a row
+_LABELS = 110  # width of the labels
+_HEIGHT = 16  # height of a row
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What became of one epoch that was cut, and continued on so many ranks.
+    """What happened to one epoch that was cut and continued, perhaps on another number of ranks.
 
     Attributes:
         epoch: its number.
         cut: batches of each rank before the cut.
-        worlds: ranks before the cut, and after it.
-        order: the epoch's samples in the order in which one rank alone gives them, uninterrupted.
-        before: for each rank the samples that it gave before the cut.
-        after: the same after it; empty where `problem` says why there is nothing.
+        worlds: number of ranks before the cut, and after it.
+        order: the epoch's samples in the order of an uninterrupted run on one rank.
+        before: for each rank, the samples that it gave before the cut.
+        after: the same after the cut; empty if `problem` is set.
         problem: what went wrong, or why the loader refused.
     """
 
@@ -55,7 +55,7 @@ class Picture:
 
     @property
     def lost(self) -> tuple[Hashable, ...]:
-        """Samples of the epoch that nobody was given."""
+        """Samples of the epoch that no rank received."""
         counts = self.counts
         return tuple(sample for sample in self.order if not counts[sample])
 
@@ -67,9 +67,9 @@ class Picture:
 
 
 def take_pictures(examination: Examination) -> list[Picture]:
-    """One picture for each cut inside each epoch and each change of the number of ranks that can be examined.
+    """One picture for each cut inside each epoch and each possible change of the number of ranks.
 
-    Where an epoch can be cut in very many places, these are some, spread evenly.
+    If an epoch can be cut in very many places, some are chosen, evenly spaced.
     """
     examination.begin("picture", "", "")
     try:
@@ -122,7 +122,7 @@ class _Bar:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Rows of bars, each row with its label; `verdict` in words, and `tone` in a colour, say what they show."""
+    """Rows of bars, each row with its label. `verdict` states the result, and `tone` is its colour."""
 
     caption: str
     verdict: str
@@ -132,7 +132,7 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class _Section:
-    """One epoch and change of the number of ranks: what went wrong, and drawings of the cuts that did not."""
+    """One epoch and change of the number of ranks: what went wrong, and drawings of the other cuts."""
 
     title: str
     problems: tuple[str, ...]
@@ -140,13 +140,13 @@ class _Section:
 
 
 def make_page(target: str, report: Report, pictures: Sequence[Picture], versions: str) -> str:
-    """The page as HTML, which loads nothing: no script, no font, no address.
+    """The page as HTML. It is self-contained: no script, no font, no link.
 
     Args:
-        target: what was examined.
+        target: the name of the loader.
         report: the laws' verdicts.
-        pictures: what `take_pictures` returned.
-        versions: of midepoch and what it ran on, in words.
+        pictures: the result of `take_pictures`.
+        versions: of midepoch and its environment, as text.
     """
     failed = len(report.failures)
     return _PAGE.render(
@@ -172,7 +172,7 @@ def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
 
 
 def _section(cuts: Sequence[Picture]) -> _Section:
-    """Every cut as a row, and one with a lane for each rank: the first that went wrong, else the middle one."""
+    """Every cut as a row. The first cut that failed, or else the middle one, also with a lane for each rank."""
     epoch, (old, new) = cuts[0].epoch, cuts[0].worlds
     title = f"epoch {epoch}, {_ranks(old)} before and {_ranks(new)} after"
     problems = []
@@ -203,7 +203,7 @@ def _ranks(count: int) -> str:
 
 
 def _columns(order: Sequence[Hashable]) -> dict[Hashable, int]:
-    """The column of each sample that is drawn."""
+    """Sample -> column, for the samples that are drawn."""
     columns: dict[Hashable, int] = {}
     for sample in order[:_MOST_SAMPLES]:
         columns.setdefault(sample, len(columns))
@@ -225,7 +225,7 @@ def _overview(pictures: Sequence[Picture]) -> tuple[tuple[str, tuple[_Bar, ...]]
 
 
 def _lanes(picture: Picture) -> tuple[tuple[str, tuple[_Bar, ...]], ...]:
-    """A row for each rank before the cut and after it, and one each for what is lost and repeated."""
+    """A row for each rank before and after the cut, and a row each for lost and repeated samples."""
     columns = _columns(picture.order)
     lanes = [(f"rank {rank}, before", "before", given) for rank, given in enumerate(picture.before)]
     lanes += [(f"rank {rank}, after", "after", given) for rank, given in enumerate(picture.after)]
@@ -289,9 +289,9 @@ rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 </tbody>
 </table>
 <h2>Which samples each rank received</h2>
-<p>Each column is a sample, in the order in which one rank alone gives them. Dark blue: before the cut; light blue:
-after it; red: never; orange: too often. Where the order differs on other numbers of ranks, dark and light are mixed.
-Ranks that must have as many batches each may be given samples once more at an epoch's end
+<p>Each column is a sample, in the order of a run on one rank. Dark blue: before the cut; light blue: after it; red:
+never; orange: too often. If other numbers of ranks have another order, dark and light are mixed. If all ranks must
+have equally many batches, some samples are repeated at an epoch's end
 (<code>tail="pad"</code>).</p>
 {% for section in sections %}
 <h3>{{ section.title }}</h3>
@@ -313,7 +313,7 @@ Ranks that must have as many batches each may be given samples once more at an e
 </svg></figure>
 {% endfor %}
 {% else %}
-<p>There is nothing to draw: the loader did not get through an uninterrupted run.</p>
+<p>There is nothing to draw: the loader did not complete an uninterrupted run.</p>
 {% endfor %}
 </body>
 </html>

@@ -1,7 +1,7 @@
-"""Spawned processes that run functions, kept for all laws of a session: starting one costs seconds.
+"""Spawned processes that run functions. They are kept for all laws of a session, because a start takes seconds.
 
-Each process is an interpreter of its own with its own hash seed and random generators, as after a restart. Every call
-has a time limit, a process that dies is named and replaced, and all of them end with this one.
+Each process is a separate interpreter with its own hash seed and random generators, as after a restart. Every call has
+a time limit. A process that dies is named in the error and replaced. All processes end with this one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 
 __all__ = ["Call", "ProcessError", "ProcessPool", "shared_pool"]
 
-_FIRST_CALL_ALLOWANCE = 120.0  # seconds a new process may take to import torch on a busy machine
-_GRACE = 5.0  # seconds a process may take to end before it is killed
+_FIRST_CALL_ALLOWANCE = 120.0  # seconds that a new process may need to import torch on a busy machine
+_GRACE = 5.0  # seconds that a process has to end before it is killed
 
 
 class ProcessError(RuntimeError):
-    """A spawned process raised, died, or did not answer in time. ``trace`` is its traceback, where it has one."""
+    """A spawned process raised, died, or did not answer in time. ``trace`` is its traceback, if it has one."""
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message, trace)
@@ -58,10 +58,10 @@ class ProcessPool:
         self._lock = threading.Lock()
 
     def run(self, calls: Sequence[Call], *, timeout: float) -> list[Any]:
-        """The results of ``calls``, in their order; calls to one process run one after another, others side by side.
+        """The results of ``calls``, in their order. Calls to one process run in sequence, others in parallel.
 
         ``timeout`` is in seconds for each call. Raises `ProcessError` for the first call that raises, dies or takes
-        longer, and ends the processes that were still at work.
+        longer, and ends the processes that are still working.
         """
         payloads = [_pack(call) for call in calls]
         with self._lock:
@@ -121,7 +121,7 @@ class ProcessPool:
         try:
             server.connection.send_bytes(payloads[index])
         except OSError:
-            # It died before it was called; waiting for the answer finds the end of the pipe and says so.
+            # It died before it was called. Waiting for the answer finds the closed pipe and reports it.
             return
 
     def _ready(
@@ -160,7 +160,7 @@ _shared: ProcessPool | None = None
 
 
 def shared_pool() -> ProcessPool:
-    """The one pool of this session, closed at exit."""
+    """The only pool of this session, closed at exit."""
     global _shared
     if _shared is None:
         _shared = ProcessPool()
@@ -175,7 +175,7 @@ class _Server:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.answered = False
-        # Not a daemon: daemons may not have children, and loaders start workers.
+        # Not a daemon: daemons must not have children, but loaders start workers.
         arguments = (theirs, _start_method())
         self.process: SpawnProcess = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
@@ -185,7 +185,7 @@ class _Server:
         try:
             self.connection.send_bytes(b"")
         except OSError:
-            return  # it has ended already
+            return  # it has already ended
 
     def kill(self) -> None:
         if self.process.is_alive():
@@ -206,7 +206,7 @@ def _pack(call: Call) -> bytes:
 
 
 def _module_files(payload: bytes) -> dict[str, str]:
-    """Module name -> file for the modules a pickle refers to: a test module is seldom on the import path."""
+    """Module name -> file, for the modules a pickle refers to. A test module is seldom on the import path."""
     files: dict[str, str] = {}
     for _, argument, _ in pickletools.genops(payload):
         if isinstance(argument, str) and argument in sys.modules and argument != "__main__":
@@ -248,18 +248,18 @@ def _parents(name: str) -> list[str]:
 
 
 def _start_method() -> str:
-    """How this process starts others: as it was told, else as the platform does; asking settles nothing."""
+    """How this process starts others: as set, or the platform's default. Asking does not fix the choice."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _serve(connection: Connection, start_method: str) -> None:
     import torch
 
-    # A spawned process would spawn its own, seconds for each worker of a loader; they start as they do at the caller's.
+    # A spawned process would spawn its own, which takes seconds for each worker. Use the caller's start method instead.
     multiprocessing.set_start_method(start_method, force=True)
 
     torch.set_num_threads(1)  # several ranks share the machine
-    # An interrupt reaches the whole group; the process that asked ends this one by closing the pipe.
+    # An interrupt reaches the whole process group. The calling process ends this one by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
@@ -277,5 +277,5 @@ def _answer(message: bytes) -> bytes:
         _provide_modules(files)
         function, arguments = pickle.loads(payload)
         return pickle.dumps((True, function(*arguments), ""))
-    except Exception as error:  # noqa: BLE001 - it is passed on whole, to be raised where the call was made
+    except Exception as error:  # noqa: BLE001 - it is sent back and raised in the caller
         return pickle.dumps((False, f"{type(error).__name__}: {error}", traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""Running a loader in a spawned process, and noting what it does in a form that can be sent back."""
+"""Running a loader in a spawned process, and recording what it does in a form that can be sent back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "Recording",
     "Seen",
     "Settings",
-    "Task",
+    "Trial",
     "capture_failure",
     "experiment",
     "from_midepoch",
@@ -54,16 +54,16 @@ OPTIONS = {
     "seed": "the seed of the order and of all random streams",
     "size": "the number of samples in the data set",
     "read_log": "a file to which the data set appends a line for each sample that it reads",
-    "items": "a list of what the source is to deliver, one a batch",
+    "items": "a list of items for the source to deliver, one a batch",
 }
-"""What each parameter of make_loader is taken for."""
+"""The meaning of each parameter of make_loader."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that may be said about a loader to examine; `check_resumable` documents each.
+    """All settings of an examination. `check_resumable` documents each.
 
-    It travels to the spawned processes, so all functions in it must be picklable.
+    They are sent to the spawned processes, so all functions in them must be picklable.
     """
 
     make_loader: Callable[..., Any]
@@ -107,10 +107,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Seen:
-    """One batch, as far as it must be known elsewhere.
+    """One batch, reduced to what other processes must know about it.
 
-    ``ids`` names its samples, ``samples`` is the digest of each (None where the batch cannot be split), ``draws`` the
-    random numbers that the caller's ``draws`` found in it.
+    ``ids`` names its samples. ``samples`` has the digest of each (None if the batch cannot be split). ``draws`` has
+    the random numbers that the caller's ``draws`` found in it.
     """
 
     digest: str
@@ -122,7 +122,7 @@ class Seen:
 
 @dataclass
 class Pass:
-    """One iteration over a loader: n batches, and n + 1 states where they were asked for."""
+    """One iteration over a loader: n batches, and n + 1 states if they were asked for."""
 
     batches: list[Seen] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Failure:
 class Recording:
     """What one fresh loader did: its passes, and the failure that ended them, if any.
 
-    ``loaded`` is the state it gave right after loading one.
+    ``loaded`` is the state that it returned right after loading one.
     """
 
     passes: list[Pass] = field(default_factory=list)
@@ -164,13 +164,13 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Task:
+class Trial:
     """What to do with a fresh loader.
 
-    ``options`` go to make_loader, ``state`` is loaded first if it is not None, ``passes`` full iterations follow;
-    with ``states`` a state is asked for before the first batch and after every batch. ``limit`` ends a pass that
-    has become longer than any epoch should be. ``later``: under the global seeds of a process that resumes, as
-    every task with a state is.
+    ``options`` go to make_loader. ``state`` is loaded first, unless it is None. ``passes`` full iterations follow.
+    With ``states``, a state is asked for before the first batch and after every batch. ``limit`` ends a pass that is
+    longer than any epoch should be. ``later``: use the global seeds of a process that resumes, as every trial
+    with a state does.
     """
 
     settings: Settings
@@ -183,15 +183,15 @@ class Task:
 
 
 _SEED = 0
-_LATER_SEED = 1_403_580_810  # far from the other: loaders add the epoch to what they take for their seed
+_LATER_SEED = 1_403_580_810  # far from the other seed, because loaders may add the epoch to their seed
 
 
 @contextlib.contextmanager
 def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool = False) -> Iterator[Any]:
-    """A fresh loader, made as in a new process: the same global seeds every time, warnings off, closed at the end.
+    """A fresh loader, made as in a new process: always with the same global seeds, without warnings; closed at the end.
 
-    Two runs of a job need not have the global seeds in common, so what is to be loaded with a state is made ``later``,
-    under others. The ranks of one world have the same.
+    Two runs of a job need not have the same global seeds. So a loader that loads a state is made ``later``, with other
+    seeds. The ranks of one world have the same seeds.
     """
     seed = _LATER_SEED if later else _SEED
     random.seed(seed)
@@ -209,7 +209,7 @@ def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool =
 
 
 def see(settings: Settings, batch: Any) -> Seen:
-    """Note everything about ``batch`` before the loader can reuse its memory."""
+    """Record everything about ``batch`` before the loader can reuse its memory."""
     parts = tuple(items.leaves(batch))
     identify = settings.identify or items.identify
     ids = tuple(identify(batch))
@@ -227,49 +227,49 @@ def see(settings: Settings, batch: Any) -> Seen:
 
 
 def capture_failure(error: Exception, during: str) -> Failure:
-    """``error`` in a form that can be sent, whatever class it has."""
+    """``error`` in a form that can be sent, whatever its class."""
     kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
     return Failure(kinds, str(error), traceback.format_exc(), during)
 
 
-def record(task: Task) -> Recording:
-    """Carry out ``task``. A failure of the loader is part of the recording, never raised."""
+def record(trial: Trial) -> Recording:
+    """Run a trial. A failure of the loader is part of the recording, never raised."""
     recording = Recording()
     during = "making the loader"
     try:
-        with open_loader(task.settings, task.options, later=task.later or task.state is not None) as loader:
-            if task.state is not None:
+        with open_loader(trial.settings, trial.options, later=trial.later or trial.state is not None) as loader:
+            if trial.state is not None:
                 during = "loading a state"
-                loader.load_state_dict(copy.deepcopy(task.state))
+                loader.load_state_dict(copy.deepcopy(trial.state))
                 recording.loaded = copy.deepcopy(loader.state_dict())
-            for number in range(task.passes):
+            for number in range(trial.passes):
                 during = f"iterating, pass {number}"
                 recording.passes.append(Pass())
-                _record_pass(task, loader, recording.passes[-1])
+                _record_pass(trial, loader, recording.passes[-1])
             during = "closing the loader"
-    except Exception as error:  # noqa: BLE001 - the law that asked judges it
+    except Exception as error:  # noqa: BLE001 - the calling law judges it
         recording.failure = capture_failure(error, during)
     return recording
 
 
-def record_many(tasks: Sequence[Task]) -> list[Recording]:
-    """`record` for each task: one request instead of many."""
-    return [record(task) for task in tasks]
+def record_many(trials: Sequence[Trial]) -> list[Recording]:
+    """`record` for several trials in one request."""
+    return [record(trial) for trial in trials]
 
 
-def _record_pass(task: Task, loader: Any, into: Pass) -> None:
-    if task.states:
-        into.states.append(copy.deepcopy(_state_of(task.settings, loader)))
+def _record_pass(trial: Trial, loader: Any, into: Pass) -> None:
+    if trial.states:
+        into.states.append(copy.deepcopy(_state_of(trial.settings, loader)))
     for batch in loader:
-        into.batches.append(see(task.settings, batch))
-        if task.states:
-            into.states.append(copy.deepcopy(_state_of(task.settings, loader)))
-        if len(into.batches) >= task.limit:
+        into.batches.append(see(trial.settings, batch))
+        if trial.states:
+            into.states.append(copy.deepcopy(_state_of(trial.settings, loader)))
+        if len(into.batches) >= trial.limit:
             break
 
 
 def _state_of(settings: Settings, loader: Any) -> dict[str, Any]:
-    """The state of all ranks together: gathered, where there is a process group and each rank knows only its part."""
+    """The state of all ranks: gathered if there is a process group and each rank knows only its part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return dict(loader.state_dict())
     gather = settings.gather or from_midepoch("gather")
@@ -285,7 +285,7 @@ def read_views(
 
 
 def length_of(loader: Any) -> int | None:
-    """``len(loader)``, or None where it says by a TypeError that it cannot be known."""
+    """``len(loader)``, or None if it raises a TypeError because the length is unknown."""
     try:
         return len(loader)
     except TypeError:
@@ -293,8 +293,8 @@ def length_of(loader: Any) -> int | None:
 
 
 def in_group(file: str, rank: int, world_size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """``function(*arguments)`` inside a gloo process group that meets through ``file``."""
-    # All ranks are on this machine, whose name may resolve to an address that they cannot reach.
+    """``function(*arguments)`` inside a gloo process group that is initialised through ``file``."""
+    # All ranks are on this machine. Its host name may resolve to an address that they cannot reach.
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
@@ -332,14 +332,14 @@ def _yes_or_no(capability: Any) -> tuple[bool, str]:
 
 
 def from_midepoch(name: str) -> Callable[..., Any]:
-    """A public function of midepoch, looked up when it is needed: this package must not import the whole of it."""
+    """A public function of midepoch, looked up on use: importing all of midepoch here would be circular."""
     function: Callable[..., Any] = getattr(importlib.import_module("midepoch"), name)
     return function
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that must not be, found by an experiment; the fields are those of `LawError`."""
+    """A violation found by an investigation. The fields are those of `LawError`."""
 
     expected: str
     got: str
@@ -353,5 +353,5 @@ def experiment(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The result of ``function(*arguments)``, or the `Failure` in which it ended."""
     try:
         return function(*arguments)
-    except Exception as error:  # noqa: BLE001 - the law that asked judges it
+    except Exception as error:  # noqa: BLE001 - the calling law judges it
         return capture_failure(error, f"in the experiment '{function.__name__.strip('_').replace('_', ' ')}'")

@@ -1,4 +1,4 @@
-"""The law that what does not fit is refused, and leaves no trace."""
+"""The law that a state which does not fit is refused, without side effects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NONSENSE: dict[str, tuple[Any, ...]] = {
     cure="check keys, types, ranges, checksum and fingerprint first, raise a StateError, and only then change anything",
 )
 def refusal(examination: Examination) -> Outcome:
-    """What does not fit is refused with a typed error, and the loader goes on as it was."""
+    """What does not fit is refused with a typed error, and the loader continues as before."""
     head = examination.observed()
     cut = len(head.passes[0].batches) // 2
     good = head.passes[0].states[cut]
@@ -117,7 +117,7 @@ def _senseless(good: dict[str, Any], kind: str = "builtins.Exception") -> list[_
 
 
 def _sealed(reseal: Callable[[dict[str, Any]], dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` resealed; as it is where the nonsense in it cannot even be sealed, which must be refused as well."""
+    """``state`` resealed; unchanged if it cannot even be sealed, which must be refused as well."""
     try:
         return reseal(dict(state))
     except (TypeError, ValueError, KeyError, OverflowError, MidepochError):
@@ -150,8 +150,8 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
         if option == "size":
             return Outcome("not applicable", "the factory's size has no default to vary")
         default = 0
-    task = examination.task(examination.options(**{option: default + 1}), states=True)
-    other = examination.sound(examination.record([task])[0], f"a run with {option}={default + 1}")
+    trial = examination.trial(examination.options(**{option: default + 1}), states=True)
+    other = examination.sound(examination.record([trial])[0], f"a run with {option}={default + 1}")
     states = other.passes[0].states
     seed = default if option == "seed" else None
     return _Case(
@@ -164,7 +164,7 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
 
 
 def _refuse_all(examination: Examination, cases: Sequence[_Case], cut: int, good: dict[str, Any]) -> None:
-    """Offer all cases to a loader before, within and after a load; then see that it goes on as it was."""
+    """Offer all cases to a loader before, within and after a load. Then check that it continues as before."""
     plain = [case for case in cases if case.stated_seed is None]
     fresh: tuple[str, int, dict[str, Any] | None] = ("before the first batch", 0, None)
     begun: tuple[str, int, dict[str, Any] | None] = (f"after {cut} batches", cut, None)
@@ -196,7 +196,7 @@ def _offer_all(
         return
     culprits = [case.name for case in cases if offer([case])[1:] != (quiet, True)]
     raise examination.error(
-        "after a refused state the loader goes on as it was",
+        "after a refused state the loader continues as before",
         f"{when}: not so after the state '{culprits[0] if culprits else 'of several together'}' was refused",
         epoch=0,
         batch=taken,
@@ -233,7 +233,7 @@ def _refused(loader: Any, case: _Case) -> Finding | None:
     expected = f"{kind} for a state with {case.name}"
     try:
         loader.load_state_dict(copy.deepcopy(case.state))
-    except Exception as error:  # noqa: BLE001 - which exception it is, is what is examined
+    except Exception as error:  # noqa: BLE001 - the law examines the kind of exception
         failure = capture_failure(error, "loading a state")
         if case.kind not in failure.kinds:
             return Finding(
@@ -250,7 +250,7 @@ def _refused(loader: Any, case: _Case) -> Finding | None:
                 str(failure),
                 0,
                 None,
-                "the message does not say what was saved and what is now",
+                "the message does not give the saved and the current value",
                 "put the saved value beside the current one in the message",
             )
         return None

@@ -1,4 +1,4 @@
-"""How a law ends: it holds, is refused clearly, is not applicable, or is broken; and the report of all of them."""
+"""How a law ends: it holds, is refused clearly, is not applicable, or is broken. And the report of all laws."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class LawError(AssertionError):
 
     Attributes:
         law: the name of the law.
-        epoch: the epoch in which it shows, or None where that says nothing.
+        epoch: the epoch with the failure, or None if that is not meaningful.
         batch: the number of the batch in that epoch, or of batches taken before the cut; None as above.
-        expected: what the law asks for, in words.
+        expected: what the law requires, as text.
         got: what the loader did.
         cause: what usually causes this.
         cure: what to do about it.
-        report: the whole report, where `check_resumable` raised this.
+        report: the whole report, if `check_resumable` raised this.
     """
 
     law: str
@@ -46,12 +46,12 @@ class LawError(AssertionError):
     report: Report | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # The arguments make it picklable.
+        # Exceptions are pickled by their arguments.
         super().__init__(self.law, self.epoch, self.batch, self.expected, self.got, self.cause, self.cure)
 
     @property
     def place(self) -> str:
-        """Where it shows, such as ``epoch 1, batch 3``; '' where that says nothing."""
+        """Where it happened, such as ``epoch 1, batch 3``; '' if that is not meaningful."""
         return ", ".join(
             f"{name} {value}" for name, value in (("epoch", self.epoch), ("batch", self.batch)) if value is not None
         )
@@ -73,7 +73,7 @@ class InapplicableError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a law found when it did not raise; ``reason`` is a sentence, empty where a law simply holds."""
+    """What a law found when it did not raise. ``reason`` is a sentence, empty if the law simply holds."""
 
     status: Literal["holds", "refused clearly", "not applicable"]
     reason: str = ""
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of a `Report`. ``error`` is there if and only if ``status`` is ``"failed"``; ``seconds`` it took."""
+    """One line of a `Report`. ``error`` is set if and only if ``status`` is ``"failed"``. It took ``seconds``."""
 
     law: str
     status: Status
@@ -92,7 +92,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_resumable` found, one verdict for each law that was asked for, in the order of the laws."""
+    """The result of `check_resumable`: one verdict for each examined law, in the order of the laws."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -125,7 +125,7 @@ HOLDS = Outcome("holds")
 
 
 def combined(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """One outcome for the named parts of a law: what does not simply hold is told in the reason."""
+    """One outcome for the named parts of a law. The reason names the parts that do not simply hold."""
     told = []
     for name, outcome in outcomes.items():
         if outcome.reason:

@@ -1,4 +1,4 @@
-"""The laws as tests: subclass `ResumableTests` and say how a loader is built."""
+"""The laws as tests: subclass `ResumableTests` and set how a loader is built."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["ResumableTests"]
 
 
 class ResumableTests:
-    """One test for each law; pytest collects subclasses whose names begin with ``Test``.
+    """One test for each law. pytest collects subclasses whose names begin with ``Test``.
 
         class TestMyLoader(ResumableTests):
             make_loader = staticmethod(build_loader)      # a module-level function
             shuffled = True
 
     ``make_loader`` and the other attributes are the arguments of `check_resumable`, which documents them. A law that
-    is not applicable is a skipped test with the reason. ``not_applicable`` may name the laws for which this is known:
-    once one of them becomes applicable its test fails, so that the line is removed.
+    is not applicable is a skipped test with the reason. ``not_applicable`` may list laws that are known not to apply.
+    If one of them becomes applicable, its test fails, so that you remove it from the list.
     """
 
-    # Functions are Any: type checkers would take them for methods.
+    # Functions are typed Any: type checkers would take them for methods.
     make_loader: ClassVar[Any]
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3)
     num_workers: ClassVar[Sequence[int]] = (0, 2)
@@ -47,23 +47,23 @@ class ResumableTests:
     not_applicable: ClassVar[frozenset[str]] = frozenset()
 
     def test_determinism(self) -> None:
-        """Two fresh loaders agree, in another process too; where shuffled, two epochs differ; random columns vary."""
+        """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
         self._examine("determinism")
 
     def test_tail(self) -> None:
-        """Head and resumed tail are together the whole epoch, bit for bit, at every cut, on each rank, with workers."""
+        """Head and resumed tail together are the whole epoch, bit for bit, at every cut, on each rank, with workers."""
         self._examine("tail")
 
     def test_next_epoch(self) -> None:
-        """After a resumed epoch comes the epoch that would have come, whole, on every rank and with workers."""
+        """After a resumed epoch, the next epoch is the one that would have followed, on every rank and with workers."""
         self._examine("next epoch")
 
     def test_boundary(self) -> None:
-        """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
+        """The state after the last batch starts the next epoch, on each rank; the one before the first equals fresh."""
         self._examine("boundary")
 
     def test_round_trip(self) -> None:
-        """A state that was loaded is given back, equal, before anything else happens; a loader in use takes one too."""
+        """A loaded state is returned, equal, before anything else happens; a loader in use can load one too."""
         self._examine("round trip")
 
     def test_observer(self) -> None:
@@ -71,15 +71,15 @@ class ResumableTests:
         self._examine("observer")
 
     def test_isolation(self) -> None:
-        """A state never changes later, and loading leaves its argument alone."""
+        """A state never changes later, and loading leaves its argument unchanged."""
         self._examine("isolation")
 
     def test_transport(self) -> None:
-        """A state goes through JSON (and torch.load with weights_only) into another process unharmed."""
+        """A state passes through JSON (and torch.load with weights_only) into another process unchanged."""
         self._examine("transport")
 
     def test_chain(self) -> None:
-        """A resume of a resume goes on like the first resume, which was not interrupted again."""
+        """A resume of a resume continues like the first resume without a second interruption."""
         self._examine("chain")
 
     def test_partition(self) -> None:
@@ -91,11 +91,11 @@ class ResumableTests:
         self._examine("topology")
 
     def test_refusal(self) -> None:
-        """What does not fit is refused with a typed error, and the loader goes on as it was."""
+        """What does not fit is refused with a typed error, and the loader continues as before."""
         self._examine("refusal")
 
     def test_delivery(self) -> None:
-        """What was prefetched does not count, nor does what the caller still has in flight."""
+        """Prefetched batches do not count, nor do those that the caller still has in flight."""
         self._examine("delivery")
 
     def test_cost(self) -> None:
@@ -103,7 +103,7 @@ class ResumableTests:
         self._examine("cost")
 
     def test_guest(self) -> None:
-        """The caller's random generators are left alone, and what the caller draws changes nothing."""
+        """The caller's random generators are left unchanged, and what the caller draws changes nothing."""
         self._examine("guest")
 
     def test_any_item(self) -> None:
@@ -118,10 +118,10 @@ class ResumableTests:
 
             pytest.skip(f"{law}: {outcome.reason}")
         if expected:
-            raise AssertionError(f"the law '{law}' is applicable and {outcome.status}; take it out of not_applicable")
+            raise AssertionError(f"the law '{law}' is applicable and {outcome.status}; remove it from not_applicable")
 
     def _examination(self) -> Examination:
-        """The one examination of this class, so that its laws share their runs."""
+        """The only examination of this class, so that its laws share their runs."""
         kind = type(self)
         found = vars(kind).get("_kept")
         if not isinstance(found, Examination):
@@ -153,11 +153,11 @@ class ResumableTests:
         )
 
     def _function(self, name: str) -> Any:
-        """The function given as this attribute, whether a method, a staticmethod or a bare module-level function."""
+        """The function in this attribute, which may be a method, a staticmethod or a plain module-level function."""
         value = getattr(self, name, None)
         if name == "make_loader" and value is None:
             raise TypeError(f"{type(self).__name__} must set make_loader to a function that builds a fresh loader")
         if isinstance(value, types.MethodType) and "." not in value.__func__.__qualname__:
-            # A function from module level that was assigned without staticmethod() is not meant to take self.
+            # A module-level function that was assigned without staticmethod() does not expect self.
             return value.__func__
         return value

@@ -1,4 +1,4 @@
-"""The laws about several ranks: that they share an epoch, and that the rest of it can be shared again."""
+"""The laws about several ranks: they share an epoch, and another world can share the rest of it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _largest(heads: Iterable[Recording]) -> int:
 
 
 def _unit(examination: Examination) -> int:
-    """How many samples at most the smallest thing holds that can be given to a rank: 1, or those of a batch."""
+    """The largest number of samples in the smallest thing that a rank can be given: 1, or those of a whole batch."""
     part = examination.observed().passes[0]
     size = part.states[0].get("size")
     samples = sum(map(len, part.ids))
@@ -71,14 +71,14 @@ def _check_counts(examination: Examination, parts: Sequence[Pass], epoch: int, u
     samples = [sum(map(len, part.ids)) for part in parts]
     for name, counts in (("batches", batches), ("samples", samples)):
         if name == "samples" and unit > 1:
-            continue  # whole batches are shared, whatever they hold
+            continue  # whole batches are shared, whatever their size
         if max(counts) - min(counts) > allowed:
             raise examination.error(
                 f"as many {name} on each rank" + (" (one more or less)" if allowed else ""),
                 ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
                 epoch=epoch,
-                cause="the last incomplete global batch is not shared out; collective calls would wait for ever",
-                cure="pad or drop the tail, or state tail='uneven' where the training loop can bear it",
+                cause="the last incomplete global batch is not shared out; collective calls would wait forever",
+                cure="pad or drop the tail, or set tail='uneven' if the training loop allows it",
             )
 
 
@@ -92,9 +92,9 @@ def _check_cover(
     cut: int | None,
     who: str,
 ) -> None:
-    """Raise unless ``got`` is ``expected`` but for what the tail rule allows a world of this size.
+    """Raise unless ``got`` is ``expected``, except for what the tail rule allows a world of this size.
 
-    ``batch`` is the largest number of samples in a batch, which decides what ``drop_last`` leaves over.
+    ``batch`` is the largest number of samples in a batch, which determines what ``drop_last`` leaves over.
     """
     examination.need_names()
     settings = examination.settings
@@ -103,7 +103,7 @@ def _check_cover(
     may_repeat = (world_size - 1) * unit * settings.parts if settings.tail == "pad" else 0
     may_lose = (world_size - 1) * unit * settings.parts if settings.tail == "drop" else 0
     if settings.drop_last:
-        # Which samples are left over depends on the size of the global batch.
+        # The size of the global batch determines which samples are left over.
         may_lose += world_size * left_over - 1
         may_repeat += left_over - 1
     lost, repeated = expected - got, got - expected
@@ -148,7 +148,7 @@ def _measure(settings: Settings, options: Mapping[str, Any]) -> int | None:
 @law(
     "topology",
     cause="the position counts one rank's or one worker's share, so it means something else in another world",
-    cure="count the samples of all ranks together, or refuse naming the saved and the current value",
+    cure="count the samples of all ranks together, or refuse with an error that names the saved and current values",
 )
 def topology(examination: Examination) -> Outcome:
     """On another world size, number of workers or batch size the rest comes once, or is refused."""
@@ -158,13 +158,13 @@ def topology(examination: Examination) -> Outcome:
         "batch size": _other_option(examination, "batch_size"),
     }
     if HOLDS in outcomes.values() and _also_unchanged(examination):
-        reason = f"not compared, since the law '{_also_unchanged(examination)}' is broken"
+        reason = f"not compared, because the law '{_also_unchanged(examination)}' is broken"
         outcomes["content and next epoch"] = Outcome("not applicable", reason)
     return combined(outcomes)
 
 
 def _also_unchanged(examination: Examination) -> str:
-    """A law found broken without any change, of which content and later epochs after a change would say no more."""
+    """A law that is broken without any change. Then content and later epochs after a change say nothing more."""
     return next((law for law in ("determinism", "tail", "next epoch", "partition") if law in examination.broken), "")
 
 
@@ -216,11 +216,11 @@ def _check_equal_states(examination: Examination, world_size: int) -> None:
 
 
 def _check_single_refused(examination: Examination, world_size: int) -> None:
-    """Where each rank knows only its part, another rank must not take it for its own."""
-    task = examination.task(examination.options(0, world_size), states=True)
-    head = examination.sound(examination.record([task])[0], f"a run on rank 0 of {world_size}")
+    """If each rank knows only its part, another rank must not accept it."""
+    trial = examination.trial(examination.options(0, world_size), states=True)
+    head = examination.sound(examination.record([trial])[0], f"a run on rank 0 of {world_size}")
     state = head.passes[0].states[1]
-    loaded = examination.record([examination.task(examination.options(1, world_size), state=state)], process=1)[0]
+    loaded = examination.record([examination.trial(examination.options(1, world_size), state=state)], process=1)[0]
     change = f"the state of rank 0 alone, loaded on rank 1 of {world_size}"
     _check_refused(examination, loaded.failure, change, (0,), 0, 1)
 
@@ -233,7 +233,7 @@ def _judge_change(
     option: str,
     values: tuple[int, ...],
 ) -> Outcome:
-    """Whether the resumes on all new ranks hold or are refused, as the capability says."""
+    """Whether the resumes on all new ranks hold or are refused, as the capability declares."""
     declared, reason = examination.capability(_CAPABILITY[option])
     failures = [recording.failure for recordings in resumed for recording in recordings]
     change = f"{option} {values[0]} -> {values[1]}"
@@ -272,7 +272,7 @@ def _judge_change(
 
 
 def _starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_size: int, batch: int) -> bool:
-    """Whether so little may be left that a loader which drops its tail must go on with the next epoch."""
+    """Whether so little may be left that a loader which drops its tail must start the next epoch."""
     settings = examination.settings
     if settings.drop_last:
         return rest.total() < world_size * batch
@@ -287,14 +287,14 @@ def _check_refused(
     epoch: int,
     cut: int,
 ) -> None:
-    asked = f"a StateError naming what was saved and what is now: {change}"
+    asked = f"a StateError naming the saved and the current value: {change}"
     if failure is None:
         raise examination.error(
             asked,
             "the state was loaded",
             epoch=epoch,
             batch=cut,
-            cause="what the loader declares it cannot do is not checked at load",
+            cause="load_state_dict does not check what the loader declares it cannot do",
             cure="compare the saved value with the current one in load_state_dict",
         )
     if _STATE_ERROR not in failure.kinds or failure.during != "loading a state":
@@ -305,7 +305,7 @@ def _check_refused(
             str(failure),
             epoch=epoch,
             batch=cut,
-            cause="the message does not say what was saved and what is now",
+            cause="the message does not give the saved and the current value",
             cure="put the saved value beside the current one in the message",
         )
 
@@ -327,8 +327,8 @@ def _other_option(examination: Examination, option: str) -> Outcome:
         for new in values:
             if new == old or not places:
                 continue
-            tasks = [
-                examination.task(
+            trials = [
+                examination.trial(
                     examination.options(**{option: new}),
                     state=head.passes[epoch].states[cut],
                     passes=1 + ((epoch, cut) in followed),
@@ -336,7 +336,7 @@ def _other_option(examination: Examination, option: str) -> Outcome:
                 )
                 for epoch, cut in places
             ]
-            resumed = [examination.resume(tasks)]
+            resumed = [examination.resume(trials)]
             outcomes.append(_judge_change(examination, [head], places, resumed, option, (old, new)))
     return _agreement(examination, outcomes)
 
@@ -360,7 +360,7 @@ def _check_content(examination: Examination, parts: Sequence[Pass], epoch: int, 
                 f"another content {where}",
                 epoch=epoch,
                 cause="random streams are keyed by rank or worker, or randomness belongs to whole batches",
-                cure="key them by (seed, epoch, position); state elastic_content=False for mixup and its like",
+                cure="key them by (seed, epoch, position); set elastic_content=False for mixup and the like",
             )
 
 

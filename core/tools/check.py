@@ -26,24 +26,24 @@ from midepoch.testing.page import make_page, take_pictures
 from midepoch.testing.record import Settings, open_loader
 from midepoch.testing.report import LawError, Report, Verdict
 
-from .inspection import Contents, StateInFile
+from .inspection import Contents, FoundState
 
 __all__ = ["TargetError", "as_json", "examine", "find_target", "printable", "show_contents"]
 
 
 class TargetError(Exception):
-    """The function to check was not found, or is not usable; the message says why, and what to name."""
+    """The function to check cannot be loaded. The message says why, and what to name instead."""
 
 
 def find_target(target: str) -> Callable[..., Any]:
-    """The function that ``package.module:name`` or ``folder/file.py:name`` names, from the current folder.
+    """Find the function of ``package.module:name`` or ``folder/file.py:name``, seen from the current folder.
 
     Raises:
-        TargetError: there is none, it cannot be called, or its module fails to import.
+        TargetError: it does not exist, it cannot be called, or its module fails.
     """
     module_name, colon, name = target.rpartition(":")
     if not (colon and module_name and name):
-        raise TargetError(f"{target!r} is no function's name: write package.module:make_loader, or file.py:make_loader")
+        raise TargetError(f"{target!r} names no function: write package.module:make_loader, or file.py:make_loader")
     file = None
     folder = Path.cwd()
     if module_name.endswith(".py"):
@@ -51,35 +51,35 @@ def find_target(target: str) -> Callable[..., Any]:
         if not file.is_file():
             raise TargetError(f"there is no file {module_name}: name one, or package.module:make_loader")
         folder, module_name = file.parent, file.stem
-    # The spawned processes import it by this name and path too, so it must come first there.
+    # The spawned processes also import it by this name and path, so the folder must come first there.
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise TargetError(
-            f"{target!r} cannot be imported ({error}): run this where the module lies, or install it"
+            f"{target!r} cannot be imported ({error}): run this in the module's folder, or install the module"
         ) from error
     except (Exception, SystemExit) as error:
         raise TargetError(
-            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; fix it, and let what a script "
-            'does stand under `if __name__ == "__main__":`'
+            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; fix it, and put what a script "
+            'does under `if __name__ == "__main__":`'
         ) from error
     imported = getattr(found, "__file__", None)
     if file is not None and (imported is None or Path(imported).resolve() != file):
         raise TargetError(
-            f"there is another module {module_name!r} ({imported or 'of Python itself'}), which Python takes for "
-            f"{file}: give the file another name"
+            f"there is another module {module_name!r} ({imported or 'of Python itself'}), which Python imports instead "
+            f"of {file}: give the file another name"
         )
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise TargetError(f"{module_name} has no function {name!r}: name one that builds a loader again at each call")
+        raise TargetError(f"{module_name} has no function {name!r}: name one that builds a new loader at each call")
     function: Callable[..., Any] = found
     return function
 
 
 def examine(settings: Settings, target: str, laws: list[str] | None, page: Path | None) -> Report:
-    """Examine a loader, with a progress bar and a table; write the HTML page if `page` is given.
+    """Examine a loader, with a progress bar and a table. Write the page if one is asked for.
 
     Raises:
         ValueError: a law is unknown, or the loader has no batch.
@@ -89,7 +89,7 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
     console = _console()
     examination = Examination(settings)
     _try_out(examination, target)
-    draft = None if page is None else _draft(page)  # fail before the examination, not after it
+    draft = None if page is None else _draft(page)  # find out before the long examination whether it can be written
     verdicts: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     names = [name for name in LAWS if laws is None or name in laws]
@@ -119,7 +119,7 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
 
 
 def _draft(page: Path) -> Path:
-    """An empty file beside the page, which shows that the page can be written; removed at exit."""
+    """A temporary file beside the page, which shows that the page can be written."""
     if page.is_dir():
         raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
     draft = page.with_name(f".{page.name}.draft")
@@ -137,7 +137,7 @@ def _try_out(examination: Examination, target: str) -> None:
     if lacks:
         raise TargetError(
             f"{target} builds a {kind}, which has no {' and no '.join(lacks)}: return midepoch.wrap(loader, seed=0), "
-            "or a loader with a state of its own"
+            "or a loader with its own state"
         )
 
 
@@ -145,12 +145,12 @@ _WHOLE = "uninterrupted"
 
 
 def _run_through(examination: Examination) -> Verdict | None:
-    """A failure without any cut, which every law would repeat; None where whole epochs run through."""
+    """None, unless the loader fails in an uninterrupted run: then every law would fail in the same way."""
     begun = time.perf_counter()
     examination.begin(
         _WHOLE,
-        "an error of the loader or of its data set, which has nothing to do with resuming",
-        "fix it until whole epochs run through, also with a state_dict() after each batch; then check again",
+        "an error of the loader or of its dataset, which has nothing to do with resuming",
+        "fix it until whole epochs run, also with a state_dict() after each batch; then check again",
     )
     try:
         examination.whole()
@@ -202,23 +202,23 @@ def show_contents(contents: Contents) -> None:
     console.print(_text(f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{facts}"), soft_wrap=True)
     for problem in contents.problems:
         console.print(_text(f"damaged: {problem}", "bold red"), soft_wrap=True)
-    for place in contents.found:
-        console.print(_state_table(place, contents.path))
-    if not contents.found:
-        console.print("No state of a loader that midepoch wrapped is in it.")
+    for entry in contents.states:
+        console.print(_state_table(entry, contents.path))
+    if not contents.states:
+        console.print("It contains no state of a loader that midepoch wrapped.")
 
 
-def _state_table(place: StateInFile, path: Path) -> Table:
-    state = place.state
-    inside = "" if place.file == path else f"{place.file.relative_to(path)} "
+def _state_table(entry: FoundState, path: Path) -> Table:
+    state = entry.state
+    inside = "" if entry.file == path else f"{entry.file.relative_to(path)} "
     table = Table(
-        title=_text(f"{inside}{place.name}" or "state"), box=box.SIMPLE, show_header=False, title_justify="left"
+        title=_text(f"{inside}{entry.name}" or "state"), box=box.SIMPLE, show_header=False, title_justify="left"
     )
     table.add_column(style="dim")
     table.add_column()
     position, size = state.get("position"), state.get("size")
     rows: list[tuple[str, Any]] = [("backend", _short(state.get("adapter"))), ("epoch", _short(state.get("epoch")))]
-    if not place.problem and size and isinstance(position, int):
+    if not entry.problem and size and isinstance(position, int):
         rows.append(("", ProgressBar(total=size, completed=position, width=40)))
         rows.append(("position", f"{position:,} of {size:,} ({position / size:.1%})"))
     else:
@@ -231,7 +231,7 @@ def _state_table(place: StateInFile, path: Path) -> Table:
     detail = state.get("detail")
     if detail:
         rows.append(("detail", f"{len(str(detail)):,} characters of the backend's own"))
-    rows.append(("checksum", Text("holds", "green") if not place.problem else _text(place.problem, "bold red")))
+    rows.append(("checksum", Text("holds", "green") if not entry.problem else _text(entry.problem, "bold red")))
     for name, value in rows:
         table.add_row(_text(name), _text(value) if isinstance(value, str) else value)
     return table
@@ -246,7 +246,7 @@ def _fingerprint(text: Any) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    text = str(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "an absurdly large number"
+    text = str(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "an impossibly large number"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -263,7 +263,7 @@ def _ago(moment: float) -> str:
 
 
 def as_json(contents: Contents) -> str:
-    """The contents as JSON, for programs."""
+    """The same as JSON, for programs."""
     return json.dumps(
         {
             "path": str(contents.path),
@@ -273,12 +273,12 @@ def as_json(contents: Contents) -> str:
             "problems": list(contents.problems),
             "states": [
                 {
-                    "file": str(place.file),
-                    "keys": list(place.keys),
-                    "problem": place.problem,
-                    "state": {str(name): _plain(value) for name, value in place.state.items()},
+                    "file": str(entry.file),
+                    "keys": list(entry.keys),
+                    "problem": entry.problem,
+                    "state": {str(name): _plain(value) for name, value in entry.state.items()},
                 }
-                for place in contents.found
+                for entry in contents.states
             ],
         },
         indent=1,
@@ -286,7 +286,7 @@ def as_json(contents: Contents) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a file as a terminal can show it: control characters escaped, and what its encoding lacks."""
+    """Escape what a terminal would interpret or an encoding cannot write: the text may come from anyone's file."""
     shown = "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
@@ -303,5 +303,5 @@ def _plain(value: Any) -> Any:
 def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=140)  # rich would take 80, and break the table's lines
+        console = Console(highlight=False, width=140)  # rich would use 80, and break the table's lines
     return console

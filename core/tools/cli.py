@@ -1,7 +1,7 @@
 """The command line: ``midepoch`` and ``python -m midepoch``.
 
-A command is a function whose signature says what it takes; `main` lists them. What a command needs is imported when it
-is called, so that the others work without it.
+A command is a function whose signature declares its arguments. `main` lists the commands. A command's own dependencies
+are imported when it is called, so that the others work without them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .command import DIFFERENT, INTERRUPTED, fail, integers, names, require, sig
 
 try:
     import typer
-except ModuleNotFoundError:  # `main` says how to get it
+except ModuleNotFoundError:  # `main` says how to install it
     _has_typer = False
 else:
     _has_typer = True
@@ -22,7 +22,7 @@ __all__ = ["check", "inspect", "main"]
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command named on the command line."""
     if not _has_typer:
         fail("the command line needs typer: pip install 'midepoch[cli]'")
     from .demo.command import demo
@@ -54,34 +54,34 @@ def check(
         typer.Option("--shuffled/--sequential", help="Whether epochs must differ in their order, or agree."),
     ] = None,
     tail: Annotated[str, typer.Option(help="How ranks share the last samples: pad, drop or uneven.")] = "pad",
-    drop_last: Annotated[bool, typer.Option("--drop-last", help="The last batch is left out if incomplete.")] = False,
-    cuts: Annotated[str | None, typer.Option(help="Cut after so many batches, such as 1,7; else all.")] = None,
+    drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an incomplete last batch.")] = False,
+    cuts: Annotated[str | None, typer.Option(help="Batches before each cut, such as 1,7; default: all.")] = None,
     identify: Annotated[
         str | None,
-        typer.Option(help="package.module:function that lists what names each sample of a batch, such as its number."),
+        typer.Option(help="package.module:function that returns the identities of a batch's samples."),
     ] = None,
     elastic_content: Annotated[
         bool,
         typer.Option(
             "--elastic-content/--fixed-content",
-            help="Whether a sample's content is the same on any split; not with random numbers in a collate_fn.",
+            help="Whether a sample's content is the same on any split; not if collate_fn draws random numbers.",
         ),
     ] = True,
-    laws: Annotated[str | None, typer.Option(help="Names of laws with commas between them; else all.")] = None,
+    laws: Annotated[str | None, typer.Option(help="Names of laws, separated by commas; default: all.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
     options: Annotated[
         str | None,
-        typer.Option(help="Which of make_loader's parameters may be used, with commas; else all known ones."),
+        typer.Option(help="The parameters of make_loader that may be used, separated by commas; default: all known."),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
 ) -> None:
     """Examine your own loader: is it resumed exactly, wherever it is cut, on any number of processes?
 
-    make_loader builds a fresh loader at each call, of a small data set. It may take rank and world_size, and then is
-    examined on several ranks; also num_workers, batch_size, seed, size, and more that docs/testing.md lists.
+    make_loader builds a fresh loader of a small dataset at each call. If it takes rank and world_size, it is examined
+    on several ranks. It may also take num_workers, batch_size, seed, size, and others listed in docs/testing.md.
 
-    Exit status: 0 all laws that apply hold; 1 one is broken, or whole epochs do not run through; 2 it could not be
-    examined.
+    Exit status: 0 if all laws that apply hold; 1 if one is broken, or an uninterrupted epoch fails; 2 if the loader
+    could not be examined.
     """
     require("cli", "jinja2", "rich")
     from midepoch.testing.record import Settings
@@ -96,7 +96,7 @@ def check(
             epochs=epochs,
             quick=quick,
             shuffled=shuffled,
-            tail=tail,  # type: ignore[arg-type]  # which checks it
+            tail=tail,  # type: ignore[arg-type]  # Settings checks it
             drop_last=drop_last,
             cuts=None if cuts is None else integers(cuts),
             identify=None if identify is None else find_target(identify),
@@ -116,22 +116,22 @@ def check(
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A snapshot, a checkpoint (a file or a folder), or a state as JSON.")],
-    out: Annotated[Path | None, typer.Argument(help="With --seek: where the edited copy goes.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="With --seek: the path of the edited copy.")] = None,
     seek: Annotated[
         str | None,
         typer.Option(
-            help="Move a loader: epoch=2,position=100000 (units of the epoch), or one of them. Where its source cannot "
-            "begin there, loading the copy is refused."
+            help="Move a loader: epoch=2,position=100000 (units of the epoch), or one of them. If its source cannot "
+            "start there, loading the copy is refused."
         ),
     ] = None,
-    state: Annotated[str | None, typer.Option(help="Which state to move, where there are several.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    state: Annotated[str | None, typer.Option(help="Which state to move, if there are several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show where the loaders in a checkpoint stand, or write a copy in which one stands elsewhere.
+    """Show the positions of the loaders in a checkpoint, or write a copy with one of them moved.
 
-    Nothing in the file is run: what weights_only=True refuses is refused.
+    No code in the file is run: what weights_only=True refuses is refused.
 
-    Exit status: 0; 1 a state or the file is damaged; 2 it could not be read, or not be moved.
+    Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or moved.
     """
     require("cli", "jinja2", "rich")
     from midepoch.errors import MidepochError
@@ -140,7 +140,7 @@ def inspect(
     from . import inspection
 
     if (seek is None) != (out is None):
-        raise typer.BadParameter("--seek and the path of the copy belong together", param_hint="--seek")
+        raise typer.BadParameter("--seek and the path of the copy must be given together", param_hint="--seek")
     try:
         with inspection.modest(path):
             if seek is not None and out is not None:
@@ -152,7 +152,7 @@ def inspect(
         print(checking.as_json(contents))
     else:
         checking.show_contents(contents)
-    if contents.problems or any(place.problem for place in contents.found):
+    if contents.problems or any(entry.problem for entry in contents.states):
         raise typer.Exit(DIFFERENT)
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: reading lists of arguments, exit statuses, and how they end."""
+"""What the commands share: parsing lists, exit statuses, and how they end."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ DIFFERENT, UNABLE, INTERRUPTED = 1, 2, 130  # exit statuses
 
 
 def names(text: str) -> list[str]:
-    """The names in a list with commas."""
+    """The names in a list separated by commas."""
     return [part.strip() for part in text.split(",")]
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """The integers in a list with commas.
+    """The integers in a list separated by commas.
 
     Raises:
-        typer.BadParameter: one of them is no integer.
+        typer.BadParameter: one of them is not an integer.
     """
-    import typer  # `main` has made sure that it is there
+    import typer  # `main` has checked that it is installed
 
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"numbers with commas between them, such as 2,3,1; got {text!r}") from None
+        raise typer.BadParameter(f"give numbers separated by commas, such as 2,3,1; got {text!r}") from None
 
 
 def require(extra: str, *modules: str) -> None:
-    """Fail unless these modules are installed; the message names the extra that brings them."""
+    """Exit unless these modules are installed. The message names the extra to install."""
     missing = [name for name in modules if not _is_installed(name)]
     if missing:
         fail(f"this command needs {', '.join(missing)}: pip install 'midepoch[{extra}]'")
@@ -44,7 +44,7 @@ def require(extra: str, *modules: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -56,7 +56,7 @@ def fail(message: str, status: int = UNABLE) -> NoReturn:
 
 @contextlib.contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """Inside, SIGTERM (from `kill` or `timeout`) raises SystemExit, so that the command ends what it has started."""
+    """Make SIGTERM (from `kill` or `timeout`) raise SystemExit inside, so that the command ends what it has started."""
 
     def unwind(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,7 +1,7 @@
-"""What is in a checkpoint: the states of loaders inside, and an edited copy. Nothing in a file is run or followed.
+"""What is in a checkpoint: the states of loaders. Also writes an edited copy. Nothing in a file is run or followed.
 
-Reads what torch.save wrote (a `Snapshot`, a checkpoint of Lightning's, whatever can be loaded with
-``weights_only=True``), a folder of torch.distributed.checkpoint's, any other folder of such files, and JSON.
+It reads files of torch.save (a `Snapshot`, a trainer's checkpoint, and all that ``weights_only=True`` loads), folders
+of torch.distributed.checkpoint, other folders of such files, and JSON.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, State, check, reseal
 
-__all__ = ["Contents", "StateInFile", "look", "modest", "seek"]
+__all__ = ["Contents", "FoundState", "look", "modest", "seek"]
 
-_LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; parsed, it takes up to a hundred times as much memory
-_LARGEST_PICKLE = 256 << 20  # bytes of the pickle that describes a checkpoint's tensors
-_MOST_CONTAINERS = 2_000_000  # to look through; containers that share others have exponentially many paths
+_LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
+_LARGEST_PICKLE = 256 << 20  # bytes of what refers to a checkpoint's tensors
+_MOST_CONTAINERS = 2_000_000  # to search; containers that refer to each other can make the number of paths explode
 _MOST_STATES = 20_000  # in one file: one of each loader of each rank
-_OVERHEAD = 1 << 30  # bytes of memory that reading a file may take, beyond twice its size
+_OVERHEAD = 1 << 30  # bytes of memory that a file may take besides its own size
 _DEEPEST = 100
 _SUFFIXES = (".ckpt", ".json", ".pkl", ".pt", ".pth")
 _MOST_FILES = 1000
@@ -44,14 +44,14 @@ Keys = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class StateInFile:
+class FoundState:
     """A loader's state in a checkpoint.
 
     Attributes:
-        file: the file that holds it.
-        keys: the keys and indices that lead to it in the file.
-        state: as it was saved.
-        problem: why it cannot be loaded; empty where its checksum holds and every field is valid.
+        file: that contains it.
+        keys: that lead to it in the file.
+        state: as saved.
+        problem: why it cannot be loaded; empty if its checksum holds and every key is valid.
     """
 
     file: Path
@@ -67,13 +67,13 @@ class StateInFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """What was found.
+    """What a file or folder contains.
 
     Attributes:
         path: of the file or folder.
-        kind: what it is, in words.
-        saved: when, in seconds since 1970; as the file says, else as the file system says.
-        found: the states of loaders in it.
+        kind: what it is, as text.
+        saved: time in seconds since 1970, from the file's content, otherwise from the file system.
+        states: the states of loaders.
         facts: what else it says about itself, such as steps.
         problems: what is damaged, besides the states.
     """
@@ -81,16 +81,16 @@ class Contents:
     path: Path
     kind: str
     saved: float
-    found: tuple[StateInFile, ...]
+    states: tuple[FoundState, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
 def look(path: str | os.PathLike[str]) -> Contents:
-    """All states of loaders in a file or folder.
+    """Find all states of loaders in a file or folder.
 
     Raises:
-        SnapshotError: it cannot be read, is of no known kind, or holds objects that weights_only refuses.
+        SnapshotError: it cannot be read, is of an unknown kind, or contains what weights_only refuses.
     """
     path = Path(path)
     if path.is_dir():
@@ -109,7 +109,7 @@ def look(path: str | os.PathLike[str]) -> Contents:
             saved = content["time"]
     if kind != "JSON":
         problems = _damage(path)
-    return Contents(path, kind, saved, tuple(_places(path, content)), facts, problems)
+    return Contents(path, kind, saved, tuple(_find(path, content)), facts, problems)
 
 
 def seek(
@@ -119,46 +119,46 @@ def seek(
     epoch: int | None = None,
     position: int | None = None,
     name: str | None = None,
-) -> StateInFile:
-    """Write a copy of a checkpoint in which a loader stands elsewhere; all else in it is as it was.
+) -> FoundState:
+    """Write a copy of a checkpoint with one loader moved. Everything else is unchanged.
 
-    Only a state without a ``detail`` can be moved: then its epoch and position say all that its source needs. At the
-    very beginning, states of other sources have no detail either. Where such a source cannot begin at the new place,
+    Only a state without a ``detail`` can be moved, because then its source needs only the epoch and position. At the
+    very beginning, states of other sources have no detail either. If such a source cannot start at the new position,
     ``load_state_dict`` refuses the copy.
 
-    A state to which several places of the file refer, as of those that Lightning and `ExactResume` both save, is moved
-    in all of them. Tensors that were saved on a GPU are on the CPU in the copy.
+    If several keys of the file refer to one state, as when Lightning and `ExactResume` both save it, it is moved in all
+    of them. Tensors that were saved on a GPU are on the CPU in the copy.
 
     Args:
-        path: a file that `look` reads, not a folder.
-        out: the copy's path, which must not be there yet.
-        epoch: the new epoch, from 0; None: as it is.
-        position: the new position, in units of the epoch, from 0; None: 0 where `epoch` is given, else as it is.
-        name: which state, as in `StateInFile.name`; None where there is only one.
+        path: a file that `look` can read, not a folder.
+        out: the copy's path, which must not exist.
+        epoch: where to start; None keeps it.
+        position: number of units of that epoch that are done; None: 0 if `epoch` is given, otherwise unchanged.
+        name: of the state, as in `FoundState.name`; None if there is only one.
 
     Returns:
-        The new state and its place in the copy.
+        The new state, found in the copy.
 
     Raises:
-        SnapshotError: the file cannot be read, or the copy not written.
-        StateError: there is no such state, it is damaged, or it has a detail, which leads to its own place alone.
-        ValueError: the epoch or the position is out of range.
+        SnapshotError: the file cannot be read, or the copy cannot be written.
+        StateError: there is no such state, it is damaged, or it has a detail, which fixes its position.
+        ValueError: the epoch or the position is impossible.
     """
     path, out = Path(path), Path(out)
     if path.is_dir():
         raise SnapshotError(f"{path} is a folder: name a file in it, or use loader.seek in the training script")
     if out.exists():
-        raise SnapshotError(f"{out} is there already: name a file that is not")
+        raise SnapshotError(f"{out} already exists: name a new file")
     content = _content(path)
-    found = list(_places(path, content))
-    place = _chosen(path, found, name)
-    state = _moved(place, epoch, position)
+    found = list(_find(path, content))
+    entry = _chosen(path, found, name)
+    state = _moved(entry, epoch, position)
     for each in found:
-        if each.state is place.state:
-            each.state.update(state)  # it is the file's own dict, wherever that refers to it
+        if each.state is entry.state:
+            each.state.update(state)  # this dict is part of the file's content, under all its keys
     archive = _is_archive(path)
     if archive and isinstance(content, dict) and "midepoch_snapshot" in content:
-        content["id"] = uuid.uuid4().hex  # another file, for processes that compare what they found
+        content["id"] = uuid.uuid4().hex  # a new identity, for processes that compare what they found
     draft = out.with_name(f"{out.name}.{uuid.uuid4().hex[:12]}.draft")
     try:
         if archive:
@@ -166,32 +166,32 @@ def seek(
                 torch.save(content, draft)
         else:
             draft.write_text(json.dumps(content, indent=1) + "\n")
-        os.link(draft, out)  # fails where somebody else has made it by now
+        os.link(draft, out)  # fails if another process has created it meanwhile
     except Exception as error:
         raise SnapshotError(f"{out} was not written ({type(error).__name__}: {error}): choose another place") from error
     finally:
         draft.unlink(missing_ok=True)
-    return StateInFile(out, place.keys, state, "")
+    return FoundState(out, entry.keys, state, "")
 
 
-def _chosen(path: Path, places: list[StateInFile], name: str | None) -> StateInFile:
-    found = [place for place in places if name is None or place.name == name]
-    if not found or any(place.state is not found[0].state for place in found):
-        names = ", ".join(repr(place.name) for place in places) or "none"
+def _chosen(path: Path, states: list[FoundState], name: str | None) -> FoundState:
+    found = [entry for entry in states if name is None or entry.name == name]
+    if not found or any(entry.state is not found[0].state for entry in found):
+        names = ", ".join(repr(entry.name) for entry in states) or "none"
         raise StateError(f"{path} has these states: {names}; name one of them")
     if found[0].problem:
         raise StateError(f"the state {found[0].name!r} is damaged ({found[0].problem})")
     return found[0]
 
 
-def _moved(place: StateInFile, epoch: int | None, position: int | None) -> State:
-    state, size = dict(place.state), place.state["size"]
+def _moved(entry: FoundState, epoch: int | None, position: int | None) -> State:
+    state, size = dict(entry.state), entry.state["size"]
     for what, value in (("epoch", epoch), ("position", position)):
         if value is not None and not (type(value) is int and 0 <= value < 1 << 62):
             raise ValueError(f"{what} must be an integer from 0, got {value!r}")
     if state["detail"]:
         raise StateError(
-            f"the state {place.name!r} is of {state['adapter']}, and only its source can tell what it needs to begin "
+            f"the state {entry.name!r} is of {state['adapter']}, and only its source knows what it needs to start "
             "elsewhere: call loader.seek in the training script, which asks it"
         )
     if position is None:
@@ -208,10 +208,10 @@ def _moved(place: StateInFile, epoch: int | None, position: int | None) -> State
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a file is what torch.save writes."""
+    """Whether a file has the format of torch.save."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise SnapshotError(f"{path} is no regular file: name one, or a folder")
+            raise SnapshotError(f"{path} is not a regular file: name one, or a folder")
         with path.open("rb") as file:
             return file.read(2) == b"PK"
     except OSError as error:
@@ -226,7 +226,7 @@ def _content(path: Path) -> Any:
         with path.open("rb") as file:
             beginning = file.read(64)
             if beginning.startswith(b"\x80") and b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in beginning:
-                raise ValueError("it is in the format that torch.save had before torch 1.6: save it again, in today's")
+                raise ValueError("it is in torch.save's format from before torch 1.6: save it again with a newer torch")
             if os.fstat(file.fileno()).st_size > _LARGEST_TEXT:
                 raise ValueError("it is larger than any state")
             return json.loads(beginning + file.read())
@@ -237,7 +237,7 @@ def _content(path: Path) -> Any:
 
 
 def _check_records(source: Path | io.BytesIO, path: Path) -> None:
-    """Refuse compressed records, which torch.save never writes: they could take more memory than the file has bytes."""
+    """Refuse compressed records. torch.save writes none, so no record takes more memory than its file has bytes."""
     try:
         with zipfile.ZipFile(source) as archive:
             for record in archive.infolist():
@@ -253,30 +253,30 @@ def _check_records(source: Path | io.BytesIO, path: Path) -> None:
 
 def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
     try:
-        # Tensors stay on the disk.
+        # Tensors stay on disk.
         return torch.load(source, weights_only=True, map_location="cpu", mmap=isinstance(source, Path) or None)
     except Exception as error:
         names = ""
         if isinstance(source, Path):
             try:
                 names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-            except Exception:  # noqa: BLE001  # the reason then is the first error
+            except Exception:  # noqa: BLE001  # the first error is the reason
                 names = ""
         if names:
             raise _NotUnpickledError(
-                f"{path} holds {names[:300]}, which midepoch does not unpickle: save loaders' states in a file of "
-                "tensors and built-in types"
+                f"{path} contains {names[:300]}, which midepoch does not unpickle: save the loaders' states in a file "
+                "of tensors and built-in types"
             ) from error
         raise SnapshotError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
 
 
 class _NotUnpickledError(SnapshotError):
-    """A sound file that holds objects which are not unpickled here."""
+    """An undamaged file with more than midepoch unpickles."""
 
 
 @contextlib.contextmanager
 def modest(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, limit this process's memory by the files' sizes: a damaged file could ask for any amount."""
+    """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it."""
     path = Path(path)
     files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
     largest = max((each.stat().st_size for each in files[: 10 * _MOST_FILES] if each.is_file()), default=0)
@@ -293,7 +293,7 @@ def modest(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _damage(path: Path) -> tuple[str, ...]:
-    """The first record that is not as it was written; empty where all are."""
+    """Find a record that was changed after it was written."""
     try:
         with zipfile.ZipFile(path) as archive:
             problem = damage_in(archive)
@@ -310,38 +310,38 @@ def _time_of(path: Path) -> float:
 
 
 def _is_inside(file: Path) -> bool:
-    """True for a regular file that is no link: a link could lead out of the folder."""
+    """Whether it is a regular file. Links are refused, because they may lead anywhere."""
     return file.is_file() and not file.is_symlink()
 
 
 def _look_into_folder(path: Path) -> Contents:
-    """Checkpoints of trainers that write several files."""
+    """Read checkpoints of trainers that write several files."""
     files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and _is_inside(each))
-    places: list[StateInFile] = []
+    states: list[FoundState] = []
     problems: list[str] = []
-    passed_over: list[SnapshotError] = []  # files with other objects, such as NumPy generators that a trainer pickled
+    passed_over: list[SnapshotError] = []  # for example NumPy generators that a trainer pickled
     read = 0
     for file in files[:_MOST_FILES]:
         try:
-            places += _places(file, _content(file))
+            states += _find(file, _content(file))
             read += 1
         except _NotUnpickledError as error:
             passed_over.append(error)
         except SnapshotError as error:
             problems.append(str(error))
-    if passed_over and not places and not problems:
+    if passed_over and not states and not problems:
         raise passed_over[0]
     if not read and not problems:
         raise SnapshotError(f"{path} has no file that ends in {', '.join(_SUFFIXES)}: name a checkpoint")
-    saved = max([_time_of(place.file) for place in places], default=_time_of(path))
-    return Contents(path, "folder", saved, tuple(places), {"files": read}, tuple(problems))
+    saved = max([_time_of(entry.file) for entry in states], default=_time_of(path))
+    return Contents(path, "folder", saved, tuple(states), {"files": read}, tuple(problems))
 
 
 class _ShardsUnpickler(pickle._Unpickler):
     """Builds the plain records of torch.distributed.checkpoint and nothing else, as weights_only=True would.
 
-    torch's unpickler for weights_only=True does not know the pickle protocol that they are written in. This one derives
-    from the unpickler in Python: the one in C allocates whatever size a file states.
+    torch's own unpickler for weights_only=True supports an older protocol than theirs. This class derives from the
+    unpickler in Python, because the one in C takes as much memory as a file asks for.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -357,10 +357,10 @@ class _ShardsUnpickler(pickle._Unpickler):
             return {"Size": torch.Size, "_get_layout": vars(torch.serialization)["_get_layout"]}[name]
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which midepoch does not unpickle")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which midepoch does not unpickle")
 
     def _build(self) -> None:
-        """Set the state of records only. Setting that of a class or function would change it for the whole process."""
+        """Change records only. To change a class or a function would change it for the whole process."""
         from torch.distributed.checkpoint import filesystem, metadata
 
         unpickler: Any = self
@@ -373,42 +373,42 @@ class _ShardsUnpickler(pickle._Unpickler):
 
 
 def _opened(file: Path) -> BinaryIO:
-    """Open a regular file that is no link: a link could lead out of the folder, and a pipe could block."""
+    """Open a regular file that is not a link, so that it neither leads out of the checkpoint's folder nor blocks."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     return os.fdopen(descriptor, "rb")
 
 
 def _look_into_shards(path: Path) -> Contents:
-    """A checkpoint of torch.distributed.checkpoint, in which each key of a state is an entry of its own."""
+    """Read a checkpoint of torch.distributed.checkpoint, where each key of a state is a separate entry."""
     file = path / ".metadata"
     try:
         with _opened(file) as opened:
             data = opened.read(_LARGEST_TEXT + 1)
         if len(data) > _LARGEST_TEXT:
-            raise ValueError("it is larger than any")
+            raise ValueError("it is larger than any checkpoint's")
         check_pickle(data)
         described = _ShardsUnpickler(io.BytesIO(data)).load()
         stored = {index.fqn: info for index, info in described.storage_data.items()}
         names = [name for name in described.state_dict_metadata if isinstance(name, str)]
     except Exception as error:
         raise SnapshotError(
-            f"{file} is damaged, or of another version of torch ({type(error).__name__}: {str(error)[:200]}): use "
+            f"{file} is damaged, or from another version of torch ({type(error).__name__}: {str(error)[:200]}): use "
             "another checkpoint"
         ) from error
-    places = []
+    states = []
     for name in names:
         prefix, dot, last = name.rpartition(".")
         if last == "checksum" and all(f"{prefix}{dot}{field}" in stored for field in FIELDS):
             values = {each: _entry(path, stored[f"{prefix}{dot}{each}"]) for each in FIELDS}
-            places.append(_place(path, tuple(prefix.split(".")) if dot else (), values))
-    return Contents(path, "checkpoint of torch.distributed.checkpoint", _time_of(file), tuple(places))
+            states.append(_checked(path, tuple(prefix.split(".")) if dot else (), values))
+    return Contents(path, "checkpoint of torch.distributed.checkpoint", _time_of(file), tuple(states))
 
 
 def _entry(folder: Path, info: Any) -> Any:
-    """One value. Only files in the checkpoint's own folder are opened."""
+    """Read one value. The names in a checkpoint are those of files beside it. Nothing else is opened."""
     name, offset, length = (getattr(info, each, None) for each in ("relative_path", "offset", "length"))
     plain = isinstance(name, str) and name not in ("", ".", "..") and not any(each in name for each in "/\0")
     if not isinstance(name, str) or not plain or (folder / name).is_symlink():
@@ -429,9 +429,9 @@ def _entry(folder: Path, info: Any) -> Any:
 # --- finding -------------------------------------------------------------------------------------------------------
 
 
-def _places(file: Path, content: Any) -> Iterator[StateInFile]:
-    """Every dict that has the keys of a state. Containers may refer to themselves."""
-    above: set[int] = set()  # ids of the containers that hold the current one
+def _find(file: Path, content: Any) -> Iterator[FoundState]:
+    """Find every dict with the keys of a state, even in containers that contain themselves."""
+    above: set[int] = set()  # containers around this one
     waiting: list[tuple[Keys, Any, bool]] = [((), content, False)] if isinstance(content, _CONTAINERS) else []
     looked_through = found = 0
     while waiting:
@@ -443,10 +443,10 @@ def _places(file: Path, content: Any) -> Iterator[StateInFile]:
             continue
         looked_through += 1
         if looked_through > _MOST_CONTAINERS or found > _MOST_STATES:
-            raise SnapshotError(f"{file} has more in it than any checkpoint has: use another")
+            raise SnapshotError(f"{file} has more containers in it than any checkpoint: use another")
         if isinstance(value, dict) and value.keys() >= {"adapter", "epoch", "position", "fingerprint", "checksum"}:
             found += 1
-            yield _place(file, keys, value)
+            yield _checked(file, keys, value)
             continue
         above.add(id(value))
         waiting.append((keys, value, True))
@@ -458,9 +458,9 @@ def _places(file: Path, content: Any) -> Iterator[StateInFile]:
 _CONTAINERS = (dict, list, tuple)
 
 
-def _place(file: Path, keys: Keys, state: State) -> StateInFile:
+def _checked(file: Path, keys: Keys, state: State) -> FoundState:
     try:
         check(state)
     except StateError as error:
-        return StateInFile(file, keys, state, str(error))
-    return StateInFile(file, keys, state, "")
+        return FoundState(file, keys, state, str(error))
+    return FoundState(file, keys, state, "")

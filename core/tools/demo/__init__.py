@@ -1,5 +1,5 @@
-"""`midepoch demo`: kill a real training job in mid-epoch, and show that it goes on exactly.
+"""`midepoch demo`: kill a real training job in mid-epoch, and show that it resumes exactly.
 
 `images` writes the data, `train` is the script that torchrun runs, `orchestrate` starts and kills it, `compare` reads
-what each process wrote down about each batch, `report` shows it. Everything here needs the extra `midepoch[demo]`.
+each process's log of batches, and `report` shows the result. Everything here needs the extra `midepoch[demo]`.
 """

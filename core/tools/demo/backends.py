@@ -1,4 +1,4 @@
-"""What reads the demonstration's images: a loader for each backend, as one writes it for that backend.
+"""Loaders for the demonstration's images, one for each backend, written in that backend's own style.
 
 A backend is imported when it is used, so that the others work without it.
 """
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-import midepoch  # by its name, as in anybody's script
+import midepoch  # by its name, as in a user's script
 from midepoch.loader.loader import Loader
 
 from .images import SIDE, label_of
@@ -31,13 +31,13 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Backend:
-    """How a backend reads images.
+    """How a backend reads the images.
 
     Attributes:
-        needs: modules that have to be installed.
+        needs: modules that must be installed.
         load: from (folder of images, batch size of one rank, seed, workers) to a wrapped loader.
-        unpack: from (a batch as the loader gives it, labels of all images) to a `Batch`.
-        prepare: writes what the backend reads instead of the files, beside them.
+        unpack: from (a batch of the loader, labels of all images) to a `Batch`.
+        prepare: writes the backend's own data files beside the images, if it needs any.
     """
 
     needs: tuple[str, ...]
@@ -47,7 +47,7 @@ class Backend:
 
 
 def paths_of(images: Path) -> list[Path]:
-    """The files, in the order of their numbers."""
+    """The image files, in the order of their numbers."""
     return sorted(images.glob("*.jpg"))
 
 
@@ -55,7 +55,7 @@ def paths_of(images: Path) -> list[Path]:
 
 
 def augment(file: Path | BinaryIO) -> Tensor:
-    """Pixels [1, SIDE, SIDE] of a JPEG file, changed at random with whichever global generator comes to hand."""
+    """The randomly augmented pixels [1, SIDE, SIDE] of a JPEG file. Draws from the global generators."""
     with Image.open(file) as opened:
         image = opened.convert("L").rotate(random.uniform(-15, 15), Image.Resampling.BILINEAR)
     noise = np.random.normal(0, 0.05, (1, SIDE, SIDE))
@@ -78,7 +78,7 @@ class Digits(Dataset[tuple[Tensor, int, int]]):
 
 
 def torch_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> Loader:
-    """Through torch's DataLoader."""
+    """Read with torch's DataLoader."""
     return midepoch.wrap(DataLoader(Digits(images), batch_size, shuffle=True, num_workers=num_workers), seed=seed)
 
 
@@ -86,7 +86,7 @@ def torch_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> 
 
 
 def dali_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> Loader:
-    """Through a DALI pipeline that midepoch feeds."""
+    """Read with a DALI pipeline that midepoch feeds."""
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
@@ -106,7 +106,7 @@ def dali_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> L
 
 
 def unpack_dali(batches: Any, labels: Tensor) -> Batch:
-    """Of the one pipeline."""
+    """Take the batch of the only pipeline."""
     numbers = batches[0]["number"].flatten().long().cpu()
     return batches[0]["pixels"].cpu(), labels[numbers], numbers
 
@@ -115,7 +115,7 @@ def unpack_dali(batches: Any, labels: Tensor) -> Batch:
 
 
 class _Pixels:
-    """What FFCV's writer takes: pixels [SIDE, SIDE, 3] of uint8, and the number."""
+    """Input of FFCV's writer: pixels [SIDE, SIDE, 3] of uint8, and the number."""
 
     def __init__(self, images: Path) -> None:
         self.paths = paths_of(images)
@@ -129,7 +129,7 @@ class _Pixels:
 
 
 def write_beton(images: Path) -> None:
-    """FFCV's own file, with the images as JPEG."""
+    """Write FFCV's own file, with the images as JPEG."""
     from ffcv.fields import IntField, RGBImageField
     from ffcv.writer import DatasetWriter
 
@@ -139,7 +139,7 @@ def write_beton(images: Path) -> None:
 
 
 def ffcv_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> Loader:
-    """Through FFCV's Loader."""
+    """Read with FFCV's Loader."""
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader as FFCVLoader
     from ffcv.loader import OrderOption
@@ -161,7 +161,7 @@ def ffcv_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> L
 
 
 def unpack_ffcv(batch: Any, labels: Tensor) -> Batch:
-    """Of three equal channels, one."""
+    """Keep one of three equal channels."""
     pixels, numbers = batch
     numbers = numbers.flatten().long()
     return pixels[:, :1].float() / 255, labels[numbers], numbers
@@ -173,7 +173,7 @@ _SHARDS = 4
 
 
 def write_shards(images: Path) -> None:
-    """Tar archives with a file, a label and a number for each image."""
+    """Write tar archives with a file, a label and a number for each image."""
     import webdataset as wds
 
     for shard in range(_SHARDS):
@@ -184,12 +184,12 @@ def write_shards(images: Path) -> None:
 
 
 def read_sample(sample: dict[str, Any]) -> tuple[Tensor, int, int]:
-    """One of a shard."""
+    """Decode one sample of a shard."""
     return augment(BytesIO(sample["jpg"])), int(sample["cls"]), int(sample["number.id"])
 
 
 def webdataset_loader(images: Path, batch_size: int, seed: int, num_workers: int) -> Loader:
-    """Through a webdataset pipeline in a WebLoader."""
+    """Read with a webdataset pipeline in a WebLoader."""
     import webdataset as wds
 
     urls = [str(images / f"digits-{shard}.tar") for shard in range(_SHARDS)]
@@ -204,4 +204,4 @@ BACKENDS = {
     "ffcv": Backend(("ffcv",), ffcv_loader, unpack_ffcv, write_beton),
     "webdataset": Backend(("webdataset",), webdataset_loader, prepare=write_shards),
 }
-"""By the name of ``--backend``."""
+"""The backends, by their ``--backend`` names."""

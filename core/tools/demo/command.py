@@ -16,28 +16,28 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for images, logs, snapshots, result.json and loss.png.")] = Path(
         "demo-output"
     ),
-    backend: Annotated[str, typer.Option(help="What reads the images: torch, dali, ffcv or webdataset.")] = "torch",
-    kills: Annotated[int, typer.Option(help="How often a run is killed.")] = 3,
+    backend: Annotated[str, typer.Option(help="Reads the images: torch, dali, ffcv or webdataset.")] = "torch",
+    kills: Annotated[int, typer.Option(help="Number of kills in each interrupted run.")] = 3,
     world_sizes: Annotated[
         str,
-        typer.Option(help="Processes before the first kill, after it, after the next, ..., over and over."),
+        typer.Option(help="Processes before the first kill, after it, after the next, ..., repeated in a cycle."),
     ] = "2,3,1",
-    epochs: Annotated[int, typer.Option(help="To train for.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of order, augmentations, weights and kills.")] = 0,
+    epochs: Annotated[int, typer.Option(help="Epochs to train.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of order, augmentations, weights and kills.")] = 0,
     num_workers: Annotated[int, typer.Option(help="Worker processes of each loader.")] = 2,
     every: Annotated[int, typer.Option(help="Batches between snapshots.")] = 4,
-    images: Annotated[int, typer.Option(help="Handwritten digits, up to 1797.")] = 1440,
+    images: Annotated[int, typer.Option(help="Number of handwritten digits, up to 1797.")] = 1440,
     loader_state: Annotated[
         bool,
         typer.Option(
             "--loader-state/--no-loader-state",
-            help="Whether the loader's state is loaded after a kill; without it, see what is found.",
+            help="Whether to load the loader's state after a kill. Without it, the table shows what goes wrong.",
         ),
     ] = True,
 ) -> None:
-    """Kill a real training job in mid-epoch, and show that it goes on exactly, on another number of processes too.
+    """Kill a real training job in mid-epoch, and show that it resumes exactly, even on another number of processes.
 
-    Exit status: 0 exact; 1 something was lost, repeated or different; 2 it could not be carried out.
+    Exit status: 0 exact; 1 something was lost, repeated or different; 2 the demonstration could not be carried out.
     """
     require("demo", "matplotlib", "PIL", "rich", "sklearn")
     from .backends import BACKENDS
@@ -70,6 +70,6 @@ def demo(
     except DemoError as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted; all processes that were started are gone", INTERRUPTED)
+        fail("interrupted; all processes that were started have ended", INTERRUPTED)
     if not exact:
         raise typer.Exit(DIFFERENT)

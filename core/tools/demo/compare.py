@@ -1,8 +1,8 @@
-"""What a run really trained on, from what each rank wrote down, and how two runs differ.
+"""What a run really trained on, from the logs of its ranks, and how two runs differ.
 
-A batch counts as trained when its optimizer step is in the model that the run ended with. A run that was killed goes on
-from its last snapshot, so of each segment (from one start to the next) those steps count that lie before the step from
-which the next segment started. Later ones are done again, and must be the same when they are.
+A batch counts as trained when its optimizer step is in the model that the run ended with. A killed run resumes from its
+last snapshot. So of each segment (from one start to the next), the steps before the next segment's first step count.
+The later ones are done again, and must be the same as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Comparison", "GlobalBatch", "Run", "Segment", "read_events", "read_s
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The batches of all ranks at one step. `ranks` holds what those wrote that got so far, by rank.
+    """The batches of all ranks at one step. `ranks` maps a rank to its log entry, for the ranks that got so far.
 
     Attributes:
         step: of the optimizer, counted from 0.
@@ -33,22 +33,22 @@ class GlobalBatch:
 
     @property
     def complete(self) -> bool:
-        """Every rank has read its part."""
+        """Whether every rank has read its part."""
         return len(self.ranks) == self.world_size
 
     @property
     def epoch(self) -> int:
-        """As the training loop counted."""
+        """The training loop's epoch."""
         return int(next(iter(self.ranks.values()))["epoch"])
 
     @property
     def indices(self) -> list[int]:
-        """Of the samples, in rank order."""
+        """The samples' indices, in rank order."""
         return list(chain.from_iterable(self.ranks[rank]["indices"] for rank in sorted(self.ranks)))
 
     @property
     def samples(self) -> list[tuple[int, int, str]]:
-        """Epoch, index and digest of the samples, in rank order."""
+        """Epoch, index and digest of each sample, in rank order."""
         return [
             (part["epoch"], index, digest)
             for _, part in sorted(self.ranks.items())
@@ -57,18 +57,18 @@ class GlobalBatch:
 
     @property
     def losses(self) -> list[float]:
-        """Of each rank."""
+        """Each rank's loss."""
         return [float(self.ranks[rank]["loss"]) for rank in sorted(self.ranks)]
 
     @property
     def loss(self) -> float:
-        """Of the global batch; the ranks' batches are equally large."""
+        """The loss of the global batch. The ranks' batches are equally large."""
         return sum(self.losses) / len(self.losses)
 
     def agrees_with(self, other: GlobalBatch) -> bool:
-        """Whether the ranks that got so far read, bit for bit, their part of `other`, which is complete.
+        """Whether the ranks that got so far read exactly their part of `other`, which is complete.
 
-        On the same number of ranks the losses must be equal too.
+        On the same number of ranks, the losses must be equal too.
         """
         whole = other.samples
         for rank, part in self.ranks.items():
@@ -83,16 +83,16 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run from one start of its processes to their end.
+    """The part of a run from one start of its processes to their end.
 
     Attributes:
-        world_size: processes.
-        first_step: the step from which it started.
-        epoch, position: of the data, from which it started.
+        world_size: number of processes.
+        first_step: the step at which it started.
+        epoch, position: of the loader, at which it started.
         batches: by step; the last ones may not be complete.
-        weights: of the model at the end, as a digest; None where the segment did not come to the end.
-        loader_seconds: from making the loader to the first batch in the slowest rank; None where there was none.
-        start_seconds: from the command to the first batch, process starts included.
+        weights: a digest of the final model; None if the segment did not reach the end.
+        loader_seconds: from making the loader to the first batch in the slowest rank; None if there was no batch.
+        start_seconds: from the command to the first batch, including the start of processes.
     """
 
     world_size: int
@@ -106,22 +106,22 @@ class Segment:
 
     @property
     def reached(self) -> int:
-        """The last step that all ranks wrote down; `first_step` - 1 where there was none."""
+        """The last step that all ranks logged; `first_step` - 1 if there is none."""
         return max((step for step, batch in self.batches.items() if batch.complete), default=self.first_step - 1)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The lines of one rank's log. A last line that is cut off is left out: its writer was killed."""
+    """The lines of one rank's log. An incomplete last line is left out: its writer was killed."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def read_segment(folder: Path, world_size: int, started: float) -> Segment:
-    """What the ranks of one segment wrote; `started` is when it was, in seconds since 1970."""
+    """Read the logs of one segment. `started`: when it was started, in seconds since 1970."""
     logs = [read_events(folder / f"rank-{rank}.jsonl") for rank in range(world_size)]
     starts = [event for log in logs for event in log if event["event"] == "start"]
     if len(starts) != world_size or len({(event["step"], event["epoch"], event["position"]) for event in starts}) != 1:
-        raise ValueError(f"the ranks in {folder} did not start at one and the same place: {starts}")
+        raise ValueError(f"the ranks in {folder} did not start at the same position: {starts}")
     ranks: dict[int, dict[int, dict[str, Any]]] = {}
     for rank, log in enumerate(logs):
         for event in log:
@@ -149,7 +149,7 @@ class Run:
 
     @cached_property
     def trained(self) -> dict[int, GlobalBatch]:
-        """What the optimizer's steps, as far as they are in the final model, were made of; complete batches only."""
+        """The complete batches of the optimizer steps that are in the final model."""
         trained = {}
         ends = [segment.first_step for segment in self.segments[1:]] + [None]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def done_again(self) -> list[GlobalBatch]:
-        """Batches, some of them not complete, that came after the last snapshot before a kill."""
+        """Batches after the last snapshot before a kill. Some may not be complete."""
         return [
             batch
             for segment, following in zip(self.segments, self.segments[1:], strict=False)
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def same_world_steps(self) -> int:
-        """Steps before the number of processes changed for the first time."""
+        """Number of steps before the number of processes first changed."""
         for segment in self.segments:
             if segment.world_size != self.segments[0].world_size:
                 return segment.first_step
@@ -184,12 +184,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run against the uninterrupted one, and against what each epoch should hold: every image once.
+    """A run against the uninterrupted one, and against the rule that an epoch holds every image once.
 
     Args:
-        run, reference: `reference` is the uninterrupted run, which may be compared with itself.
-        images: in the data set.
-        epochs: that were asked for.
+        run, reference: `reference` is the uninterrupted run. It may be compared with itself.
+        images: number of images in the dataset.
+        epochs: number of epochs requested.
     """
 
     run: Run
@@ -208,25 +208,25 @@ class Comparison:
 
     @cached_property
     def repeated(self) -> int:
-        """Samples that were trained on once more than they should be in an epoch."""
+        """Surplus times that samples were trained on in an epoch."""
         return (self.run.counts - self._expected).total()
 
     @property
     def steps(self) -> int:
-        """Global batches that either run has."""
+        """Number of global batches in either run."""
         return len(self.run.trained.keys() | self.reference.trained.keys())
 
     @cached_property
     def equal_batches(self) -> int:
-        """Steps whose global batches hold the same samples in the same order, with the same pixels and labels."""
+        """Number of global batches with the same samples in the same order, with the same pixels and labels."""
         theirs = self.reference.trained
         return sum(step in theirs and batch.samples == theirs[step].samples for step, batch in self.run.trained.items())
 
     @property
     def comparable_losses(self) -> int:
-        """Steps before the number of processes differed from the reference's.
+        """Number of steps before the number of processes differed from the reference's.
 
-        From there on other sums are rounded, so losses are only close.
+        After that, sums are rounded differently, so losses are only close.
         """
         if self.run.segments[0].world_size != self.reference.segments[0].world_size:
             return 0
@@ -234,7 +234,7 @@ class Comparison:
 
     @cached_property
     def equal_losses(self) -> int:
-        """Comparable steps in which the loss of every rank is the same, bit for bit."""
+        """Number of comparable steps in which each rank's loss is the same, bit for bit."""
         ours, theirs = self.run.trained, self.reference.trained
         return sum(
             step in ours and step in theirs and ours[step].losses == theirs[step].losses
@@ -243,26 +243,26 @@ class Comparison:
 
     @property
     def largest_loss_difference(self) -> float:
-        """Of the losses of global batches, over all steps that both have."""
+        """The largest difference between the losses of global batches, over all steps of both runs."""
         ours, theirs = self.run.trained, self.reference.trained
         return max((abs(ours[step].loss - theirs[step].loss) for step in ours.keys() & theirs.keys()), default=0.0)
 
     @property
     def one_world(self) -> bool:
-        """The number of processes never differs, so that everything must be equal."""
+        """Whether the number of processes never differs, so that everything must be equal."""
         return {segment.world_size for run in (self.run, self.reference) for segment in run.segments} == {
             self.run.segments[0].world_size
         }
 
     @property
     def equal_weights(self) -> bool:
-        """The final weights are the same, bit for bit."""
+        """Whether the final weights are the same, bit for bit."""
         ours, theirs = self.run.segments[-1].weights, self.reference.segments[-1].weights
         return ours is not None and ours == theirs
 
     @cached_property
     def differing_again(self) -> int:
-        """Batches that were done again after a kill and were not what they had been the first time."""
+        """Number of batches that differed when they were done again after a kill."""
         trained = self.run.trained
         return sum(
             batch.step not in trained or not batch.agrees_with(trained[batch.step]) for batch in self.run.done_again
@@ -270,7 +270,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """What went wrong, in words; empty where all is as it should be."""
+        """What went wrong, as text; empty if nothing did."""
         found = {
             "samples lost": self.lost,
             "samples repeated": self.repeated,

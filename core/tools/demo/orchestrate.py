@@ -24,21 +24,21 @@ from .backends import BACKENDS
 from .compare import Comparison, Run, Segment, read_events, read_segment
 from .images import AVAILABLE, write_images
 
-__all__ = ["DemoError", "Kill", "Result", "Schedule", "Settings", "Watch", "execute", "make_schedules", "prepare"]
+__all__ = ["DemoError", "Kill", "Result", "Scenario", "Settings", "Watch", "execute", "make_scenarios", "prepare"]
 
 _MARKER = ".midepoch-demo"
-_TOKEN = "MIDEPOCH_DEMO_JOB"  # an environment variable by which all processes of one job are found
+_TOKEN = "MIDEPOCH_DEMO_JOB"  # an environment variable that identifies all processes of one job
 _LONGEST_SILENCE = 180.0  # seconds without a new batch; a start on a loaded machine takes some tens
-_LONGEST_GOODBYE = 20.0  # seconds until processes whose training is complete are gone by themselves
-_LONGEST_DEATH = 60.0  # seconds until torchrun has noticed that one of its processes is gone
+_LONGEST_GOODBYE = 20.0  # seconds for processes to end by themselves after the training is complete
+_LONGEST_DEATH = 60.0  # seconds for torchrun to notice that one of its processes was killed
 _POLL = 0.005  # seconds; a batch takes longer
 _GLOBAL_BATCH = 24  # samples, or the next larger number that all world sizes divide
-_BETWEEN_KILLS = 3  # steps at least, and before the first
-_AFTER_KILLS = 15  # steps at least after the last: the job runs on until the signal is there, and must not finish
+_BETWEEN_KILLS = 3  # least number of steps between kills, and before the first
+_AFTER_KILLS = 15  # least number of steps after the last kill: the job runs on for a moment, and must not finish
 
 
 class DemoError(Exception):
-    """The demonstration could not be carried out. This says nothing about midepoch."""
+    """The demonstration could not be carried out. This says nothing about its outcome."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Settings:
     Args:
         output: folder for images, logs, snapshots and results.
         backend: a name in `BACKENDS`.
-        kills: in each run that is not the uninterrupted one.
-        world_sizes: processes of each segment of a run, over and over.
-        epochs: to train for.
+        kills: number of kills in each interrupted run.
+        world_sizes: number of processes of each segment of a run, repeated in a cycle.
+        epochs: number of epochs to train.
         seed: of order, augmentations, weights and kills.
         num_workers: worker processes of each loader.
         every: batches between two snapshots.
-        images: wanted; `image_count` is how many there are.
-        loader_state: False leaves the loader's state out when a run goes on, to see what is found then.
+        images: number of images wanted; `image_count` is the actual number.
+        loader_state: False does not load the loader's state after a kill, to show what goes wrong.
 
     Raises:
         ValueError: an argument is out of range.
@@ -86,27 +86,27 @@ class Settings:
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks together at one step; every world size divides it."""
+        """Number of samples of all ranks together at one step. Every world size divides it."""
         least = math.lcm(*self.world_sizes)
         return least * -(-_GLOBAL_BATCH // least)
 
     @property
     def image_count(self) -> int:
-        """A multiple of the global batch, so that an epoch is every image once on any number of processes."""
+        """A multiple of the global batch, so that an epoch has every image once on any number of processes."""
         return self.images // self.global_batch * self.global_batch
 
     @property
     def steps(self) -> int:
-        """Of the optimizer, in all epochs."""
+        """Number of optimizer steps in all epochs."""
         return self.image_count // self.global_batch * self.epochs
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When and whom.
+    """When to kill, and whom.
 
     Attributes:
-        step: as soon as rank 0 has read the batch of this step.
+        step: kill as soon as rank 0 has read the batch of this step.
         rank: one process; None for torchrun and all of its processes at once.
     """
 
@@ -115,13 +115,13 @@ class Kill:
 
     @property
     def whom(self) -> str:
-        """In words."""
+        """As text."""
         return "all processes" if self.rank is None else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A run: its kills, and the number of processes before the first kill and after each."""
+class Scenario:
+    """A run to demonstrate. After each kill it continues with the next number of processes."""
 
     name: str
     world_sizes: tuple[int, ...]
@@ -133,19 +133,19 @@ class Schedule:
         return f"{self.name}: processes {sizes}; SIGKILL to {kills or 'nobody'}"
 
 
-def make_schedules(settings: Settings) -> list[Schedule]:
-    """The uninterrupted run, one killed on the same number of processes, and one killed on changing numbers.
+def make_scenarios(settings: Settings) -> list[Scenario]:
+    """An uninterrupted run, one killed on a fixed number of processes, and one killed on changing numbers.
 
-    The kills follow from the seed.
+    The seed determines the kills.
     """
     generator = random.Random(settings.seed)
     first, segments = settings.world_sizes[0], settings.kills + 1
-    schedules = [Schedule("uninterrupted", (first,), ())]
+    scenarios = [Scenario("uninterrupted", (first,), ())]
     cycled = tuple(settings.world_sizes[segment % len(settings.world_sizes)] for segment in range(segments))
     for name, sizes in (("same world", (first,) * segments), ("other worlds", cycled)):
-        if sizes != schedules[-1].world_sizes:
-            schedules.append(Schedule(name, sizes, _random_kills(settings, sizes, generator)))
-    return schedules
+        if sizes != scenarios[-1].world_sizes:
+            scenarios.append(Scenario(name, sizes, _random_kills(settings, sizes, generator)))
+    return scenarios
 
 
 def _random_kills(settings: Settings, world_sizes: Sequence[int], generator: random.Random) -> tuple[Kill, ...]:
@@ -164,33 +164,33 @@ def _random_kills(settings: Settings, world_sizes: Sequence[int], generator: ran
 
 @dataclass(frozen=True)
 class Result:
-    """A schedule and what came of it."""
+    """A scenario and its outcome."""
 
-    schedule: Schedule
+    scenario: Scenario
     run: Run
     comparison: Comparison
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Callbacks: `step(schedule, step)` when a batch has begun, `say(text)` for a line of text."""
+    """Callbacks: `step` gets the step of each batch that has begun, `say` a line of text."""
 
-    step: Callable[[Schedule, int], None]
+    step: Callable[[Scenario, int], None]
     say: Callable[[str], None]
 
 
 def prepare(settings: Settings) -> None:
-    """Make the output folder, clear it of an earlier demonstration, and write the images.
+    """Create the output folder, clear it of an earlier demonstration, and write the images.
 
     Raises:
-        DemoError: it holds something else.
+        DemoError: it contains other files.
     """
     if not Path("/proc/self/environ").exists():
         raise DemoError("the demonstration finds its processes through /proc: run it on Linux")
     output = settings.output
     marker = output / _MARKER
     if output.exists() and not marker.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DemoError(f"{output} holds something that is not of this demonstration: choose another --output")
+        raise DemoError(f"{output} contains files that are not of this demonstration: choose another --output")
     output.mkdir(parents=True, exist_ok=True)
     marker.touch()
     for name in ("images", "runs"):
@@ -202,43 +202,45 @@ def prepare(settings: Settings) -> None:
     BACKENDS[settings.backend].prepare(output / "images")
 
 
-def execute(settings: Settings, schedules: Sequence[Schedule], watch: Watch) -> list[Result]:
-    """Carry out the schedules one after the other and compare each run with the first.
+def execute(settings: Settings, scenarios: Sequence[Scenario], watch: Watch) -> list[Result]:
+    """Run the scenarios one after another and compare each run with the first.
 
     Raises:
-        DemoError: a job ended by itself, or came to nothing within its time.
+        DemoError: a job ended by itself, or did not finish in time.
     """
-    folders = [settings.output / "runs" / str(place) for place in range(len(schedules))]
-    runs = [_carry_out(settings, *each, watch) for each in zip(schedules, folders, strict=True)]
+    runs = [
+        _carry_out(settings, scenario, settings.output / "runs" / str(number), watch)
+        for number, scenario in enumerate(scenarios)
+    ]
     return [
-        Result(schedule, run, Comparison(run, runs[0], settings.image_count, settings.epochs))
-        for schedule, run in zip(schedules, runs, strict=True)
+        Result(scenario, run, Comparison(run, runs[0], settings.image_count, settings.epochs))
+        for scenario, run in zip(scenarios, runs, strict=True)
     ]
 
 
-def _carry_out(settings: Settings, schedule: Schedule, folder: Path, watch: Watch) -> Run:
+def _carry_out(settings: Settings, scenario: Scenario, folder: Path, watch: Watch) -> Run:
     segments: list[Segment] = []
-    for place, world_size in enumerate(schedule.world_sizes):
-        kill = schedule.kills[place] if place < len(schedule.kills) else None
+    for place, world_size in enumerate(scenario.world_sizes):
+        kill = scenario.kills[place] if place < len(scenario.kills) else None
         log = folder / f"segment-{place}"
         log.mkdir(parents=True)
         with _Job(settings, folder / "snapshot.pt", log, world_size) as job:
-            remark = job.run(kill, lambda step: watch.step(schedule, step))
+            remark = job.run(kill, lambda step: watch.step(scenario, step))
         if remark is not None:
-            watch.say(f"{schedule.name}: {remark}; see {log / 'torchrun.log'}")
+            watch.say(f"{scenario.name}: {remark}; see {log / 'torchrun.log'}")
         segment = read_segment(log, world_size, job.started)
         segments.append(segment)
         if kill is not None:
             step = segment.reached
             watch.say(
-                f"{schedule.name}: SIGKILL to {kill.whom} of {world_size} at batch {step} of {settings.steps}; "
-                f"going on with {schedule.world_sizes[place + 1]}"
+                f"{scenario.name}: SIGKILL to {kill.whom} of {world_size} at batch {step} of {settings.steps}; "
+                f"resuming with {scenario.world_sizes[place + 1]}"
             )
     return Run(segments)
 
 
 class _Job:
-    """One torchrun and all that it starts. Leaving the context ends all of it."""
+    """One torchrun and all that it starts. Leaving the context ends all of its processes."""
 
     def __init__(self, settings: Settings, snapshot: Path, log: Path, world_size: int) -> None:
         self._log, self._world_size = log, world_size
@@ -246,7 +248,7 @@ class _Job:
         self._output = log / "torchrun.log"
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={world_size}"),
-            # Not --standalone, nor torchrun's own store: gloo does not find its peers again after a restart there.
+            # Neither --standalone nor torchrun's own store works: gloo does not find its peers again after a restart.
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}", f"--rdzv-id={self._token}"),
             *("--local-addr=127.0.0.1", "--max-restarts=0", "-m", f"{__package__}.train"),
             *(f"--images={settings.output / 'images'}", f"--snapshot={snapshot}", f"--records={log}"),
@@ -276,7 +278,7 @@ class _Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us: we end it
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the job
             )
         return self._process
 
@@ -289,11 +291,11 @@ class _Job:
         self._kill_all()
 
     def run(self, kill: Kill | None, progress: Callable[[int], None]) -> str | None:
-        """Start, and wait until the training is complete, or until it is time to kill it, and do so.
+        """Start, wait until the training is complete or until it is time to kill it, and kill it.
 
         Returns:
-            How the processes ended, if they did not do so as they should after the training was complete: gloo takes
-            itself down in the background, which is no part of the training.
+            How the processes ended, if they did not end properly after the training was complete. gloo shuts down in
+            the background, which is not part of the training.
         """
         process = self.start()
         read = _Follower(self._log / "rank-0.jsonl")
@@ -308,7 +310,7 @@ class _Job:
                     return None
             silence = time.monotonic() - heard
             if read.ended and silence > _LONGEST_GOODBYE and self._complete():
-                return f"the processes were still there {_LONGEST_GOODBYE:.0f} s after the training was complete"
+                return f"the processes were still running {_LONGEST_GOODBYE:.0f} s after the training was complete"
             if silence > _LONGEST_SILENCE:
                 raise DemoError(f"no batch for {_LONGEST_SILENCE:.0f} s; {self._last_words()}")
             time.sleep(_POLL)
@@ -318,13 +320,13 @@ class _Job:
         if not self._complete():
             raise DemoError(f"torchrun ended with status {process.returncode}; {self._last_words()}")
         if kill is not None:
-            raise DemoError(f"the job was over before batch {kill.step}, at which it was to be killed: add epochs")
+            raise DemoError(f"the job ended before batch {kill.step}, at which it was to be killed: add epochs")
         if process.returncode != 0:
             return f"torchrun ended with status {process.returncode} after the training was complete"
         return None
 
     def _complete(self) -> bool:
-        """Every rank has written that it came to the end."""
+        """Whether every rank has logged that it reached the end."""
         logs = [read_events(self._log / f"rank-{rank}.jsonl") for rank in range(self._world_size)]
         return all(log and log[-1]["event"] == "end" for log in logs)
 
@@ -335,7 +337,7 @@ class _Job:
         started = read_events(self._log / f"rank-{kill.rank}.jsonl")[0]
         os.kill(started["pid"], signal.SIGKILL)
         try:
-            # torchrun notices, and ends the other ranks.
+            # torchrun notices it, and ends the other ranks.
             process.wait(_LONGEST_DEATH)
         except subprocess.TimeoutExpired:
             raise DemoError(
@@ -344,14 +346,14 @@ class _Job:
             ) from None
 
     def _kill_all(self) -> None:
-        """SIGKILL every process of this job until none is left: the next job must be the only writer."""
+        """SIGKILL every process of this job until none is left, so that the next job has the files to itself."""
         deadline = time.monotonic() + _LONGEST_DEATH
         while left := _processes_with(self._token):
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             if time.monotonic() > deadline:
-                raise DemoError(f"processes {left} do not die: look at them with ps, and kill them by hand")
+                raise DemoError(f"processes {left} do not end: look at them with ps, and kill them by hand")
             time.sleep(_POLL)
         if self._process is not None:
             self._process.wait()
@@ -367,10 +369,10 @@ class _Follower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self.ended = False  # there will be no more batches
+        self.ended = False  # whether there will be no more batches
 
     def newest_step(self) -> int | None:
-        """Of the batches written since the last call; None if there is none."""
+        """The last step written since the previous call; None if there is none."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -386,7 +388,7 @@ class _Follower:
 
 
 def _processes_with(token: str) -> list[int]:
-    """Processes with the token in their environment, which children inherit even if they are orphaned."""
+    """Processes with the token in their environment. Children inherit it, even if another process adopts them."""
     entry = f"{_TOKEN}={token}".encode()
     found = []
     for process in Path("/proc").iterdir():
@@ -395,7 +397,7 @@ def _processes_with(token: str) -> list[int]:
         try:
             environment = (process / "environ").read_bytes()
         except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # gone, or somebody else's
+            continue  # it has ended, or belongs to another user
         if entry in environment.split(b"\0"):
             found.append(int(process.name))
     return found

@@ -1,4 +1,4 @@
-"""What the demonstration shows: a progress bar while it works, then a table, a plot and a JSON file."""
+"""The demonstration's output: a progress bar while it runs, then a table, a plot and a JSON file."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .compare import Segment
-from .orchestrate import Kill, Result, Schedule, Settings, Watch, execute, make_schedules, prepare
+from .orchestrate import Kill, Result, Scenario, Settings, Watch, execute, make_scenarios, prepare
 
 __all__ = ["demonstrate", "make_tables", "write_json", "write_plot"]
 
 
 def demonstrate(settings: Settings) -> bool:
-    """Carry out the demonstration and show it on standard output. True if nothing was lost, repeated or different.
+    """Run the demonstration and show it on standard output. True if nothing was lost, repeated or different.
 
     Raises:
         DemoError: it could not be carried out.
     """
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=110)  # rich would take 80, and break the table's lines
+        console = Console(highlight=False, width=110)  # rich would use 80, and break the table's lines
     prepare(settings)
-    schedules = make_schedules(settings)
+    scenarios = make_scenarios(settings)
     console.print(f"{settings.image_count} JPEG files in {settings.output / 'images'}; seed {settings.seed}")
-    for schedule in schedules:
-        console.print(f"  {schedule}", soft_wrap=True)
+    for scenario in scenarios:
+        console.print(f"  {scenario}", soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        tasks = {each: progress.add_task(each.name, total=settings.steps, start=False) for each in schedules}
+        tasks = {each: progress.add_task(each.name, total=settings.steps, start=False) for each in scenarios}
 
-        def show(schedule: Schedule, step: int) -> None:
-            progress.start_task(tasks[schedule])
-            progress.update(tasks[schedule], completed=step + 1)
+        def show(scenario: Scenario, step: int) -> None:
+            progress.start_task(tasks[scenario])
+            progress.update(tasks[scenario], completed=step + 1)
 
-        results = execute(settings, schedules, Watch(show, functools.partial(console.print, soft_wrap=True)))
+        results = execute(settings, scenarios, Watch(show, functools.partial(console.print, soft_wrap=True)))
     write_json(settings.output / "result.json", settings, results)
     write_plot(settings.output / "loss.png", settings, results)
     for table in make_tables(settings, results):
         console.print(table)
     console.print(f"Both loss curves: {settings.output / 'loss.png'}; all figures: {settings.output / 'result.json'}")
-    problems = {result.schedule.name: result.comparison.problems for result in results if result.comparison.problems}
+    problems = {result.scenario.name: result.comparison.problems for result in results if result.comparison.problems}
     for name, found in problems.items():
         console.print(f"[red]{name}: {'; '.join(found)}")
     return not problems
 
 
 def make_tables(settings: Settings, results: Sequence[Result]) -> list[Table]:
-    """What became of each run next to the uninterrupted one, and each restart."""
+    """Tables of each run's outcome against the uninterrupted run's, and of each restart."""
     tables = [_make_outcomes(settings, results)]
-    if any(result.schedule.kills for result in results):
+    if any(result.scenario.kills for result in results):
         tables.append(_make_restarts(results))
     return tables
 
@@ -72,10 +72,10 @@ def _make_outcomes(settings: Settings, results: Sequence[Result]) -> Table:
     table = Table(title=f"{epochs} of {images} images in {batches} global batches of {settings.global_batch}")
     table.add_column("")
     for result in results:
-        table.add_column(result.schedule.name, justify="right")
+        table.add_column(result.scenario.name, justify="right")
     rows: dict[str, Callable[[Result], str]] = {
-        "processes": lambda result: " → ".join(map(str, result.schedule.world_sizes)),
-        "killed with SIGKILL": lambda result: _times(len(result.schedule.kills)),
+        "processes": lambda result: " → ".join(map(str, result.scenario.world_sizes)),
+        "killed with SIGKILL": lambda result: _times(len(result.scenario.kills)),
         "samples trained on": lambda result: str(result.run.counts.total()),
         "samples lost": lambda result: _zero(result.comparison.lost),
         "samples repeated": lambda result: _zero(result.comparison.repeated),
@@ -97,8 +97,8 @@ def _make_outcomes(settings: Settings, results: Sequence[Result]) -> Table:
         table.add_row(name, *map(cell, results))
     table.caption = (
         "A batch is the same samples in the same order, with the same augmented pixels, bit for bit. "
-        "¹ They came after the last snapshot before a kill, so the model never kept their first try. "
-        "² As long as the number of processes is that of the uninterrupted run: other numbers round other sums."
+        "¹ They came after the last snapshot before a kill, so the final model does not contain the first try. "
+        "² While the number of processes is that of the uninterrupted run: other numbers round sums differently."
     )
     table.caption_justify = "left"
     return table
@@ -114,7 +114,7 @@ def _make_restarts(results: Sequence[Result]) -> Table:
     for result in results:
         for place, (segment, kill) in enumerate(_segments(result)):
             table.add_row(
-                "" if place else result.schedule.name,
+                "" if place else result.scenario.name,
                 str(segment.world_size),
                 str(segment.first_step),
                 f"{segment.epoch}, {segment.position}",
@@ -129,7 +129,7 @@ def _make_restarts(results: Sequence[Result]) -> Table:
 
 def _segments(result: Result) -> list[tuple[Segment, Kill | None]]:
     """Each segment with the kill that ended it."""
-    kills = [*result.schedule.kills, None]
+    kills = [*result.scenario.kills, None]
     return list(zip(result.run.segments, kills, strict=True))
 
 
@@ -146,7 +146,7 @@ def _zero(count: int) -> str:
 
 
 def _versus(result: Result, text: str) -> str:
-    """The reference is not compared with itself."""
+    """The text, except for the reference, which is not compared with itself."""
     return "" if result.comparison.run is result.comparison.reference else text
 
 
@@ -156,7 +156,7 @@ def _share(result: Result, equal: int, all_: int) -> str:
 
 def _again(result: Result) -> str:
     count, differing = len(result.run.done_again), result.comparison.differing_again
-    if not result.schedule.kills:
+    if not result.scenario.kills:
         return ""
     return f"[red]{count}, {differing} differ" if differing else f"{count}, bit-equal"
 
@@ -169,16 +169,16 @@ def _weights(result: Result) -> str:
 
 
 def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> None:
-    """A PNG of the losses of each run that was killed, over those of the uninterrupted one, with the kills marked."""
+    """A PNG of the losses of each killed run over those of the uninterrupted one, with the kills marked."""
     reference, killed = results[0], results[1:] or results
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(11, 0.6 + 3.2 * len(killed)), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(len(killed), 1, sharex=True, squeeze=False)[:, 0]
         for axes, result in zip(panels, killed, strict=True):
-            sizes = " → ".join(map(str, result.schedule.world_sizes))
+            sizes = " → ".join(map(str, result.scenario.world_sizes))
             axes.set_title(
-                f"{result.schedule.name}: {sizes} processes, killed {_times(len(result.schedule.kills))}", loc="left"
+                f"{result.scenario.name}: {sizes} processes, killed {_times(len(result.scenario.kills))}", loc="left"
             )
             axes.set_ylabel("loss of the global batch")
             theirs, ours = reference.run.trained, result.run.trained
@@ -188,7 +188,7 @@ def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> Non
                 color="0.75",
                 linewidth=5,
                 solid_capstyle="round",
-                label=f"uninterrupted, {reference.schedule.world_sizes[0]} processes",
+                label=f"uninterrupted, {reference.scenario.world_sizes[0]} processes",
             )
             if result is not reference:
                 axes.plot(
@@ -196,10 +196,10 @@ def write_plot(path: Path, settings: Settings, results: Sequence[Result]) -> Non
                     [batch.loss for batch in ours.values()],
                     color="C0",
                     linewidth=1.2,
-                    label=result.schedule.name,
+                    label=result.scenario.name,
                 )
             _mark_kills(axes, result)
-            axes.set_ylim(0, axes.get_ylim()[1] * 1.15)  # the first label stands above the curve
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.15)  # room for the first label above the curve
             axes.margins(x=0.01)
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0)
         panels[-1].set_xlabel(f"batch ({settings.image_count // settings.global_batch} in an epoch)")
@@ -217,7 +217,7 @@ def _mark_kills(axes: Any, result: Result) -> None:
         axes.axvline(segment.reached, color="C3", linewidth=1, linestyle="--", label=None if place else "SIGKILL")
         axes.annotate(
             f"SIGKILL to {kill.whom}\non with {following.world_size} from {following.first_step}",
-            # Neighbouring kills would write over each other at one height.
+            # The labels of neighbouring kills would overlap at the same height.
             (segment.reached, 0.98 - 0.17 * (place % 3)),
             xycoords=top,
             xytext=(4, 0),
@@ -235,7 +235,7 @@ def _mark_kills(axes: Any, result: Result) -> None:
 
 
 def write_json(path: Path, settings: Settings, results: Sequence[Result]) -> None:
-    """All that the table says and the losses, for programs."""
+    """The table's figures and the losses, for programs."""
     content = {
         "exact": not any(result.comparison.problems for result in results),
         "settings": {
@@ -252,7 +252,7 @@ def write_json(path: Path, settings: Settings, results: Sequence[Result]) -> Non
 def _as_json(result: Result) -> dict[str, Any]:
     comparison = result.comparison
     return {
-        "name": result.schedule.name,
+        "name": result.scenario.name,
         "problems": comparison.problems,
         "samples_lost": comparison.lost,
         "samples_repeated": comparison.repeated,

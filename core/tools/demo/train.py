@@ -1,10 +1,10 @@
-"""A training script as one writes it: DDP, a snapshot every few batches, and a loader that midepoch resumes.
+"""A typical training script: DDP, a snapshot every few batches, and a loader that midepoch resumes.
 
     torchrun --nproc-per-node=2 -m midepoch.tools.demo.train --images=... --snapshot=... --records=...
 
-Run it again after a crash, on any number of processes, and it goes on. midepoch's part is one line to wrap the loader
-(in backends.py), one to save its state and one to load it. Besides, each rank writes down every batch that it trains
-on, pixel for pixel, so that runs can be compared.
+Run it again after a crash, on any number of processes, and it continues. midepoch's part is one line to wrap the loader
+(in backends.py), one to save its state and one to load it. In addition, each rank logs every batch that it trains on,
+with a digest of each sample, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def train(options: argparse.Namespace) -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(options.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # DDP rearranges its buckets after the first batch of each start, unless it has to look for unused parameters; then
-    # three or more ranks would add up their gradients in another order than without the restart.
+    # After the first batch of each start, DDP rearranges its buckets, unless it has to look for unused parameters. With
+    # three or more ranks, gradients would then be summed in another order than without the restart.
     model = DistributedDataParallel(make_model(), find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     step = 0
@@ -60,8 +60,8 @@ def train(options: argparse.Namespace) -> None:
             images, labels, indices = backend.unpack(batch, labels_of_all)
             waited = time.perf_counter() - asked
             loss = nn.functional.cross_entropy(model(images), labels)
-            # Before backward(), in which the ranks wait for each other: so a batch that is in a snapshot was written
-            # down by every rank, whenever one is killed.
+            # This comes before backward(), where the ranks wait for each other. So every rank has logged a batch before
+            # it is in a snapshot, whenever a rank is killed.
             log.write(
                 event="batch",
                 step=step,
@@ -93,7 +93,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def make_model() -> nn.Module:
-    """From [batch, 1, SIDE, SIDE] to [batch, 10]."""
+    """A model from [batch, 1, SIDE, SIDE] to [batch, 10]."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -105,7 +105,7 @@ def make_model() -> nn.Module:
 
 
 def digests(images: Tensor, labels: Tensor) -> list[str]:
-    """For each sample 16 hexadecimal digits that stand for its pixels, bit for bit, and its label."""
+    """For each sample, 16 hexadecimal digits: a hash of its exact pixels and its label."""
     return [
         hashlib.blake2b(image.tobytes() + bytes([label]), digest_size=8).hexdigest()
         for image, label in zip(images.numpy(), labels.tolist(), strict=True)
@@ -113,7 +113,7 @@ def digests(images: Tensor, labels: Tensor) -> list[str]:
 
 
 def save(path: Path, **snapshot: Any) -> None:
-    """Replace the snapshot by a new one, in one piece: whoever is killed in between leaves the old one."""
+    """Replace the snapshot atomically. If the process is killed meanwhile, the old one remains."""
     draft = path.with_suffix(".draft")
     with draft.open("wb") as file:
         torch.save(snapshot, file)
@@ -128,7 +128,7 @@ def save(path: Path, **snapshot: Any) -> None:
 
 
 class Log:
-    """A JSON line for each event, handed to the kernel at once: what was written survives a SIGKILL."""
+    """Writes a JSON line for each event, directly to the kernel, so that it survives a SIGKILL."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
@@ -142,7 +142,7 @@ def main() -> None:
     """Read the options, and train."""
     parser = argparse.ArgumentParser(prog="midepoch.tools.demo.train", description="one rank of a training job")
     parser.add_argument("--images", type=Path, required=True, help="folder of JPEG files")
-    parser.add_argument("--snapshot", type=Path, required=True, help="file to write, and to start from if it is there")
+    parser.add_argument("--snapshot", type=Path, required=True, help="file to write, and to resume from if it exists")
     parser.add_argument("--records", type=Path, required=True, help="folder for one file of each rank")
     parser.add_argument("--backend", choices=sorted(BACKENDS), default="torch")
     parser.add_argument("--global-batch", type=int, default=24, help="samples of all ranks together")
@@ -158,8 +158,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    # In a function of its own, so that the model is gone before the group. Were it the last to hold the group, it would
-    # wait for gloo's threads without letting go of the interpreter's lock, which these may want.
+    # In a function of its own, so that the model is freed before the process group. If the model held the last
+    # reference to the group, it would wait for gloo's threads while holding the GIL, which these threads may need.
     train(options)
     dist.destroy_process_group()
 

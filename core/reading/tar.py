@@ -1,7 +1,7 @@
-"""Uncompressed tar archives, for every adapter: an index of their members, and a reader for those that cannot seek.
+"""Uncompressed tar archives: an index of their members, and a reader for archives that are not seekable.
 
-Damage is never passed over in silence. A truncated member, a corrupt header and a missing end-of-archive marker are
-each a `TarError` that names the archive and the byte.
+Damage is never ignored. A truncated member, a corrupt header and a missing end-of-archive marker each give a `TarError`
+that names the archive and the byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from midepoch.errors import SourceError
 __all__ = ["Member", "TarError", "TarIndex", "compression", "index_tar", "parse_members", "walk"]
 
 BLOCK = 512
-_REST = 1 << 16  # bytes looked at together behind the end marker
+_REST = 1 << 16  # bytes compared at once after the end marker
 
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 # Links, devices, folders and pipes have no data, whatever their size field says.
@@ -35,7 +35,7 @@ _WITHOUT_DATA = (
     tarfile.FIFOTYPE,
 )
 _LONG_NAME, _PAX, _PAX_SOLARIS = tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE
-_LONGEST_NAME = 1 << 13  # bytes; twice what Linux takes for a path, and an index has room for the longest in each place
+_LONGEST_NAME = 1 << 13  # bytes; twice Linux's limit for a path. An index uses the longest name's length for each name
 _LARGEST_EXTENSION = 1 << 20  # bytes of an extended header; a larger one is damage, not a name
 
 
@@ -44,14 +44,14 @@ class TarError(SourceError):
 
     Attributes:
         archive: its name.
-        offset: the byte at which it cannot be read on; everything before is sound.
-        truncated: it ends too early, rather than holding something wrong.
+        offset: the byte from which it cannot be read. Everything before is intact.
+        truncated: whether it ends too early, as opposed to containing invalid data.
     """
 
     def __init__(self, archive: str, offset: int, what: str, truncated: bool = False) -> None:
         super().__init__(
-            f"{archive} is damaged at byte {offset}: {what}; write it again, or leave it out (webdataset: or pass "
-            "a handler that goes on)"
+            f"{archive} is damaged at byte {offset}: {what}; write the archive again, leave it out, or pass an error "
+            "handler that continues, where the loader takes one"
         )
         self.archive, self.offset, self.what, self.truncated = archive, offset, what, truncated
 
@@ -63,10 +63,10 @@ class Member(NamedTuple):
     """A regular file in an archive.
 
     Attributes:
-        header: byte at which it begins, with its extended headers.
-        offset: byte at which its data begin.
-        size: bytes of data.
-        name: as the archive has it.
+        header: the byte at which it begins, including its extended headers.
+        offset: the byte at which its data begins.
+        size: number of bytes of data.
+        name: as stored in the archive.
     """
 
     header: int
@@ -76,13 +76,13 @@ class Member(NamedTuple):
 
 
 class TarIndex(NamedTuple):
-    """The regular files of an archive, in its order: four arrays of one length.
+    """The regular files of an archive, in its order, as four arrays of equal length.
 
     Attributes:
         headers, offsets, sizes: int64, as in `Member`.
         names: bytes, of numpy's type S.
-        end: byte at which the archive's last member ends.
-        checksum: CRC-32 of the headers: two archives of other files or other times differ.
+        end: the byte at which the archive's last member ends.
+        checksum: CRC-32 of the headers. It differs between archives with other files or other times.
         damage: what ended the archive early, or None.
     """
 
@@ -96,15 +96,15 @@ class TarIndex(NamedTuple):
 
 
 def index_tar(archive: str | os.PathLike[str] | BinaryIO, name: str | None = None) -> TarIndex:
-    """Where the regular files of an archive are.
+    """Find the regular files of an archive.
 
     Args:
-        archive: a path, or an open file that can be sought. A path is scanned for headers (a fraction of a second a
-            gigabyte where the system has it cached); an open file is walked from header to header.
-        name: of the archive, in errors; None for its path.
+        archive: a path, or an open seekable file. A path is scanned for headers, which takes a fraction of a second a
+            gigabyte if the system has it cached. In an open file, each header leads to the next.
+        name: of the archive, for errors; None for its path.
 
     Raises:
-        OSError: it cannot be read. Damage is not raised but told in `TarIndex.damage`.
+        OSError: it cannot be read. Damage is not raised, but reported in `TarIndex.damage`.
     """
     if isinstance(archive, str | os.PathLike):
         name = name or os.fspath(archive)
@@ -119,7 +119,7 @@ def index_tar(archive: str | os.PathLike[str] | BinaryIO, name: str | None = Non
 
 
 def compression(beginning: bytes) -> str | None:
-    """What a file is compressed with, by its first six bytes; None for nothing that is known here."""
+    """The compression of a file, from its first six bytes; None if it is not one of the known kinds."""
     return next((name for magic, name in _COMPRESSED.items() if beginning.startswith(magic)), None)
 
 
@@ -136,12 +136,12 @@ def padded(size: int) -> int:
 
 class _Header(NamedTuple):
     name: bytes
-    size: int  # of what follows
+    size: int  # of the data after it
     kind: bytes
 
 
 def _parse_header(block: bytes) -> _Header | None:
-    """None for a block of zeros, the end marker. ValueError if it is no header."""
+    """Parse a header. None for a block of zeros, which is the end marker. Raises ValueError if it is not a header."""
     if block.count(0) == BLOCK:
         return None
     expected = _number(block[148:156])
@@ -153,7 +153,7 @@ def _parse_header(block: bytes) -> _Header | None:
         raise ValueError("a header's size is negative")
     name = block[:100].partition(b"\0")[0]
     prefix = block[345:500].partition(b"\0")[0]
-    if prefix and kind not in tarfile.GNU_TYPES:  # as tarfile has it, and so webdataset, whatever format it is
+    if prefix and kind not in tarfile.GNU_TYPES:  # as tarfile does it, whatever the format
         name = prefix + b"/" + name
     if kind == tarfile.GNUTYPE_SPARSE:
         raise ValueError(f"{name!r} is stored as a sparse file")
@@ -161,8 +161,8 @@ def _parse_header(block: bytes) -> _Header | None:
 
 
 def _parse_known_header(block: bytes) -> _Header | tuple[bytes, int, bytes]:
-    """The same for what has been found to be a sound header before: a quarter of the time in the usual notation."""
-    # A size may fill its field to the last of twelve bytes, which this leaves to the others.
+    """Parse a header that is known to be sound. In the usual notation this takes a quarter of the time."""
+    # A size may fill all twelve bytes of its field. The general method parses that.
     if block[257:262] == b"ustar" and block[156:157] in _USUAL and not block[345] and block[135] in b"\0 ":
         try:
             return block[: block.index(0)] if not block[99] else block[:100], int(block[124:135], 8), block[156:157]
@@ -198,7 +198,7 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
     while place < len(data) and data[place]:
         length, space, _ = data[place : place + 20].partition(b" ")
         if not (space and length.isdigit() and len(length) + 1 < int(length) <= len(data) - place):
-            raise ValueError("an extended header does not parse")
+            raise ValueError("an extended header cannot be parsed")
         keyword, _, value = data[place + len(length) + 1 : place + int(length) - 1].partition(b"=")
         records[keyword] = value
         place += int(length)
@@ -206,16 +206,16 @@ def _pax_records(data: bytes) -> dict[bytes, bytes]:
 
 
 class _Pending:
-    """What extended headers said of the file that follows them; of several the first counts, as in tarfile."""
+    """What extended headers say about the file that follows. Of several, the first counts, as in tarfile."""
 
     def __init__(self) -> None:
         self.start = -1
-        self.of_one = False  # some are of the next file; others, of all that follow, may stand alone
+        self.of_one = False  # whether some are about the next file; those about all later files may come last
         self.name: bytes | None = None
         self.size: int | None = None
 
     def add(self, kind: bytes, blocks: bytes, size: int) -> None:
-        """Take in an extended header, of `size` bytes in whole blocks: tarfile reads these to their end."""
+        """Add an extended header of `size` bytes, padded to whole blocks, which tarfile reads in full."""
         self.of_one |= kind != tarfile.XGLTYPE
         first_name, first_size = self.name, self.size
         if kind == _LONG_NAME:
@@ -223,7 +223,7 @@ class _Pending:
         elif kind != tarfile.GNUTYPE_LONGLINK and any(word in blocks for word in _TELLING):
             records = _pax_records(blocks[:size])
             if kind == tarfile.XGLTYPE and (b"path" in records or b"size" in records):
-                raise ValueError("a header says the name or the size of all files that follow")
+                raise ValueError("a header sets the name or the size of all files that follow")
             if any(keyword.startswith(b"GNU.sparse") for keyword in records):
                 raise ValueError("a file is stored as a sparse file")
             if b"path" in records:
@@ -237,7 +237,7 @@ class _Pending:
         self.name = self.name if first_name is None else first_name
         self.size = self.size if first_size is None else first_size
         if self.name is not None and len(self.name) > _LONGEST_NAME:
-            raise ValueError("a name is longer than any")
+            raise ValueError(f"a name is longer than {_LONGEST_NAME} bytes")
 
 
 _TELLING = (b"path=", b"size=", b"GNU.sparse")
@@ -250,22 +250,22 @@ _EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, _PAX, _PAX_SOLARIS, tarfile
 def walk(
     read: Callable[[int], bytes], skip: Callable[[int], None], archive: str, start: int = 0
 ) -> Generator[tuple[Member, bytes], bool | None, None]:
-    """The regular files of an archive and their header blocks, one after another, from a member's beginning on.
+    """Yield the regular files of an archive with their header blocks, starting at the beginning of a member.
 
-    After each, `skip` passes over the data, unless the caller has read them all (with their padding) itself and sent
-    True.
+    After each, `skip` is called for the data. If the caller has already read all of it, including the padding, it must
+    send True.
 
     Args:
-        read: bytes from the current place on, fewer at the end.
-        skip: moves the current place on.
+        read: returns bytes from the current offset, fewer at the end.
+        skip: advances the current offset.
         archive: its name, for errors.
-        start: the current place.
+        start: the current offset.
 
     Raises:
         TarError: the archive is damaged.
     """
     place, pending = start, _Pending()
-    sound = start  # where the last whole member ended
+    sound = start  # where the last complete member ended
 
     def damage(what: str, truncated: bool = False) -> TarError:
         return TarError(archive, sound, what, truncated)
@@ -282,16 +282,16 @@ def walk(
             raise damage(str(error)) from None
         if header is None:
             if any(block.strip(b"\0") for block in iter(lambda: read(_REST), b"")):
-                raise damage("a block of zeros, which ends an archive, stands in front of more data")
+                raise damage("a block of zeros, which ends an archive, comes before more data")
             if pending.of_one:
-                raise damage("it ends behind an extended header, so the file that this belongs to is missing", True)
+                raise damage("it ends after an extended header, so the file that this belongs to is missing", True)
             return
         if pending.start < 0:
             pending.start = place
         place += BLOCK
         if header.kind in _EXTENSIONS:
             if header.size > _LARGEST_EXTENSION:
-                raise damage("an extended header is absurdly large")
+                raise damage(f"an extended header is larger than {_LARGEST_EXTENSION} bytes")
             data = read(padded(header.size))
             if len(data) < padded(header.size):
                 raise damage("it ends inside a header", True)
@@ -314,16 +314,16 @@ def walk(
 
 
 def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, start: int) -> list[tuple[str, bytes]]:
-    """Names and contents of the regular files in a stretch of an archive that begins and ends with whole members.
+    """The names and contents of the regular files in a byte range that begins and ends with complete members.
 
     Args:
-        take: (offset in the stretch, number of bytes) -> these bytes, fewer at its end.
-        length: of the stretch; its last member need not be padded.
-        archive: for errors.
-        start: byte of the archive at which the stretch begins, for errors.
+        take: (offset in the range, number of bytes) -> these bytes, fewer at its end.
+        length: of the range. Its last member need not be padded.
+        archive: its name, for errors.
+        start: the byte of the archive at which the range begins, for errors.
 
     Raises:
-        TarError: it is no such stretch.
+        TarError: it is not such a range.
     """
     found: list[tuple[str, bytes]] = []
     place, end, pending = 0, 0, None
@@ -356,14 +356,14 @@ def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, 
 
 
 def _collect(file: BinaryIO, name: str) -> TarIndex:
-    """By walking: any archive that can be sought."""
+    """Index by walking from header to header, which works for any seekable archive."""
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     members: list[Member] = []
     checksum, damage, end = 0, None, 0
 
     def skip(count: int) -> None:
-        file.seek(min(count, length), os.SEEK_CUR)  # beyond the end is far enough; systems refuse absurd places
+        file.seek(min(count, length), os.SEEK_CUR)  # beyond the end suffices; systems refuse huge offsets
 
     walker = walk(file.read, skip, name)
     try:
@@ -386,11 +386,11 @@ def _collect(file: BinaryIO, name: str) -> TarIndex:
 
 # --- scanning for headers ---------------------------------------------------------------------------------------------
 
-_ROWS = 8192  # headers looked at together
+_ROWS = 8192  # headers parsed at once
 
 
 def _scan(data: npt.NDArray[np.uint8], name: str) -> TarIndex | None:
-    """By looking for the magic in every block: many times faster than walking. None where it does not settle it."""
+    """Index by searching every block for the magic: many times faster than walking. None if walking must decide."""
     count = data.size // BLOCK
     blocks = data[: count * BLOCK].reshape(count, BLOCK)
     found = np.flatnonzero(blocks[:, 257] == ord("u"))
@@ -408,7 +408,7 @@ def _scan(data: npt.NDArray[np.uint8], name: str) -> TarIndex | None:
         found, kinds, sizes, sound, heads, following = (
             each[kept] for each in (found, kinds, sizes, sound, heads, following)
         )
-    # What the chain ends in has to be a block of zeros, and every header sound; else walking tells what is wrong.
+    # The chain must end in a block of zeros, and every header must be sound. Otherwise walking finds out what is wrong.
     last = int(following[-1])
     if not sound.all() or last >= count or data[last * BLOCK :].any():
         return None
@@ -444,7 +444,7 @@ _Fields = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArra
 
 
 def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fields | None:
-    """Kind, size, whether the checksum is right, and the first 156 bytes, of each header; None for rare notations."""
+    """Each header's kind, size, whether its checksum is right, and first 156 bytes; None for rare notations."""
     kinds = np.empty(found.size, np.uint8)
     sizes = np.empty(found.size, np.int64)
     sound = np.empty(found.size, bool)
@@ -457,11 +457,11 @@ def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fie
         digits = rows[:, 124:135].astype(np.int64) - ord("0")
         stated = rows[:, 148:154].astype(np.int64) - ord("0")
         letters = rows[:, :100] != 0
-        # Anything but zero-padded octal numbers, a name continued in the prefix field, and what some archivers leave
-        # behind a name's end, is left to walking.
+        # Walking parses everything other than zero-padded octal numbers, and names that use the prefix field or have
+        # leftover bytes after their end.
         if ((digits < 0) | (digits > 7)).any() or ((stated < 0) | (stated > 7)).any():
             return None
-        if (rows[:, [135, 154, 155]] & 0xDF).any():  # behind the numbers stand zeros and spaces
+        if (rows[:, [135, 154, 155]] & 0xDF).any():  # the numbers end in zeros and spaces
             return None
         if rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
             return None
@@ -475,7 +475,7 @@ def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fie
 
 
 def _byte_sums(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Sums of 512 bytes each, in lanes of 16 bits: each adds up 128 bytes, too few to overflow."""
+    """Sums of 512 bytes each, in lanes of 16 bits. Each lane adds 128 bytes, too few to overflow."""
     words = rows.view(np.uint64)
     mask = np.uint64(0x00FF00FF00FF00FF)
     lanes = (words & mask) + (words >> np.uint64(8) & mask)
@@ -484,9 +484,9 @@ def _byte_sums(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
 
 def _chain(found: npt.NDArray[np.int64], following: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """Which of the blocks that look like headers are: those that the chain from the first one leads to.
+    """Which of the blocks that look like headers are headers: those that the chain from the first one reaches.
 
-    None for all of them. An archive inside an archive looks like headers too.
+    None for all of them. Headers of an archive inside an archive are not reached.
     """
     if np.array_equal(following[:-1], found[1:]):
         return None
@@ -505,7 +505,7 @@ def _renames(
     kinds: npt.NDArray[np.uint8],
     sizes: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether extended headers say a name or a size, which walking has to read."""
+    """Whether extended headers set a name or a size, which walking must parse."""
     if (kinds != ord("x")).any() or (sizes > BLOCK).any():
         return True
     for first in range(0, found.size, _ROWS):
