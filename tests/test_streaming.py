@@ -594,7 +594,7 @@ def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method:
 
     source.dataset.prepare_shard = fail
     done: list[list[int]] = []
-    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
         for batch in loader:
             done += sources.numbers([batch])
     assert len(done) < len(whole)
@@ -625,7 +625,7 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
     if then == "load":
         loader.load_state_dict(loader.state_dict())
     goes_on = {"again": lambda: iter(loader), "wrap": lambda: iter(wrap(source))}.get(then, lambda: iterator)()
-    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
         for _ in goes_on:
             pass
 
@@ -673,7 +673,7 @@ def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path:
         while not marker.with_suffix(".seen").exists():
             time.sleep(0.01)
         marker.unlink()
-        with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads .* has failed"):
+        with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
             list(loader)
         assert len(list(loader)) in (100, 200 // 2 - loader.position // 2)
         assert len(list(loader)) == 100

@@ -23,7 +23,7 @@ class ExactResume(Callback):
 
     The train loader must be wrapped. Pass it to the Trainer as ``train_dataloader``, directly or in a DataSpec.
     To resume, Composer reads the past batches of an epoch again; with this callback it need not. Composer restores its
-    random generators only when it does so; the callback restores them too. ``spin_dataloaders`` has no effect.
+    random generators only when it does so; the callback restores them too. ``spin_dataloaders`` need not be changed.
 
     Saving is collective, as it is in Composer.
     """
