@@ -278,16 +278,3 @@ def test_the_picture_of_the_rooms_is_what_the_imports_are() -> None:
     edges = reduced(rooms())
     expected = "\n".join(["```mermaid", "graph TD", *(f"  {a} --> {b}" for a, b in sorted(edges)), "```"])
     assert drawn == edges, f"docs/design.md should have this picture:\n{expected}"
-
-
-def test_an_adapter_imports_no_other_adapter() -> None:
-    """What several need is in core, or beside their folders, as the tar index is."""
-    shared = {"midepoch.adapters", "midepoch.reading.tar"}
-
-    def owner(module: str) -> str:
-        return ".".join(module.split(".")[:3])
-
-    for name, used in IMPORTS.items():
-        if name.startswith("midepoch.adapters.") and not name.startswith("midepoch.adapters.trainers"):
-            others = {each for each in used if each.startswith("midepoch.adapters.") and each not in shared}
-            assert {owner(each) for each in others} <= {owner(name)}, name
