@@ -411,7 +411,7 @@ def test_an_iterator_whose_pipelines_were_taken_says_so(root: str, rebuilt: list
     whole = [content(batch) for batch in first]
     assert not rebuilt
     for use in (lambda: midepoch.wrap(iterator), lambda: next(iterator), iterator.checkpoints):
-        with pytest.raises(Unsupported, match="now owns the pipelines"):
+        with pytest.raises(Unsupported, match="belong to the loader"):
             use()
     first.close()
     assert [content(batch) for batch in second] == whole

@@ -732,7 +732,7 @@ def test_a_list_that_differs_in_the_resumed_process_is_named(monkeypatch: pytest
     state = sources.heads(make, 2)[1]
     assert sources.resumed(make, state) == [[4, 5], [6, 7]]
     monkeypatch.setattr(Dependent, "start", 3)
-    with pytest.raises(StateError, match=r"crc=\w+.*crc=\w+.*does not repeat itself"):
+    with pytest.raises(StateError, match=r"crc=\w+.*crc=\w+.*not reproducible"):
         make().load_state_dict(state)
 
 

@@ -829,7 +829,7 @@ def test_a_sample_that_ends_the_iteration_does_not_end_the_epoch(source: Any) ->
     assert loader.epoch == 0
 
 
-@pytest.mark.parametrize(("says", "gives", "expected"), [(8, 6, "after 6"), (4, 6, "more than")])
+@pytest.mark.parametrize(("says", "gives", "expected"), [(8, 6, "after 6"), (4, 6, "continues after")])
 def test_a_source_that_gives_other_than_its_length_is_named(says: int, gives: int, expected: str) -> None:
     class Wrong(sources.Counter):
         def __len__(self) -> int:

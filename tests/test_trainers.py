@@ -120,7 +120,7 @@ def test_hugging_face_trainer(accumulate: int, tmp_path: Path) -> None:
 
 def test_hugging_face_trainer_on_another_split(tmp_path: Path) -> None:
     hugging_face(tmp_path, [], stop_at=5)
-    with pytest.raises(StateMismatchError, match=r"an epoch had 11 batches .* and has 6 now"):
+    with pytest.raises(StateMismatchError, match=r"an epoch had 11 batches .* but has 6 now"):
         hugging_face(tmp_path, [], loader=make(batch_size=4), resume=str(tmp_path / "checkpoint-5"))
     with pytest.raises(TypeError, match="feed takes a Trainer and a wrapped loader"):
         from midepoch.adapters.trainers.transformers import feed
