@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import sources
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
@@ -1011,3 +1012,23 @@ def timed(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
+
+
+def _save_apart(rank: int, path: str) -> str:
+    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
+    batches = iter(loader)
+    for _ in range(1 + rank):
+        next(batches)
+    try:
+        Snapshot(path, signals=(), data=loader).save()
+    except SnapshotError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    for told in sources.in_gloo_world(_save_apart, 2, str(path)):
+        assert "the ranks do not stand at the same place of data (epoch, position): [(0, 4), (0, 8)]" in told
+        assert "after the same batch" in told
+    assert not path.exists()
