@@ -92,6 +92,7 @@ def wrap(
     randomness: Literal["sample", "none"] = "sample",
     tail: Tail | None = None,
     fingerprint: str | None = None,
+    verify: Literal["sample", "strict", "warn", "off"] = "sample",
     **settings: Unpack[Settings],
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
@@ -111,6 +112,9 @@ def wrap(
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
             "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
+        verify: what follows when the first sample of the epoch is not what the loaded state says: "sample" raises an
+            error if it is another sample, and warns if it is the same with other bits; "strict" raises both, "warn" warns
+            of both. "off" reads nothing, neither for this comparison nor for the state.
         settings: what only some sources know, such as ``refill=True`` for webdataset pipelines: see `Settings`.
 
     Raises:
@@ -119,7 +123,7 @@ def wrap(
     """
     if isinstance(source, Loader):
         return source
-    options = Options(seed, world, shard, randomness, tail, fingerprint, cast(dict[str, Any], settings))
+    options = Options(seed, world, shard, randomness, tail, fingerprint, verify, cast(dict[str, Any], settings))
     return Loader(_adapter_for(source, options), options)
 
 

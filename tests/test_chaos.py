@@ -53,7 +53,7 @@ def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backen
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
-        ("skipping", "has other samples, or other bits"),
+        pytest.param("skipping", "has other samples, or other bits", marks=pytest.mark.long),
         pytest.param("changing", "differs when it is made", marks=pytest.mark.long),
     ],
 )

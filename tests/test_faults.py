@@ -182,9 +182,9 @@ STREAMING_S_OWN = ("eio: OSError", "short: IndexError", "short: ValueError")
     [
         ("webdataset", 0, prepare_webdataset, ()),
         ("webdataset", 2, prepare_webdataset, ()),
-        ("webdataset", 0, prepare_compressed, ()),
+        pytest.param("webdataset", 0, prepare_compressed, (), marks=pytest.mark.long),
         pytest.param("ffcv", 2, prepare_ffcv, (), marks=pytest.mark.skipif(not CHAOS, reason="FFCV compiles for long")),
-        ("streaming", 0, prepare_streaming, STREAMING_S_OWN),
+        pytest.param("streaming", 0, prepare_streaming, STREAMING_S_OWN, marks=pytest.mark.long),
         ("snapshot", 0, prepare_snapshot, ()),
     ],
     ids=["webdataset", "webdataset-workers", "webdataset-streamed", "ffcv", "streaming", "snapshot"],

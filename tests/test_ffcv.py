@@ -104,6 +104,7 @@ load = sources.load if ALL else functools.partial(sources.load, pipelines="light
 
 class TestRandom(Laws):
     make_loader = staticmethod(load)
+    quick = not ALL  # each process compiles for itself
 
 
 class TestSequentialThroughPages(Laws):

@@ -74,6 +74,7 @@ def expected() -> list[list[Any]]:
     return ranks
 
 
+@pytest.mark.long  # the example of the docs is killed and continued, too
 def test_a_lightning_job_is_killed_and_continued_by_its_own_checkpoint(
     expected: list[list[Any]], tmp_path: Path
 ) -> None:

@@ -988,7 +988,7 @@ def calls(action: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("taken", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tmp_path: Path) -> None:
     counted: dict[str, list[int]] = {"gather": [], "save": []}
     seconds: dict[str, list[float]] = {"gather": [], "save": []}

@@ -123,6 +123,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[An
     return found
 
 
+@pytest.mark.long  # the example of the docs is killed and started again by torchrun, too
 def test_killed_workers_are_started_again_by_torchrun(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
     launcher = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=5", "--monitor-interval=0.2")
     job = Job(tmp_path, 2, launcher=launcher)
@@ -182,6 +183,7 @@ def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:
     assert sorted(samples) == list(range(torchrun_job.SIZE)), "each sample once"
 
 
+@pytest.mark.long  # two agents of torchrun, each with its own ranks
 def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
     """Agents of three machines, here in one: two begin, a third joins, and then two of them are lost.
 

@@ -16,12 +16,13 @@ from typing import Any, ClassVar, Literal
 from midepoch.errors import StateCorruptError
 from midepoch.randomness.owned import find_generators
 from midepoch.state.parts import part_of
+from midepoch.state.witness import Look, Witness
 from midepoch.world import Share, Tail, World, check_tail
 
 from .capabilities import Capabilities, Capability
 from .place import Place
 
-__all__ = ["Adapter", "Options", "Run", "Session"]
+__all__ = ["Adapter", "Options", "Run", "Seen", "Session"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Options:
     randomness: Literal["sample", "none"] = "sample"
     tail: Tail | None = None
     fingerprint: str | None = None
+    verify: Literal["sample", "strict", "warn", "off"] = "sample"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,6 +52,8 @@ class Options:
             raise TypeError(f"shard must be True, False or None, got {self.shard!r}")
         if self.randomness not in ("sample", "none"):
             raise ValueError(f"randomness must be 'sample' or 'none', got {self.randomness!r}")
+        if self.verify not in ("sample", "strict", "warn", "off"):
+            raise ValueError(f"verify must be 'sample', 'strict', 'warn' or 'off', got {self.verify!r}")
         check_tail(self.tail)
         if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
             raise ValueError(
@@ -73,6 +77,8 @@ class Run:
         share: this rank's batches in the rest of the epoch; None if the epoch's length is unknown.
         tail: how samples that do not divide by the world size are shared, for sources of unknown length.
         detail: the detail of a state at this place.
+        looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same.
+        expects: the witness of a loaded state, to be compared.
         session: a random number, different for each session in any process. Readers tell sessions apart by it.
     """
 
@@ -83,7 +89,30 @@ class Run:
     share: Share | None
     tail: Tail
     detail: str
+    looks: int = 0
+    expects: Witness | None = None
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a reader saw of the samples that a run asked to look at.
+
+    Attributes:
+        index: of the first sample of the epoch.
+        look: at this sample, before the first batch; None if it could not be read.
+        again: the same, after the first batch; None if not asked for.
+        expected: at the sample of the run's `expects`; None if it could not be read.
+        error: why not; empty if it was read.
+        missing: the source has no such sample.
+    """
+
+    index: Any
+    look: Look | None
+    again: Look | None = None
+    expected: Look | None = None
+    error: str = ""
+    missing: bool = False
 
 
 class Session:
@@ -97,9 +126,11 @@ class Session:
             steps that had no batch, negative after a short last global batch. Only sessions with `marks` use it.
         others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
         varies: the session may end before all batches of its share.
+        seen: what its reader saw of the samples that the run asked to look at; known once the first batch is taken.
     """
 
     take: Callable[[], Any]
+    seen: Seen | None = None
     marks: bool = False
     drift: int = 0
     others_go_on: bool = False
@@ -169,6 +200,8 @@ class Adapter(ABC):
         self.tail: Tail | None = None
         self.seed: int | None = None
         self.world: World | None = None
+        self._found: tuple[str, bool] | None = None
+        self._unseen: tuple[str, ...] = ()
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
 
@@ -234,16 +267,38 @@ class Adapter(ABC):
 
     @property
     def promises(self) -> Capabilities:
-        """`capabilities`; `exact_augmentations` is no if a generator cannot be seeded. Cached until `learned`."""
+        """`capabilities`, less what reading has shown to be wrong and generators that cannot be seeded.
+
+        Cached until `learned`.
+        """
         if self._promises is None:
-            self._promises = self.stated_promises
-            if self._promises.exact_augmentations and self.options.streams:
+            promises = self.stated_promises
+            if promises.exact_augmentations and self.options.streams:
                 _, hopeless = find_generators(*self.drawing())
                 if hopeless:
                     names = ", ".join(hopeless)
                     why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"
-                    self._promises = replace(self._promises, exact_augmentations=Capability(False, why))
+                    promises = replace(promises, exact_augmentations=Capability(False, why))
+            if self._unseen:
+                reason = f"{promises.exact_order.reason}; never compared, since unknown: {', '.join(self._unseen)}"
+                promises = replace(promises, exact_order=replace(promises.exact_order, reason=reason))
+            if self._found is not None:
+                why, order = self._found
+                promises = replace(promises, exact_augmentations=Capability(False, why))
+                if order:
+                    promises = replace(promises, exact_order=Capability(False, why))
+            self._promises = promises
         return self._promises
+
+    def found(self, why: str, order: bool) -> None:
+        """Reading has shown that the source does not keep a promise. `order`: not even that of its order."""
+        self._found = why, order
+        self.learned()
+
+    def cannot_see(self, kinds: tuple[str, ...]) -> None:
+        """Samples hold objects of types whose content cannot be compared."""
+        self._unseen = kinds
+        self.learned()
 
     @property
     def stated_promises(self) -> Capabilities:

@@ -9,16 +9,23 @@ __all__ = ["Capabilities", "Capability"]
 
 @dataclass(frozen=True)
 class Capability:
-    """Yes or no, and why. Its truth value is the yes or no."""
+    """Yes or no, and why. Its truth value is the yes or no.
+
+    Attributes:
+        holds: whether the loader promises it.
+        reason: in a sentence.
+        believed: it was neither proved nor tried; the promise rests on what the source says of itself.
+    """
 
     holds: bool
     reason: str
+    believed: bool = False
 
     def __bool__(self) -> bool:
         return self.holds
 
     def __str__(self) -> str:
-        return f"{'yes' if self.holds else 'no'}: {self.reason}"
+        return f"{'no' if not self.holds else 'believed' if self.believed else 'yes'}: {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from midepoch.randomness.streams import process_seed
 from midepoch.state import format as states
 from midepoch.state import parts
 from midepoch.state.format import State
+from midepoch.state.witness import Witness
 from midepoch.world import Share, World, mesh_in_use
 
 from .adapter import Adapter, Options, Run
@@ -31,6 +32,7 @@ from .capabilities import Capabilities
 from .cursor import Cursor, Phase, new_history, place_before
 from .place import Place
 from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset
+from .verify import verify
 
 __all__ = ["Loader", "when_loaded_by"]
 
@@ -82,6 +84,10 @@ class Loader:
         self._lost = ""  # why the place's detail is unknown; empty if it is known
         self._came = _Came.FRESH
         self._loaded: State | None = None  # the loaded state, until a batch is handed out
+        self._witnesses: dict[int, str] = {}  # by epoch: of the last two from which was read
+        self._expects: Witness | None = None  # of the loaded state, until it has been compared
+        self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
+        self._tried = False  # whether a sample that is read twice stays the same
         self._world: World | None = None  # of the last pass
         self._mesh_checked = False
         self._cursor = Cursor()
@@ -280,6 +286,7 @@ class Loader:
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
+            "witness": self._witnesses.get(place.epoch if place.position else place.epoch - 1, ""),
         }
         own = not adapter.rank_independent
         if adapter.seals_detail:
@@ -302,6 +309,8 @@ class Loader:
         self._seed, self._seed_is_private = checked["seed"], False
         self._loaded = checked
         self._world = None
+        self._expects = Witness.parse(checked["witness"]) if self._options.verify != "off" else None
+        self._witnesses = {} if self._expects is None else {self._expects.epoch: checked["witness"]}
 
     def _check_state(self, state: State) -> tuple[State, str]:
         """A copy of `state`, if this loader can continue from it, and this rank's detail."""
@@ -329,6 +338,7 @@ class Loader:
         if checked["size"] != size:
             _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
         adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
+        Witness.parse(checked["witness"])
         return checked, detail
 
     def _detail_in(self, state: State, world: World) -> str:
@@ -438,6 +448,8 @@ class Loader:
         mark = session.mark() if cursor.steps else None
         try:
             batch = cursor.take()
+            if not cursor.steps:
+                self._see(cursor)
         except StopIteration:
             raise
         except BaseException:
@@ -501,10 +513,55 @@ class Loader:
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
-        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail)
+        looks = self._looks(place.epoch)
+        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, self._expects)
         cursor.open(adapter.open(run), run, adapter.units_per_step(world))
         cursor.resumed = cursor.resumed or self._loaded is not None
         self._seed, self._world = seed, world
+
+    # --- what the first sample of an epoch looks like ---
+
+    def _looks(self, epoch: int) -> int:
+        """How often the first sample of an epoch is to be looked at."""
+        options = self._options
+        if options.verify == "off" or not options.streams or options.shard is False:
+            return 0
+        return 2 if not self._tried else int(self._expects is not None or epoch not in self._witnesses)
+
+    def _see(self, cursor: Cursor) -> None:
+        """Compare what was seen with the loaded state's witness, and keep it for states to come.
+
+        Raises:
+            StateMismatchError: the data differ from those that the state was saved with.
+        """
+        seen, epoch = None if cursor.session is None else cursor.session.seen, cursor.opened.epoch
+        if seen is None:
+            return
+        if self._expects is not None:
+            verify(self._expects, seen, epoch, strict=self._options.verify)
+            self._expects = None
+        look = seen.look
+        if look is None:
+            return
+        if look.unseen:
+            self._adapter.cannot_see(look.unseen)
+        if seen.again is not None:
+            self._tried = True
+            self._left_out = look.differing(seen.again)
+            if self._left_out:
+                why = f"two reads of sample {seen.index!r:.80} differ in {look.names(self._left_out)}"
+                self._adapter.found(why, look.holds_most(self._left_out))
+                warnings.warn(
+                    f"{why}: a resumed run gets other data there; make each sample a function of its index and of "
+                    "python's, numpy's or torch's generators (or midepoch.sample_generator()). loader.capabilities says "
+                    "what still holds",
+                    MidepochWarning,
+                    stacklevel=6,
+                )
+        self._witnesses = {
+            **{each: text for each, text in self._witnesses.items() if each == epoch - 1},
+            epoch: str(Witness.of(epoch, seen.index, look, self._left_out)),
+        }
 
     def _check_mesh(self) -> None:
         """Warn where peers of tensor parallelism would receive different batches, because nobody stated the world."""
@@ -566,6 +623,8 @@ class Loader:
                 else:
                     mark = cursor.mark()
                     batch = cursor.take()
+                    if not cursor.steps:
+                        self._see(cursor)
             except BaseException as error:
                 if not self._goes_on(cursor, error, mark):
                     raise

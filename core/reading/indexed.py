@@ -7,6 +7,8 @@ request, the batch is the same.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -15,15 +17,18 @@ from torch.utils.data import StackDataset, Subset, default_collate, default_conv
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from midepoch.errors import SourceError
-from midepoch.loader.adapter import Run, Session
+from midepoch.loader.adapter import Run, Seen, Session
 from midepoch.order import EpochOrder
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import ListedEpoch, length_of
+from midepoch.state.witness import Look, look_at
 from midepoch.world import Share
 
 __all__ = [
+    "First",
     "IteratorSession",
+    "LookRequest",
     "MapReader",
     "MapRequest",
     "as_list",
@@ -44,10 +49,18 @@ _drawless = {default_collate.__module__}
 class IteratorSession(Session):
     """A session that hands out an iterator's batches as they are."""
 
-    def __init__(self, batches: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
-        self.take = batches.__next__
+    def __init__(self, answers: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
+        self._seen: list[Seen] = []
+        # The first answer may be a `First`. The iterator must not refer to the session: worker processes in a cycle
+        # would outlive a loader that is dropped.
+        self.take = itertools.chain(_first_batch(answers, self._seen), answers).__next__
         self._detail = detail
         self._close = close
+
+    @property
+    def seen(self) -> Seen | None:  # type: ignore[override]
+        """What the reader saw of the samples that the run asked to look at."""
+        return self._seen[0] if self._seen else None
 
     def detail(self, mark: Any) -> str:
         """The same throughout the epoch: the CRC of the epoch's list, if the order is listed."""
@@ -61,6 +74,36 @@ class IteratorSession(Session):
             close()
 
 
+def _first_batch(answers: Iterator[Any], seen: list[Seen]) -> Iterator[Any]:
+    for answer in answers:
+        if type(answer) is First:
+            seen.append(answer.seen)
+            answer = answer.batch
+        yield answer
+        return
+
+
+class LookRequest(NamedTuple):
+    """Samples to look at when a batch is read.
+
+    Attributes:
+        index: of the first sample of the epoch.
+        twice: look at it before the batch and after.
+        expected: (epoch, index) of another epoch's first sample to look at; None if there is none.
+    """
+
+    index: Any
+    twice: bool
+    expected: tuple[int, Any] | None
+
+
+class First(NamedTuple):
+    """The answer to a request with a `LookRequest`."""
+
+    batch: Any
+    seen: Seen
+
+
 class MapRequest(NamedTuple):
     """A request for one batch of a source that can be indexed.
 
@@ -71,6 +114,7 @@ class MapRequest(NamedTuple):
         indices: for the dataset, in order.
         session: the run's session number.
         left: requests of this run that are still to come.
+        look: samples to look at; None for all but the first request of a session.
     """
 
     seed: int
@@ -80,6 +124,7 @@ class MapRequest(NamedTuple):
     indices: list[Any]
     session: int
     left: int
+    look: LookRequest | None = None
 
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
@@ -103,6 +148,7 @@ def map_requests(
     share = run.share
     assert share is not None  # what can be indexed has a size
     seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
+    look = _look_request(run, order, listed_batches) if run.looks and size else None
     for start, stop in spans(share):
         unchanged()
         indices: Any = order[start : min(stop, size)] if start < size else []
@@ -111,7 +157,21 @@ def map_requests(
         for position in range(max(start, size), stop):
             indices.extend(as_list(order[position % size : position % size + 1]))
         left -= 1
-        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices, session, left)
+        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices, session, left, look)
+        look = None
+
+
+def _look_request(run: Run, order: EpochOrder | ListedEpoch, listed_batches: bool) -> LookRequest | None:
+    first = as_list(order[0:1])[0]
+    if listed_batches:
+        batch = list(first)
+        if not batch:
+            return None
+        first = batch[0]
+    expects = run.expects
+    other = expects is not None and (expects.epoch != run.epoch or expects.index not in (None, first))
+    expected = (expects.epoch, expects.index) if other and expects is not None and expects.index is not None else None
+    return LookRequest(first, run.looks > 1, expected)
 
 
 def as_list(indices: Any) -> list[Any]:
@@ -148,6 +208,8 @@ class MapReader:
     def __call__(self, request: MapRequest) -> Any:
         """The batch."""
         streams = self._streams
+        if request.look is not None:
+            return self._looking(request, request.look)
         if streams is None:
             return self._collate(self._read(request.indices))
         if self._session != request.session:
@@ -172,6 +234,39 @@ class MapReader:
         if streams.made_late():
             batch = self._read_under(request, streams)
         return batch
+
+    def _looking(self, request: MapRequest, look: LookRequest) -> First:
+        """The session's first batch, and what samples look like."""
+        streams = self._streams
+        plain = request._replace(look=None)
+        if streams is not None:
+            self._begin(request, streams)
+        one, _ = self._look(request.seed, request.epoch, look.index)
+        batch = self(plain) if streams is None else self._read_under(plain, streams)
+        if streams is not None and streams.made_late():
+            # Before, what the sample drew came from generators without a stream.
+            one, _ = self._look(request.seed, request.epoch, look.index)
+            batch = self._read_under(plain, streams)
+        again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
+        if look.expected is None:
+            return First(batch, Seen(look.index, one, again, one))
+        expected, error = self._look(request.seed, *look.expected)
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        return First(batch, Seen(look.index, one, again, expected, text, isinstance(error, IndexError)))
+
+    def _look(self, seed: int, epoch: int, index: Any) -> tuple[Look | None, Exception | None]:
+        """What the first sample of an epoch looks like, or why it could not be read."""
+        key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
+        if self._listed_batches and not self._whole:
+            key = int(derive_keys(extend_key(key, 0), np.arange(1))[0])
+        else:
+            key = extend_key(key, 0)
+        try:
+            with contextlib.nullcontext() if self._streams is None else self._streams.under(key):
+                sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
+                return look_at(sample), None
+        except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch
+            return None, error
 
     def _begin(self, request: MapRequest, streams: Streams) -> None:
         """Begin another pass."""

@@ -10,7 +10,10 @@
 | world_size, batch_size | of the run that saved it; they inform and, where the order is ours, are not compared |
 | fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
 | detail | text of the adapter: empty where the order is ours |
+| witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
 | checksum | CRC-32 of all the others |
+
+Version 1 had no witness. Its states still load.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ from typing import Any
 
 from midepoch.errors import StateCorruptError, StateMismatchError, StateVersionError
 
+from .witness import LONGEST
+
 __all__ = [
     "FIELDS",
+    "FIELDS_OF_VERSION_1",
     "VERSION",
     "State",
     "build",
@@ -37,7 +43,7 @@ __all__ = [
 State = dict[str, Any]
 """What `state_dict()` returns: built-in types only, JSON-serialisable. The table above has the keys."""
 
-VERSION = 1
+VERSION = 2
 
 _LARGEST_INTEGER = 1 << 62  # leaves room for the epoch after the largest one
 _LARGEST_DETAIL = 64 << 20
@@ -54,15 +60,22 @@ _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
     "batch_size": ((int,), _LARGEST_INTEGER, 1),
     "fingerprint": ((str,), 4096, 0),
     "detail": ((str,), _LARGEST_DETAIL, 0),
+    "witness": ((str,), LONGEST, 0),
     "checksum": ((str,), 8, 8),
 }
 
 FIELDS = tuple(_FIELDS)
+FIELDS_OF_VERSION_1 = tuple(name for name in FIELDS if name != "witness")
+
+
+def _fields_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+    version = state.get("version")
+    return FIELDS_OF_VERSION_1 if type(version) is int and version == 1 else FIELDS
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
     # A list in our own order, because a checkpoint library may return the keys in another one.
-    text = json.dumps([state[name] for name in _FIELDS if name != "checksum"], separators=(",", ":"))
+    text = json.dumps([state[name] for name in _fields_of(state) if name != "checksum"], separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 
 
@@ -90,12 +103,13 @@ def reseal(state: Mapping[str, Any]) -> State:
 
 def values_of(state: Mapping[str, Any]) -> list[Any]:
     """The values of a state, without its keys."""
-    return [state[name] for name in _FIELDS]
+    return [state[name] for name in _fields_of(state)]
 
 
 def from_values(values: list[Any]) -> State:
     """The state with these values, as `values_of` returns them. It is not checked."""
-    return dict(zip(_FIELDS, values, strict=True))
+    names = FIELDS_OF_VERSION_1 if len(values) == len(FIELDS_OF_VERSION_1) else FIELDS
+    return dict(zip(names, values, strict=True))
 
 
 def _check_keys(state: object) -> None:
@@ -103,7 +117,7 @@ def _check_keys(state: object) -> None:
         raise StateCorruptError(
             f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
         )
-    missing = [name for name in _FIELDS if name not in state]
+    missing = [name for name in _fields_of(state) if name not in state]
     # Python may lack the memory, or refuse, to print other keys.
     extra = [repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}" for name in state
              if name not in _FIELDS]  # fmt: skip
@@ -115,20 +129,22 @@ def _check_keys(state: object) -> None:
 
 
 def check(state: object) -> State:
-    """A copy of `state`, if it is complete and consistent. The loader checks whether it fits.
+    """A copy of `state` in the current version, if it is complete and consistent. The loader checks whether it fits.
 
     Raises:
         StateVersionError: another format.
         StateCorruptError: a key, a type, a range or the checksum is wrong.
     """
-    if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] != VERSION:
+    if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] not in (1, VERSION):
         raise StateVersionError(
-            f"the state has format version {_shown(state['version'])}, this midepoch reads version {VERSION}: "
+            f"the state has format version {_shown(state['version'])}, this midepoch reads versions 1 and {VERSION}: "
             "load it with the midepoch that wrote it"
         )
     _check_keys(state)
     assert isinstance(state, Mapping)  # by _check_keys
-    copy = dict(state)
+    copy = {"witness": "", **state}
+    if type(copy["version"]) is int and copy["version"] == 1 and copy["witness"] != "":
+        raise StateCorruptError("a state of version 1 has no witness, but this one does: use an undamaged state")
     for name, (kinds, bound, least) in _FIELDS.items():
         value = copy[name]
         if type(value) not in kinds:
@@ -150,7 +166,10 @@ def check(state: object) -> State:
             f"the state's checksum is {copy['checksum']}, but its content gives {expected}: it is "
             "damaged; use an older one, or midepoch.reseal(state) if it was edited on purpose"
         )
-    return copy
+    if copy["version"] == VERSION:
+        return copy
+    copy.update(version=VERSION)
+    return reseal(copy)
 
 
 def _shown(number: int) -> str:

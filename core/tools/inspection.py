@@ -28,7 +28,7 @@ import torch
 from midepoch.checkpoint.files import checksums, damage_in
 from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
-from midepoch.state.format import FIELDS, State, check, reseal
+from midepoch.state.format import FIELDS, FIELDS_OF_VERSION_1, State, check, reseal
 
 __all__ = ["Contents", "FoundState", "look", "modest", "seek"]
 
@@ -401,8 +401,9 @@ def _look_into_shards(path: Path) -> Contents:
     states = []
     for name in names:
         prefix, dot, last = name.rpartition(".")
-        if last == "checksum" and all(f"{prefix}{dot}{field}" in stored for field in FIELDS):
-            values = {each: _entry(path, stored[f"{prefix}{dot}{each}"]) for each in FIELDS}
+        if last == "checksum" and all(f"{prefix}{dot}{field}" in stored for field in FIELDS_OF_VERSION_1):
+            names = [each for each in FIELDS if f"{prefix}{dot}{each}" in stored]
+            values = {each: _entry(path, stored[f"{prefix}{dot}{each}"]) for each in names}
             states.append(_checked(path, tuple(prefix.split(".")) if dot else (), values))
     return Contents(path, "checkpoint of torch.distributed.checkpoint", _time_of(file), tuple(states))
 

@@ -1,0 +1,62 @@
+"""What follows when a sample is not what the witness of a loaded state says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+from midepoch.errors import MidepochWarning, StateMismatchError
+from midepoch.state.witness import Witness
+
+from .adapter import Seen
+
+__all__ = ["verify"]
+
+_GO_ON = "pass verify='warn' to midepoch.wrap to go on all the same"
+
+
+def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "strict", "warn", "off"]) -> None:
+    """Compare a sample with a loaded state's witness.
+
+    Args:
+        witness: of the loaded state.
+        seen: what a reader saw.
+        epoch: that is being read.
+        strict: as `wrap`'s `verify`.
+
+    Raises:
+        StateMismatchError: it is another sample; with "strict", also if its bits differ or it cannot be read.
+    """
+    which = f"sample {seen.index if witness.index is None else witness.index!r:.80}, the first of epoch {witness.epoch},"
+    if seen.expected is None:
+        if seen.missing:
+            _tell(f"{which} is not there now: the data has changed; restore it, or {_GO_ON}", strict != "warn")
+        else:
+            what = seen.error or "it raises an error"
+            _tell(f"{which} cannot be compared with the state's witness ({what})", strict == "strict")
+        return
+    difference = witness.compare(seen.expected, witness.epoch != epoch)
+    if difference is None:
+        return
+    parts = f" ({difference.names})" if difference.names else ""
+    if difference.another:
+        _tell(
+            f"{which} is another one than when the state was saved{parts}: the files, their order, or what is made of "
+            "them have changed, so every index may now be another sample; restore them (a list of files from glob or "
+            f"os.listdir has to be sorted), or {_GO_ON}",
+            strict != "warn",
+        )
+    elif difference.shapes and not difference.names:
+        _tell(f"{which} had another shape when the state was saved", strict == "strict")
+    else:
+        _tell(
+            f"{which} is the same as when the state was saved, but not bit for bit{parts}: its augmentation, a decoder, "
+            "a library or the files have changed, and what follows differs as much from an uninterrupted run",
+            strict == "strict",
+        )
+
+
+def _tell(message: str, error: bool) -> None:
+    if error:
+        raise StateMismatchError(message)
+    warnings.warn(message, MidepochWarning, stacklevel=7)

@@ -1,0 +1,353 @@
+"""What one sample looked like, in at most 200 characters: enough to tell another sample from other bits of the same one.
+
+A witness is compared in another process, perhaps on another machine with another decoder. So each of the sample's parts
+is told in a way that suits its kind: integers and text exactly, of a path the last component, of measured values (floating
+point, 8-bit pixels, 16-bit sound) two coarse numbers. One checksum of all parts tells whether the bits are the same.
+
+    epoch/index/bits/parts left out/part,part,...
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from midepoch.errors import StateCorruptError
+from midepoch.order.keys import derive_keys
+
+from .contents import MOST_ITEMS, Unseen, plain
+
+__all__ = ["LONGEST", "Difference", "Look", "Witness", "look_at"]
+
+LONGEST = 200
+"""Characters of a witness."""
+
+_MOST_PARTS = 8  # of a sample that the witness tells; the checksum covers the others
+_DEEPEST = 8  # levels of containers; an object may contain itself
+_MOST_LEFT_OUT = 6  # parts by number; where more vary, no checksum is kept
+_SAMPLED = 1 << 16  # elements of an array from which the coarse numbers are made
+_FEW = 64  # 8-bit and 16-bit arrays of fewer elements are labels or masks rather than measured values
+
+_TEXT = re.compile(r"(\d{1,19})/(-?\d{0,19})/([0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})")
+_PART = re.compile(r"([0-9a-f]{1,4}):([0-9A-Za-z_-]{2})([0-9A-Za-z_-]{2})(?:=([0-9A-Za-z_-]{4})|~(z|[+-]\d{1,5})([+-]\d{1,6}))")
+
+
+class _Coarse(NamedTuple):
+    """Two numbers of an array that another decoder's rounding hardly changes.
+
+    Attributes:
+        level: the root mean square, in steps of 1/50 octave; None for zero.
+        pattern: in hundredths, how strongly the values, less their mean, follow a fixed pattern of signs. Over all
+            arrays it is spread like a standard normal number, so another sample is likely to have another.
+    """
+
+    level: int | None
+    pattern: int
+
+
+_LEVEL_TOLERANCE = 4  # 6 %
+_PATTERN_TOLERANCE = 10
+_FLAT = 0.05  # where the values' spread is a smaller part of their level, rounding decides the pattern
+
+
+class _Part(NamedTuple):
+    """One part of a sample.
+
+    Attributes:
+        name: where it stands in the sample, for messages.
+        size: in bytes.
+        kind, shape: two letters each, of their checksums.
+        content: four letters of its checksum, or coarse numbers; None if the type's content cannot be seen.
+        bits: the checksum of its bytes.
+        slack: hundredths by which rounding to integers may move `pattern`.
+    """
+
+    name: str
+    size: int
+    kind: str
+    shape: str
+    content: str | _Coarse | None
+    bits: int
+    slack: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a sample looks like.
+
+    Attributes:
+        parts: of the sample, in order.
+        unseen: names of types whose content cannot be seen.
+    """
+
+    parts: tuple[_Part, ...]
+    unseen: tuple[str, ...] = ()
+
+    def differing(self, other: Look) -> frozenset[int]:
+        """The numbers of the parts whose bits differ."""
+        length = max(len(self.parts), len(other.parts))
+        return frozenset(
+            number for number in range(length)
+            if number >= len(self.parts) or number >= len(other.parts) or not _alike(self.parts[number], other.parts[number])
+        )  # fmt: skip
+
+    def holds_most(self, numbers: frozenset[int]) -> bool:
+        """Whether these parts hold more than half of the sample's bytes."""
+        return 2 * sum(self.parts[n].size for n in numbers if n < len(self.parts)) > sum(p.size for p in self.parts)
+
+    def names(self, numbers: frozenset[int]) -> str:
+        """The parts by name, for a message."""
+        names = [self.parts[number].name or "the sample" for number in sorted(numbers) if number < len(self.parts)]
+        return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "") or "its structure"
+
+
+def _alike(one: _Part, other: _Part) -> bool:
+    return (one.kind, one.shape, one.bits) == (other.kind, other.shape, other.bits)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a sample differs from its witness.
+
+    Attributes:
+        another: it is another sample; otherwise the same one with other bits.
+        shapes: arrays differ in shape, and nothing else was compared of them.
+        names: the parts that differ.
+    """
+
+    another: bool
+    shapes: bool
+    names: str
+
+
+@dataclass(frozen=True)
+class Witness:
+    """The witness of an epoch.
+
+    Attributes:
+        epoch: of which it is the first sample.
+        index: of the sample in the dataset; None if only the order says it.
+        look: what it looked like; without names and sizes if it was read from a state.
+        left_out: the parts that differ from one read to the next.
+        bits: the checksum of all other parts; empty if too many vary.
+        told: the parts that are told one by one: (number, part).
+    """
+
+    epoch: int
+    index: int | None
+    bits: str
+    left_out: frozenset[int]
+    told: tuple[tuple[int, _Part], ...] = field(default=())
+
+    @classmethod
+    def of(cls, epoch: int, index: Any, look: Look, left_out: frozenset[int] = frozenset()) -> Witness:
+        """The witness of a sample that looks like `look`."""
+        kept = [number for number in range(len(look.parts)) if number not in left_out]
+        seen = [number for number in kept if look.parts[number].content is not None]
+        largest = sorted(sorted(seen, key=lambda number: -look.parts[number].size)[:_MOST_PARTS])
+        bits = _bits_of(look, left_out) if len(left_out) <= _MOST_LEFT_OUT and max(left_out, default=0) < 1 << 16 else ""
+        number = index if type(index) is int and abs(index) < 1 << 60 else None
+        left = left_out if bits else frozenset()
+        return cls(epoch, number, bits, left, tuple((each, look.parts[each]) for each in largest if each < 1 << 16))
+
+    def __str__(self) -> str:
+        index = "" if self.index is None else str(self.index)
+        head = f"{self.epoch}/{index}/{self.bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
+        parts = [_part_text(number, part) for number, part in self.told]
+        while len(head) + len(",".join(parts)) > LONGEST:
+            parts.pop()
+        return head + ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Witness | None:
+        """The witness in a state; None for an empty text.
+
+        Raises:
+            StateCorruptError: the text is not one that `str` gives.
+        """
+        if not text:
+            return None
+        match = _TEXT.fullmatch(text) if len(text) <= LONGEST else None
+        parts = [_PART.fullmatch(each) for each in match[5].split(",")] if match and match[5] else []
+        if match is None or not all(parts):
+            raise StateCorruptError("the state's witness has another form: use an undamaged state")
+        try:
+            index = int(match[2]) if match[2] else None
+            left_out = frozenset(int(each, 16) for each in match[4].split(".") if match[4])
+        except ValueError as error:
+            raise StateCorruptError("the state's witness has another form: use an undamaged state") from error
+        return cls(int(match[1]), index, match[3], left_out, tuple(_told(each) for each in parts if each))
+
+    def compare(self, look: Look, at_boundary: bool) -> Difference | None:
+        """How the sample that was read now differs; None if it is the same, bit for bit.
+
+        Args:
+            look: at the sample that was read now.
+            at_boundary: it is of an epoch that has ended. Its shape may have been meant for that epoch only.
+        """
+        differing, shapes, names, total = 0, False, [], 0
+        for number, saved in self.told:
+            if number >= len(look.parts):
+                names.append("a part that is missing now")
+                differing, total = differing + 1, total + 1
+                continue
+            now = look.parts[number]
+            total += now.size
+            if at_boundary and saved.kind == now.kind and saved.shape != now.shape:
+                shapes = True
+            elif not _same(saved, now):
+                differing += now.size
+                names.append(now.name or "all of it")
+        if 2 * differing > total:
+            return Difference(True, shapes, ", ".join(names[:4]))
+        if names or shapes or (self.bits and self.bits != _bits_of(look, self.left_out)):
+            return Difference(False, shapes, ", ".join(names[:4]))
+        return None
+
+
+def _bits_of(look: Look, left_out: frozenset[int]) -> str:
+    crc = 0
+    for number, part in enumerate(look.parts):
+        if number not in left_out:
+            crc = zlib.crc32(f"{part.kind}{part.shape}{part.bits:08x}".encode(), crc)
+    return f"{crc:08x}"
+
+
+def _same(saved: _Part, now: _Part) -> bool:
+    """Whether a part is of the same sample."""
+    if (saved.kind, saved.shape) != (now.kind, now.shape):
+        return False
+    one, other = saved.content, now.content
+    if not isinstance(one, _Coarse) or not isinstance(other, _Coarse):
+        return one == other
+    if one.level is None or other.level is None:
+        return one.level == other.level or now.slack > 0
+    return (
+        abs(one.level - other.level) <= _LEVEL_TOLERANCE + now.slack / 4
+        and abs(one.pattern - other.pattern) <= _PATTERN_TOLERANCE + now.slack
+    )
+
+
+# --- looking at a sample ----------------------------------------------------------------------------------------------
+
+
+def look_at(sample: object) -> Look:
+    """What a sample looks like. Its whole content is read once; nothing of it is kept."""
+    unseen: dict[str, None] = {}
+    parts = tuple(_parts(sample, "", 0, unseen))
+    return Look(parts, tuple(unseen))
+
+
+def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+    value = plain(item)
+    kind = type(item).__name__
+    if isinstance(value, Unseen) or depth > _DEEPEST:
+        seen = value.kind if isinstance(value, Unseen) else kind
+        unseen[seen] = None
+        yield _Part(name, 1, _letters(seen), _letters(""), None, 0)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield _array(value, name)
+    elif isinstance(value, np.ndarray | list | dict):
+        yield from _members(value, kind, name, depth, unseen)
+    else:
+        yield _single(value, name)
+
+
+def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+    members: list[tuple[str, Any]]
+    if isinstance(value, dict):
+        members = [(f"{name}[{key!r:.40}]", each) for key, each in list(value.items())[:MOST_ITEMS]]
+    else:
+        rows = value.reshape(-1) if isinstance(value, np.ndarray) else value
+        if len(rows) > MOST_ITEMS and all(type(each) in (int, float) for each in rows):
+            yield _array(np.asarray(rows, dtype=float if any(type(each) is float for each in rows) else object), name)
+            return
+        half = MOST_ITEMS // 2
+        chosen = rows if len(rows) <= MOST_ITEMS else [*rows[:half], *rows[-half:]]
+        members = [(f"{name}[{number}]", each) for number, each in enumerate(chosen)]
+    text = f"{kind}{len(value)}"
+    # The container itself: its type and how much it holds.
+    yield _Part(name, 1, _letters(kind), _letters(""), _letters(text, 4), zlib.crc32(text.encode()))
+    for path, each in members:
+        yield from _parts(each, path, depth + 1, unseen)
+
+
+def _single(value: Any, name: str) -> _Part:
+    """A number, a text or bytes."""
+    kind = type(value).__name__
+    if isinstance(value, float | np.floating):
+        return _array(np.asarray(value), name, kind)
+    if isinstance(value, str) and "/" in value and "\n" not in value:
+        value = value.rstrip("/").rpartition("/")[2]  # a path, perhaps on another mount
+    data = value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
+    size = 8 if isinstance(value, int | complex | np.generic) else len(data)
+    crc = zlib.crc32(data)
+    return _Part(name, max(size, 1), _letters(kind), _letters(""), _letters(data, 4), crc)
+
+
+def _array(array: np.ndarray[Any, Any], name: str, kind: str = "") -> _Part:
+    if array.dtype.hasobject:  # a list of python's integers
+        data = repr(array.tolist()).encode()
+    else:
+        data = np.ascontiguousarray(array).tobytes()
+    measured = array.dtype.kind == "f" or (array.dtype.str[1:] in ("u1", "i2") and array.size >= _FEW)
+    content: str | _Coarse = _letters(data, 4)
+    slack = 0.0
+    if measured and array.size:
+        content, slack = _coarse(array)
+    return _Part(
+        name, max(len(data), 1), _letters(kind or f"array {array.dtype}"), _letters(str(array.shape)), content,
+        zlib.crc32(data), slack,
+    )  # fmt: skip
+
+
+def _coarse(array: np.ndarray[Any, Any]) -> tuple[_Coarse, float]:
+    """The coarse numbers of an array, and by how many hundredths rounding may move the pattern."""
+    flat = array.reshape(-1)
+    flat = flat[:: max(1, flat.size // _SAMPLED)][:_SAMPLED].astype(np.float64)
+    flat = np.nan_to_num(flat, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+    peak = float(np.abs(flat).max())
+    if not peak:
+        return _Coarse(None, 0), 0.0
+    level = float(np.sqrt(np.mean((flat / peak) ** 2)))
+    if flat.size == 1:
+        return _Coarse(round(50 * math.log2(peak)), 100 if flat[0] > 0 else -100), 0.0
+    spread = float((flat / peak).std())
+    pattern = 0
+    if spread > _FLAT * level:
+        signs = np.where(derive_keys(0, np.arange(flat.size)) >> np.uint64(63), 1.0, -1.0)
+        centred = flat / peak - np.mean(flat / peak)
+        pattern = round(100 * float(centred @ signs) / (spread * math.sqrt(flat.size)))
+    # Another decoder's integers may differ by one.
+    slack = 400.0 / (spread * peak) if array.dtype.kind in "ui" and spread else 0.0
+    return _Coarse(round(50 * (math.log2(peak) + math.log2(level))), pattern), min(slack, 1e4)
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
+
+
+def _letters(data: str | bytes, count: int = 2) -> str:
+    """A checksum as `count` letters of six bits each."""
+    crc = zlib.crc32(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
+    return "".join(_ALPHABET[crc >> (6 * place) & 63] for place in range(count))
+
+
+def _part_text(number: int, part: _Part) -> str:
+    content = part.content
+    if isinstance(content, _Coarse):
+        level = "z" if content.level is None else f"{content.level:+d}"
+        return f"{number:x}:{part.kind}{part.shape}~{level}{content.pattern:+d}"
+    return f"{number:x}:{part.kind}{part.shape}={content}"
+
+
+def _told(match: re.Match[str]) -> tuple[int, _Part]:
+    content: str | _Coarse = match[4] or _Coarse(None if match[5] == "z" else int(match[5]), int(match[6]))
+    return int(match[1], 16), _Part("", 0, match[2], match[3], content, 0)
