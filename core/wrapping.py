@@ -112,9 +112,9 @@ def wrap(
         tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
             "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
-        verify: what follows when the first sample of the epoch is not what the loaded state says: "sample" raises an
-            error if it is another sample, and warns if it is the same with other bits; "strict" raises both, "warn" warns
-            of both. "off" reads nothing, neither for this comparison nor for the state.
+        verify: what follows if the first sample of the epoch is not what the loaded state says. "sample": an error if
+            it is another sample, a warning if only its bits differ. "strict": both are errors; "warn": both are
+            warnings. "off": the sample is neither compared nor read for the state.
         settings: what only some sources know, such as ``refill=True`` for webdataset pipelines: see `Settings`.
 
     Raises:

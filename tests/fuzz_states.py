@@ -313,7 +313,7 @@ class Reference:
             self._spare = loader
             if seed != loader.state_dict()["seed"]:
                 begun = loader.state_dict()
-                there = {**begun, "seed": seed, "epoch": 0, "position": 0, "detail": ""}
+                there = {**begun, "seed": seed, "epoch": 0, "position": 0, "detail": "", "witness": ""}
                 loader.load_state_dict(midepoch.reseal(there))
             loader.seek(epoch)
         else:

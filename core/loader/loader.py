@@ -286,12 +286,13 @@ class Loader:
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
-            "witness": self._witnesses.get(place.epoch if place.position else place.epoch - 1, ""),
         }
         own = not adapter.rank_independent
         if adapter.seals_detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
-        return states.build(**fields, detail=parts.single_part(world.rank, detail) if detail and own else detail)
+        detail = parts.single_part(world.rank, detail) if detail and own else detail
+        last_read = place.epoch if place.position else place.epoch - 1
+        return states.build(**fields, detail=detail, witness=self._witnesses.get(last_read, ""))
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state` at the next ``next()``, wherever the loader stands now.
@@ -552,9 +553,9 @@ class Loader:
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(self._left_out)}"
                 self._adapter.found(why, look.holds_most(self._left_out))
                 warnings.warn(
-                    f"{why}: a resumed run gets other data there; make each sample a function of its index and of "
-                    "python's, numpy's or torch's generators (or midepoch.sample_generator()). loader.capabilities says "
-                    "what still holds",
+                    f"{why}, so a resumed run does not get the same data: make each sample a function of its index and "
+                    "of python's, numpy's or torch's generators, or of midepoch.sample_generator(). "
+                    "loader.capabilities says what still holds",
                     MidepochWarning,
                     stacklevel=6,
                 )

@@ -27,7 +27,8 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "
     Raises:
         StateMismatchError: it is another sample; with "strict", also if its bits differ or it cannot be read.
     """
-    which = f"sample {seen.index if witness.index is None else witness.index!r:.80}, the first of epoch {witness.epoch},"
+    index = seen.index if witness.index is None else witness.index
+    which = f"sample {index!r:.80}, the first of epoch {witness.epoch},"
     if seen.expected is None:
         if seen.missing:
             _tell(f"{which} is not there now: the data has changed; restore it, or {_GO_ON}", strict != "warn")
@@ -50,8 +51,8 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "
         _tell(f"{which} had another shape when the state was saved", strict == "strict")
     else:
         _tell(
-            f"{which} is the same as when the state was saved, but not bit for bit{parts}: its augmentation, a decoder, "
-            "a library or the files have changed, and what follows differs as much from an uninterrupted run",
+            f"{which} is the same as when the state was saved, but not bit for bit{parts}: the augmentation, a "
+            "decoder, a library or the files have changed, and the samples to come differ as much",
             strict == "strict",
         )
 

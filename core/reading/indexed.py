@@ -262,7 +262,9 @@ class MapReader:
         else:
             key = extend_key(key, 0)
         try:
-            with contextlib.nullcontext() if self._streams is None else self._streams.under(key):
+            with contextlib.nullcontext() if self._streams is None else self._streams as start:
+                if start is not None:
+                    start(key)
                 sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
                 return look_at(sample), None
         except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch

@@ -117,7 +117,8 @@ def _other(item: Any) -> Any:
     """An object of another library: as an array or as rows, if it offers them; else its attributes."""
     kind = type(item)
     if callable(getattr(kind, "to_pylist", None)) and callable(getattr(kind, "slice", None)):  # an Arrow table or array
-        return [len(item), str(getattr(item, "schema", getattr(item, "type", ""))), item.slice(0, MOST_ITEMS).to_pylist()]
+        types = getattr(item, "schema", getattr(item, "type", ""))
+        return [len(item), str(types), item.slice(0, MOST_ITEMS).to_pylist()]
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # an image, a data frame
         try:
             return np.asarray(item)

@@ -142,7 +142,7 @@ def check(state: object) -> State:
         )
     _check_keys(state)
     assert isinstance(state, Mapping)  # by _check_keys
-    copy = {"witness": "", **state}
+    copy = {name: state.get(name, "") for name in FIELDS}
     if type(copy["version"]) is int and copy["version"] == 1 and copy["witness"] != "":
         raise StateCorruptError("a state of version 1 has no witness, but this one does: use an undamaged state")
     for name, (kinds, bound, least) in _FIELDS.items():

@@ -1,14 +1,15 @@
-"""What one sample looked like, in at most 200 characters: enough to tell another sample from other bits of the same one.
+"""What one sample looked like, in at most 200 characters: enough to tell another sample from other bits of the same.
 
-A witness is compared in another process, perhaps on another machine with another decoder. So each of the sample's parts
-is told in a way that suits its kind: integers and text exactly, of a path the last component, of measured values (floating
-point, 8-bit pixels, 16-bit sound) two coarse numbers. One checksum of all parts tells whether the bits are the same.
+A witness is compared in another process, perhaps on another machine with another decoder. So each part of the sample is
+described as suits its kind: integers and text exactly, a path by its last component, measured values (floating point,
+8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
 
     epoch/index/bits/parts left out/part,part,...
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import zlib
@@ -31,11 +32,15 @@ LONGEST = 200
 _MOST_PARTS = 8  # of a sample that the witness tells; the checksum covers the others
 _DEEPEST = 8  # levels of containers; an object may contain itself
 _MOST_LEFT_OUT = 6  # parts by number; where more vary, no checksum is kept
+_LARGEST_NUMBER = 1 << 16  # of a part that is told or left out
 _SAMPLED = 1 << 16  # elements of an array from which the coarse numbers are made
 _FEW = 64  # 8-bit and 16-bit arrays of fewer elements are labels or masks rather than measured values
 
-_TEXT = re.compile(r"(\d{1,19})/(-?\d{0,19})/([0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})")
-_PART = re.compile(r"([0-9a-f]{1,4}):([0-9A-Za-z_-]{2})([0-9A-Za-z_-]{2})(?:=([0-9A-Za-z_-]{4})|~(z|[+-]\d{1,5})([+-]\d{1,6}))")
+_TEXT = re.compile(r"(\d{1,19})/(-?\d{0,19})/([0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII)
+_PART = re.compile(
+    r"([0-9a-f]{1,4}):([0-9A-Za-z_-]{2})([0-9A-Za-z_-]{2})(?:=([0-9A-Za-z_-]{4})|~(z|[+-]\d{1,5})([+-]\d{1,6}))",
+    re.ASCII,
+)
 
 
 class _Coarse(NamedTuple):
@@ -91,11 +96,8 @@ class Look:
 
     def differing(self, other: Look) -> frozenset[int]:
         """The numbers of the parts whose bits differ."""
-        length = max(len(self.parts), len(other.parts))
-        return frozenset(
-            number for number in range(length)
-            if number >= len(self.parts) or number >= len(other.parts) or not _alike(self.parts[number], other.parts[number])
-        )  # fmt: skip
+        pairs = enumerate(itertools.zip_longest(self.parts, other.parts))
+        return frozenset(number for number, (one, two) in pairs if one is None or two is None or not _alike(one, two))
 
     def holds_most(self, numbers: frozenset[int]) -> bool:
         """Whether these parts hold more than half of the sample's bytes."""
@@ -151,10 +153,12 @@ class Witness:
         kept = [number for number in range(len(look.parts)) if number not in left_out]
         seen = [number for number in kept if look.parts[number].content is not None]
         largest = sorted(sorted(seen, key=lambda number: -look.parts[number].size)[:_MOST_PARTS])
-        bits = _bits_of(look, left_out) if len(left_out) <= _MOST_LEFT_OUT and max(left_out, default=0) < 1 << 16 else ""
+        few = len(left_out) <= _MOST_LEFT_OUT and max(left_out, default=0) < _LARGEST_NUMBER
+        bits = _bits_of(look, left_out) if few else ""
         number = index if type(index) is int and abs(index) < 1 << 60 else None
         left = left_out if bits else frozenset()
-        return cls(epoch, number, bits, left, tuple((each, look.parts[each]) for each in largest if each < 1 << 16))
+        told = tuple((each, look.parts[each]) for each in largest if each < _LARGEST_NUMBER)
+        return cls(epoch, number, bits, left, told)
 
     def __str__(self) -> str:
         index = "" if self.index is None else str(self.index)

@@ -1,0 +1,457 @@
+"""The witness of a state: another sample is refused when it is read, other bits are told, and nothing else is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import forking
+import witness_sources
+from witness_sources import SIZE, as_it_is, make
+
+import midepoch
+from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
+from midepoch.state.witness import LONGEST, Witness, look_at
+
+PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
+
+
+def saved(batches: int, **arguments: Any) -> dict[str, Any]:
+    """The state after so many batches."""
+    with make(**arguments) as loader:
+        for _ in itertools.islice(itertools.chain(loader, loader), batches):
+            pass
+        return dict(loader.state_dict())
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, dict[str, Any]]:
+    return {name: saved(batches) for name, batches in PLACES.items()}
+
+
+def in_new_process(tmp_path: Path, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What comes of states in a process that has not read them before."""
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    run = forking.run([witness_sources.__file__, tmp_path / "asked.json"], check=True)
+    return list(json.loads(run.stdout.splitlines()[-1]))
+
+
+def outcome(found: dict[str, Any]) -> str:
+    if found["error"]:
+        return str(found["error"]).partition(":")[0]
+    return "told" if found["warnings"] else "exact"
+
+
+# What has changed when the state is loaded, and what comes of it.
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "exact"),
+    "workers": ({"workers": 2}, "exact"),
+    "batch size": ({"batch": 2}, "exact"),
+    "the files' order": ({"order": "as glob gives it"}, "StateMismatchError"),
+    "the files' order, read by workers": ({"order": "as glob gives it", "workers": 2}, "StateMismatchError"),
+    "the augmentation": ({"strength": 11.0}, "told"),
+    "the decoder": ({"rounding": True}, "told"),
+    "the augmentation, strictly": ({"strength": 11.0, "options": {"verify": "strict"}}, "StateMismatchError"),
+    "the files' order, gone on with": ({"order": "as glob gives it", "options": {"verify": "warn"}}, "told"),
+    "the files' order, not looked at": ({"order": "as glob gives it", "options": {"verify": "off"}}, "exact"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_has_changed_is_told_in_a_new_process(
+    place: str, states: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    asked = [{"state": states[place], "arguments": arguments} for arguments, _ in CHANGES.values()]
+    found = dict(zip(CHANGES, in_new_process(tmp_path, asked), strict=True))
+    assert {name: outcome(each) for name, each in found.items()} == {name: end for name, (_, end) in CHANGES.items()}
+    assert "sorted" in found["the files' order"]["error"]
+    assert all(len(each["warnings"]) <= 1 for each in found.values())
+    whole = found["nothing"]["rest"]
+    assert len(whole) == SIZE - 4 * (PLACES[place] % 8) and found["the decoder"]["rest"] == whole
+
+
+HARMLESS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "another mount": ({"form": "names"}, {"form": "names", "mount": "/data/b"}, False),
+    "pictures of bytes": ({"form": "int"}, {"form": "int"}, False),
+    "another decoder of bytes": ({"form": "int"}, {"form": "int", "rounding": True}, True),
+    "process numbers": ({"extra": "process"}, {"extra": "process"}, True),
+    "times": ({"extra": "time"}, {"extra": "time"}, True),
+    "objects without equality": ({"extra": "object"}, {"extra": "object"}, False),
+    "times, with names": ({"form": "names", "extra": "time"}, {"form": "names", "extra": "time"}, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:two reads of sample")
+def test_no_false_alarm(tmp_path: Path) -> None:
+    asked = [
+        {"state": saved(batches, **before), "arguments": after}
+        for before, after, _ in HARMLESS.values() for batches in PLACES.values()
+    ]  # fmt: skip
+    found = in_new_process(tmp_path, asked)
+    for number, each in enumerate(found):
+        name = list(HARMLESS)[number // len(PLACES)]
+        assert not each["error"], (name, each)
+        assert not each["warnings"] or HARMLESS[name][2], (name, each)
+
+
+def test_another_host_is_no_other_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AS_HOST", "node-1")
+    state = saved(3, extra="host")
+    monkeypatch.setenv("AS_HOST", "a-node-with-quite-another-name")
+    with make(extra="host") as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(MidepochWarning, match=r"not bit for bit \(\['host'\]\)"):
+            assert len(list(loader)) == 5
+
+
+def test_progressive_resizing_and_a_dataset_that_grows_are_no_other_data() -> None:
+    loader = make(side=16)
+    list(loader)
+    state = loader.state_dict()
+    with make(side=32) as resized:
+        resized.load_state_dict(state)
+        with pytest.warns(MidepochWarning, match="had another shape"):
+            assert len(list(resized)) == 8
+    loader.source.dataset.numbers.append(SIZE)  # the dataset grows between epochs
+    grown = loader.state_dict()
+    with make(size=SIZE + 1) as other, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(grown)
+        assert len(list(other)) == 9
+
+
+# --- what it costs, and what is in the state --------------------------------------------------------------------------
+
+
+def test_one_sample_is_read_twice_in_the_first_epoch_and_once_in_later_ones() -> None:
+    loader = make()
+    dataset = loader.source.dataset
+    for epoch, extra in enumerate((2, 1, 1)):
+        list(loader)
+        read = sorted(dataset.reads)
+        again = [index for index in read if read.count(index) > 1]
+        assert len(read) == SIZE + extra and len(set(again)) == 1, epoch
+        dataset.reads.clear()
+    fresh = make()
+    for _ in itertools.islice(fresh, 5):
+        pass
+    resumed = make()
+    resumed.load_state_dict(fresh.state_dict())
+    list(resumed)
+    assert len(resumed.source.dataset.reads) == SIZE - 20 + 2
+    off = make(options={"verify": "off"})
+    list(off)
+    assert len(off.source.dataset.reads) == SIZE and off.state_dict()["witness"] == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_the_same_on_every_rank_and_small(workers: int) -> None:
+    told = []
+    for rank in range(2):
+        with make(workers, options={"world": World(rank, 2), "fingerprint": "x" * 64}) as loader:
+            next(iter(loader))
+            told.append(loader.state_dict())
+    assert told[0] == told[1] and told[0]["witness"]
+    assert len(told[0]["witness"]) <= LONGEST and len(json.dumps(told[0])) <= 512
+
+
+def test_a_state_of_batches_in_flight_has_the_witness_of_its_own_epoch() -> None:
+    ahead, behind = make(), make()
+    for _ in itertools.islice(itertools.chain(ahead, ahead), 9):
+        pass
+    for _ in itertools.islice(behind, 7):
+        pass
+    assert ahead.state_dict(in_flight=2) == behind.state_dict()
+    list(itertools.islice(iter(behind), 0))
+    assert ahead.state_dict()["witness"].startswith("1/") and behind.state_dict()["witness"].startswith("0/")
+
+
+def test_a_rank_whose_files_are_in_another_order_is_told() -> None:
+    with make(options={"world": World(0, 2)}) as first:
+        next(iter(first))
+        state = first.state_dict()
+    with make(order="as this node lists them", options={"world": World(1, 2)}) as second:
+        second.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="another one than when the state was saved"):
+            next(iter(second))
+        assert second.state_dict() == state
+
+
+def test_the_error_comes_again_until_the_data_are_restored(states: dict[str, dict[str, Any]]) -> None:
+    loader = make(order="as glob gives it")
+    loader.load_state_dict(states["in mid-epoch"])
+    for _ in range(2):
+        with pytest.raises(StateMismatchError):
+            next(iter(loader))
+    with pytest.raises(StateMismatchError):
+        loader.peek()
+    loader.source.dataset.numbers.sort()
+    assert len(list(loader)) == 5
+
+
+class Failing(witness_sources.Files):
+    def __getitem__(self, index: int) -> Any:
+        if index == self.failing:  # type: ignore[attr-defined]
+            raise OSError("the disk has a hole")
+        return super().__getitem__(index)
+
+
+def test_a_first_sample_that_cannot_be_read_fails_where_it_fails_without_a_witness() -> None:
+    order = [item["label"] for batch in make() for item in batch]
+    loader = make()
+    object.__setattr__(loader.source.dataset, "__class__", Failing)
+    loader.source.dataset.failing = order[0]
+    with pytest.raises(OSError, match="hole"):
+        next(iter(loader))
+    loader.seek(position=4)
+    next(iter(loader))
+    assert loader.state_dict()["witness"] == ""
+
+
+def test_a_sample_that_is_gone_or_cannot_be_read_now(states: dict[str, dict[str, Any]]) -> None:
+    state = states["in mid-epoch"]
+    epoch, index, *rest = state["witness"].split("/")
+    gone = midepoch.reseal({**state, "witness": "/".join([epoch, "99", *rest])})
+    loader = make()
+    loader.load_state_dict(gone)
+    with pytest.raises(StateMismatchError, match="is not there now"):
+        next(iter(loader))
+    boundary = states["at the boundary"]
+    loader = make()
+    object.__setattr__(loader.source.dataset, "__class__", Failing)
+    loader.source.dataset.failing = int(index)
+    assert boundary["witness"].split("/")[1] == index
+    loader.load_state_dict(boundary)
+    with pytest.warns(MidepochWarning, match="cannot be compared.*hole"):
+        next(iter(loader))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_another_value_of_verify_is_refused() -> None:
+    with pytest.raises(ValueError, match="verify must be"):
+        make(options={"verify": "always"})
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_an_edited_witness_never_crashes(data: st.DataObject) -> None:
+    state = _states()
+    text = state["witness"]
+    place = data.draw(st.integers(0, len(text)))
+    other = data.draw(st.text("0123456789abcdefAZ/:,=~+-.z\u0660", max_size=4))
+    edited = text[:place] + other + text[place + data.draw(st.integers(0, 5)) :]
+    loader = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MidepochWarning)
+        try:
+            loader.load_state_dict(midepoch.reseal({**state, "witness": edited}))
+            assert len(list(loader)) == 5
+        except (StateCorruptError, StateMismatchError):
+            pass
+
+
+@functools.cache
+def _states() -> dict[str, Any]:
+    return saved(3)
+
+
+FORMS = [None, 3, "x", "0/1//", "0/1/" * 60, "0/1/abc//0:AA", "\u0663/1/aaaaaaaa//", "/" * 4]
+
+
+@pytest.mark.parametrize("witness", FORMS)
+def test_a_witness_of_another_form_is_refused(witness: Any) -> None:
+    state = {**_states(), "witness": witness}
+    loader = make()
+    with pytest.raises(StateCorruptError):
+        loader.load_state_dict(midepoch.reseal(state))
+    assert loader.state_dict() == make().state_dict()
+
+
+# --- promises that reading disproves ----------------------------------------------------------------------------------
+
+
+class Popped(Dataset[int]):
+    """A queue: what comes depends on what has been read, not on the index."""
+
+    def __init__(self) -> None:
+        self.queue = deque(range(200))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return self.queue.popleft()
+
+
+class Entropy(Dataset[Any]):
+    """Pictures with noise from a generator that the operating system seeds."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        noise = np.random.default_rng().normal(size=(3, 8, 8))
+        return {"image": torch.full((3, 64, 64), float(index)), "noise": noise}
+
+
+class Cached(Dataset[float]):
+    """What was drawn first is kept; that it is not drawn again is seen by the streams, not by a second read."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        return self.kept.setdefault(index, random.random())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("dataset", "order"), [(Popped, False), (Entropy, True)])
+def test_an_item_that_is_no_function_of_its_index_is_told_before_the_first_state(
+    dataset: type[Dataset[Any]], order: bool, workers: int
+) -> None:
+    with midepoch.wrap(DataLoader(dataset(), 4, num_workers=workers, collate_fn=as_it_is), seed=1) as loader:
+        assert loader.capabilities.exact_order and loader.capabilities.exact_augmentations
+        iterator = iter(loader)
+        with pytest.warns(MidepochWarning, match="two reads of sample 0 differ"):
+            next(iterator)
+        assert bool(loader.capabilities.exact_order) is order and not loader.capabilities.exact_augmentations
+        assert "two reads of sample 0" in loader.capabilities.exact_augmentations.reason
+        loader.state_dict()
+        next(iterator)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dataset", [Cached])
+def test_a_dataset_that_keeps_what_it_has_read_is_no_false_alarm(dataset: type[Dataset[Any]]) -> None:
+    loader = midepoch.wrap(DataLoader(dataset(), 4), seed=1)
+    assert len(list(loader)) == 8 and loader.capabilities.exact_augmentations
+
+
+def test_types_that_cannot_be_compared_are_named() -> None:
+    loader = make(extra="object")
+    next(iter(loader))
+    assert "Nothing" in loader.capabilities.exact_order.reason
+
+
+# --- version 1 --------------------------------------------------------------------------------------------------------
+
+
+def of_version_1(state: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in state.items() if name != "witness"}
+    return midepoch.reseal({**fields, "version": 1})
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_state_of_version_1_loads_without_a_witness(kept: bool) -> None:
+    before = of_version_1(_states())
+    assert "witness" not in before
+    # With torch.distributed.checkpoint's DefaultLoadPlanner(allow_partial_load=True) the key of a fresh state stays.
+    before = {**before, "witness": ""} if kept else before
+    loader = make()
+    loader.load_state_dict(before)
+    assert loader.state_dict()["version"] == 2 and loader.state_dict()["witness"] == ""
+    whole = [item["label"] for batch in make() for item in batch]
+    assert [item["label"] for batch in loader for item in batch] == whole[12:]
+
+
+def test_a_state_of_version_1_with_a_witness_is_refused() -> None:
+    with pytest.raises(StateCorruptError, match="version 1 has no witness"):
+        make().load_state_dict({**of_version_1(_states()), "witness": _states()["witness"]})
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(number: int, kind: str) -> Any:
+    generator = np.random.default_rng(number)
+    if kind == "picture":
+        return witness_sources.image_of(number, 64)
+    if kind == "noise":
+        return generator.normal(size=(3, 32, 32)).astype(np.float32)
+    if kind == "tokens":
+        return torch.from_numpy(generator.integers(0, 50_000, 256))
+    if kind == "bfloat16":
+        return torch.from_numpy(generator.normal(size=64)).bfloat16()
+    return "".join(chr(97 + letter) for letter in generator.integers(0, 26, 40))
+
+
+def with_other_last_bits(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value ^ 1 if value.dtype == np.uint8 else np.nextafter(value, np.float32(np.inf))
+    return value
+
+
+def text_of(value: Any) -> str:
+    return str(Witness.of(0, 0, look_at(value)))
+
+
+@pytest.mark.parametrize("kind", ["picture", "noise", "tokens", "bfloat16", "text"])
+def test_other_samples_differ_and_another_decoder_s_do_not(kind: str) -> None:
+    others = 0
+    for number in range(60):
+        witness = Witness.parse(text_of(drawn(number, kind)))
+        assert witness is not None and witness.compare(look_at(drawn(number, kind)), False) is None
+        rounded = witness.compare(look_at(with_other_last_bits(drawn(number, kind))), False)
+        assert rounded is None or not rounded.another
+        other = witness.compare(look_at(drawn(number + 1000, kind)), False)
+        assert other is not None, "other bits are always told"
+        others += other.another
+    assert others >= 50, "most other samples are told as such"
+
+
+def test_a_look_says_the_same_in_another_process() -> None:
+    # A witness is compared by other versions and on other machines, so what it says must never change.
+    value = {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
+    assert text_of(value) == GOLDEN
+
+
+GOLDEN = (
+    "0/0/4642b9a1//0:cA00=4Q3h,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=Y3UN,7:EF00=DJqK,"
+    "8:kkj8~+80-96"
+)
+
+
+def endless() -> Iterator[Any]:
+    value: list[Any] = []
+    value.append(value)
+    yield value
+    yield {"a": np.array([object(), value], dtype=object)}
+    yield torch.empty(0)
+    yield np.array([np.nan, np.inf, -np.inf])
+    yield [[]] * 1000
+    yield list(range(100_000))
+    yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    yield torch.eye(4).to_sparse()
+    yield torch.ones(4, device="meta")
+    yield np.array(["a", "bc"])
+    yield {1, 2, "x"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_any_value_can_be_looked_at() -> None:
+    for value in endless():
+        text = text_of(value)
+        witness = Witness.parse(text)
+        assert len(text) <= LONGEST and witness is not None and witness.compare(look_at(value), False) is None
