@@ -64,7 +64,8 @@ def check(
         bool,
         typer.Option(
             "--elastic-content/--fixed-content",
-            help="Whether a sample's content is the same on any split; not if collate_fn draws random numbers.",
+            help="Whether a sample's content must be the same on any number of ranks and workers and with any batch "
+            "size. Use --fixed-content if collate_fn draws random numbers.",
         ),
     ] = True,
     laws: Annotated[str | None, typer.Option(help="Names of laws, separated by commas; default: all.")] = None,

@@ -33,7 +33,7 @@ from midepoch.state.format import FIELDS, State, check, reseal
 __all__ = ["Contents", "FoundState", "look", "modest", "seek"]
 
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
-_LARGEST_PICKLE = 256 << 20  # bytes of what refers to a checkpoint's tensors
+_LARGEST_PICKLE = 256 << 20  # bytes of a checkpoint's pickle, which refers to its tensors
 _MOST_CONTAINERS = 2_000_000  # to search; containers that refer to each other can make the number of paths explode
 _MOST_STATES = 20_000  # in one file: one of each loader of each rank
 _OVERHEAD = 1 << 30  # bytes of memory that a file may take besides its own size
@@ -191,8 +191,8 @@ def _moved(entry: FoundState, epoch: int | None, position: int | None) -> State:
             raise ValueError(f"{what} must be an integer from 0, got {value!r}")
     if state["detail"]:
         raise StateError(
-            f"the state {entry.name!r} is of {state['adapter']}, and only its source knows what it needs to start "
-            "elsewhere: call loader.seek in the training script, which asks it"
+            f"the state {entry.name!r} (adapter {state['adapter']}) has a detail, so only its source can move it: call "
+            "loader.seek in the training script"
         )
     if position is None:
         position = state["position"] if epoch is None else 0
