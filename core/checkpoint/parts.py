@@ -92,7 +92,7 @@ def _check_one(name: str, part: Any, state: Any) -> None:
     loader = loader_of(part)
     if loader is not None:
         loader._check_state(state)
-    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _has_a_say(part):
+    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _has_custom_loading(part):
         _check_model(name, part.state_dict(), state)
     elif isinstance(part, torch.optim.Optimizer):
         _check_optimizer(name, part.state_dict(), state)
@@ -145,7 +145,7 @@ def _described(state: Mapping[str, Any], key: str) -> str:
     return f"shape {tuple(value.shape)}{kind}"
 
 
-def _has_a_say(module: torch.nn.Module) -> bool:
+def _has_custom_loading(module: torch.nn.Module) -> bool:
     """Whether a module has its own code for loading, which may accept other names and shapes."""
     plain = torch.nn.Module._load_from_state_dict
     return any(

@@ -40,7 +40,7 @@ _SECONDS_FOR_AN_AGENT_TO_SIGNAL = 30.0
 _logger = logging.getLogger("midepoch")
 
 
-class _Offer(NamedTuple):
+class _Contribution(NamedTuple):
     """One rank's contribution to a snapshot: its loaders' states and its generators, or why there is none."""
 
     loaders: dict[str, Any]
@@ -157,7 +157,7 @@ class Snapshot:
         ranks, agreement = self._agreement.ranks(), self._agreement
         stop = bool(self._signals.received)
         if ranks.size > 1:
-            stop = agreement.reached(ranks, self.steps, stop)
+            stop = agreement.should_stop(ranks, self.steps, stop)
         if stop or (self._every is not None and self.steps % self._every == 0):
             self.save(in_flight)
         if stop:
@@ -216,7 +216,7 @@ class Snapshot:
             )
         self._file.claimed = True
 
-    def _collect(self, in_flight: int) -> tuple[dict[str, Any], _Offer]:
+    def _collect(self, in_flight: int) -> tuple[dict[str, Any], _Contribution]:
         """The states of all parts, and this rank's contribution."""
         states: dict[str, Any] = {}
         loaders: dict[str, Any] = {}
@@ -228,11 +228,11 @@ class Snapshot:
                     states[name] = part.state_dict()
                 else:
                     states[name] = loaders[name] = loader.state_dict(in_flight)
-            return states, _Offer(loaders, save_generators(), "")
+            return states, _Contribution(loaders, save_generators(), "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
-            return states, _Offer({}, "", f"{name} gave no state: {type(error).__name__}: {error}")
+            return states, _Contribution({}, "", f"{name} gave no state: {type(error).__name__}: {error}")
 
-    def _content(self, states: dict[str, Any], offers: list[_Offer]) -> dict[str, Any]:
+    def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:
         """The content that rank 0 writes, from its own states and all ranks' contributions."""
         for rank, offer in enumerate(offers):
             if offer.problem:

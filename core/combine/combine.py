@@ -15,7 +15,7 @@ from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.world import World
 
-from .adapter import CombinedAdapter, Mode, taken_apart
+from .adapter import CombinedAdapter, Mode, names_and_parts
 from .draws import Until
 
 __all__ = ["combine"]
@@ -68,7 +68,7 @@ def combine(
     Raises:
         TypeError, ValueError: an argument is out of range; a part has not been wrapped, or is there twice.
     """
-    names, parts, _ = taken_apart(loaders)
+    names, parts, _ = names_and_parts(loaders)
     if not parts:
         raise ValueError("combine needs at least one loader")
     for name, part in zip(names, parts, strict=True):
@@ -98,7 +98,7 @@ def combine(
 
 
 def _checked_weights(loaders: Any, weights: Any) -> list[float]:
-    _, parts, keys = taken_apart(loaders)
+    _, parts, keys = names_and_parts(loaders)
     if weights is None:
         return [1.0] * len(parts)
     if isinstance(loaders, Mapping) != isinstance(weights, Mapping):

@@ -44,7 +44,7 @@ from midepoch.randomness.streams import Purpose
 
 from .private import alive, end_when_collected, kept_iterator, show_dataset, shut_down, workers_of
 
-__all__ = ["Server", "WorkerAnswers", "signals_in_hand", "tell_of_a_death", "workers_outlive_signals"]
+__all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
 
 signals_in_hand: set[int] = set()
@@ -84,7 +84,7 @@ class Server:
                 self._persistent[here] = ours
         sampler = ours.sampler
         assert isinstance(sampler, _Requests)  # _make's
-        asked = _Asked(requests)
+        asked = _SessionRequests(requests)
         sampler.asked = weakref.ref(asked)
         if self._streams and ours.generator is not None:
             # Worker processes take their base seed from it, not from the caller's generator.
@@ -97,7 +97,7 @@ class Server:
     def _make(self, reader: Any) -> DataLoader[Any]:
         theirs = self._loader
         return DataLoader(
-            _Remote(reader),
+            _ReaderDataset(reader),
             batch_size=None,
             sampler=_Requests(),
             collate_fn=_as_it_is,
@@ -146,9 +146,9 @@ class WorkerAnswers:
         self,
         iterator: Iterator[Any],
         tell: Callable[[str, Exception], None] | None = None,
-        requests: _Asked | None = None,
+        requests: _SessionRequests | None = None,
     ) -> None:
-        self._next, self._tell, self._requests = iterator.__next__, tell or tell_of_a_death, requests
+        self._next, self._tell, self._requests = iterator.__next__, tell or raise_if_worker_died, requests
         self._workers = workers_of(iterator)
         self.failed = False
         end_when_collected(iterator)
@@ -191,7 +191,7 @@ class WorkerAnswers:
         return str(error)
 
 
-def tell_of_a_death(reason: str, error: Exception) -> None:
+def raise_if_worker_died(reason: str, error: Exception) -> None:
     """Raise a _WorkerError with its cure if `reason` says that a worker has died."""
     reason = reason.strip().rstrip(".")
     cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
@@ -217,7 +217,7 @@ def _starting(loader: DataLoader[Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
         yield
     except RuntimeError as error:
-        tell_of_a_death(str(error), error)
+        raise_if_worker_died(str(error), error)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -314,7 +314,7 @@ _CURES = {
 }
 
 
-class _Asked:
+class _SessionRequests:
     """The requests of one session. The session keeps them alive."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
@@ -329,16 +329,16 @@ class _Requests(Sampler[Any]):
     """
 
     def __init__(self) -> None:
-        self.asked: Callable[[], _Asked | None] = _nothing
+        self.asked: Callable[[], _SessionRequests | None] = _nothing
 
     def __iter__(self) -> Iterator[Any]:
-        return _Next(self.asked)
+        return _RequestIterator(self.asked)
 
 
-class _Next:
+class _RequestIterator:
     """Yields the session's requests while the session exists."""
 
-    def __init__(self, asked: Callable[[], _Asked | None]) -> None:
+    def __init__(self, asked: Callable[[], _SessionRequests | None]) -> None:
         self._asked = asked
 
     def __iter__(self) -> Self:
@@ -351,7 +351,7 @@ class _Next:
         return next(asked.requests)
 
 
-class _Remote(Dataset[Any]):
+class _ReaderDataset(Dataset[Any]):
     """The dataset of our DataLoader: a reader that answers requests."""
 
     def __init__(self, reader: Any) -> None:

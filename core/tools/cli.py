@@ -143,7 +143,7 @@ def inspect(
     if (seek is None) != (out is None):
         raise typer.BadParameter("--seek and the path of the copy must be given together", param_hint="--seek")
     try:
-        with inspection.modest(path):
+        with inspection.limited_memory(path):
             if seek is not None and out is not None:
                 inspection.seek(path, out, name=state, **_places(seek))
             contents = inspection.look(path if out is None else out)

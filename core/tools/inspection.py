@@ -30,7 +30,7 @@ from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, State, check, reseal
 
-__all__ = ["Contents", "FoundState", "look", "modest", "seek"]
+__all__ = ["Contents", "FoundState", "limited_memory", "look", "seek"]
 
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
 _LARGEST_PICKLE = 256 << 20  # bytes of a checkpoint's pickle, which refers to its tensors
@@ -275,7 +275,7 @@ class _NotUnpickledError(SnapshotError):
 
 
 @contextlib.contextmanager
-def modest(path: str | os.PathLike[str]) -> Iterator[None]:
+def limited_memory(path: str | os.PathLike[str]) -> Iterator[None]:
     """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it."""
     path = Path(path)
     files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
