@@ -1,4 +1,4 @@
-"""Copies of a user's objects to try things on, which share the data and nothing that changes."""
+"""Private copies of a user's objects, to iterate without side effects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["LARGEST_COPY", "private_copy"]
 LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
 
-_MOST_OBJECTS = 200_000  # to be copied: some tenths of a second
-# Data; and generators, which `Streams` puts back as they were.
+_MOST_OBJECTS = 200_000  # to be copied: takes some tenths of a second
+# Data; and generators, which `Streams` restores.
 _SHARED = (Dataset, torch.Generator)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
 
@@ -25,7 +25,7 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, 
 def private_copy(value: Any) -> Any | None:
     """A deep copy of `value`, or None if it is too large or cannot be copied.
 
-    Datasets and torch's generators are shared with the original. Nothing else that the copy changes is.
+    Datasets and torch's generators are shared with the original; no other mutable object is.
     """
     kept = _shared(value)
     if kept is None:

@@ -1,4 +1,4 @@
-"""Signs that a sampler divides the data among ranks by itself, so that midepoch must not divide its list again."""
+"""Detects samplers that shard the data over ranks by themselves, so that midepoch must not shard their list again."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _DATA = (Dataset, torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, int, fl
 
 
 class Division(NamedTuple):
-    """What a sampler shows of its division.
+    """Signs that a sampler shards by itself.
 
     Attributes:
-        certain: it divides. Otherwise there is one sign alone.
+        certain: True: the sampler shards for sure. False: there is only one sign.
         signs: in words, such as "_rank=1 and _world_size=2".
     """
 
@@ -36,13 +36,13 @@ class Division(NamedTuple):
 
 
 def check_division(sampler: Any, division: Division | None) -> None:
-    """Refuse a sampler that divides its list, and warn of one that may, where the user has not stated ``shard=``.
+    """Refuse a sampler that shards its list, and warn about one that may. For users who have not passed ``shard=``.
 
     Raises:
-        UnsupportedSourceError: the division is certain.
+        UnsupportedSourceError: the sampler shards for sure.
 
     Warns:
-        MidepochWarning: there is one sign alone.
+        MidepochWarning: there is only one sign.
     """
     if division is None:
         return
@@ -63,10 +63,10 @@ def check_division(sampler: Any, division: Division | None) -> None:
 
 
 def division_of(sampler: Any, size: int | None) -> Division | None:
-    """The signs that `sampler`, or one that it holds at any depth, divides `size` samples among several ranks.
+    """The signs that `sampler`, or one that it holds at any depth, shards `size` samples over several ranks.
 
-    A DistributedSampler for several ranks is certain. So are two signs that agree: the name of a rank, the name of a
-    number of ranks, a list as long as one rank's share. A number of 1 says that nothing is divided.
+    A DistributedSampler for several ranks is certain. So are two consistent signs: the name of a rank, the name of a
+    number of ranks, a list as long as one rank's share. A number of ranks of 1 means that nothing is sharded.
     """
     rank: tuple[str, int] | None = None
     world: tuple[str, int] | None = None
@@ -77,7 +77,7 @@ def division_of(sampler: Any, size: int | None) -> Division | None:
                 return Division(True, f"{path} is a {type(held).__name__} for {held.num_replicas} ranks")
             continue
         if not isinstance(held, Iterable):
-            continue  # a trainer, say, which knows its rank and need not divide anything
+            continue  # a trainer, for example, which knows its rank and need not shard anything
         its_rank, its_world = _named(path, held, _RANKS), _named(path, held, _WORLDS)
         if its_world is not None and its_world[1] < 2:
             continue
@@ -90,7 +90,7 @@ def division_of(sampler: Any, size: int | None) -> Division | None:
 
 
 def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
-    """The sampler and the objects that it holds, but for data, each with its path."""
+    """The sampler and the objects that it holds, except data, each with its path."""
     queue: deque[tuple[str, Any]] = deque([(type(sampler).__name__, sampler)])
     seen: dict[int, Any] = {}
     while queue and len(seen) < _MOST_OBJECTS:

@@ -43,7 +43,7 @@ class SourceError(MidepochError):
 
 
 class SnapshotError(MidepochError):
-    """A snapshot could not be written or read on some process: a full disk, a damaged file, another run's file."""
+    """At least one process could not write or read a snapshot: a full disk, a damaged file, another run's file."""
 
 
 class UnsupportedSourceError(MidepochError, TypeError):
@@ -51,4 +51,4 @@ class UnsupportedSourceError(MidepochError, TypeError):
 
 
 class MidepochWarning(UserWarning):
-    """Something that works but that the user should know, such as the cost of a replay."""
+    """Warns about something that works but has a cost or a limit, such as a replay."""

@@ -23,7 +23,7 @@ class Package:
     """A package whose private parts midepoch uses.
 
     Args:
-        name: as people call it.
+        name: for messages.
         distributions: the names under which it is published; the first one installed counts.
         tested: the first and the last series of versions that the tests ran with, such as ("2.4", "2.6"). The last
             series is tested as a whole: 2.6 stands for 2.6.0 and 2.6.9.

@@ -34,7 +34,8 @@ class ResumableSampler(OrderedSampler):
         shuffle: True for a new order in each epoch, False for the dataset's own order, or an `Order` of midepoch.order.
         world: the ranks that share the indices; None for the world at the time when iteration starts.
         batch_size: of one rank's batches.
-        drop_last: as in DistributedSampler: leave out what does not divide by the world size instead of repeating.
+        drop_last: as in DistributedSampler: if the size is not divisible by the world size, leave out the last indices
+            instead of repeating some.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ResumableSampler(OrderedSampler):
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
         self.tail: Tail = "drop" if drop_last else "pad"
         self._resumable: Any = None
-        self._alone = True  # then a state may lie inside a block
+        self._alone = True  # a single process; states may then fall inside a block
         self._block_length = 0
         self._rest: Iterator[int] = iter(())
 
@@ -69,7 +70,7 @@ class ResumableSampler(OrderedSampler):
         before = self._resumable
         if before is None or alone is not self._alone:
             options = Options(seed=self.seed, world=self.world, tail=self.tail)
-            # In a world of one the batch size does not affect the order, and long blocks make each index cheap.
+            # In a single process the batch size does not affect the order, and long blocks make each index cheap.
             block = max(self.batch_size, _INDEX_BLOCK) if alone else self.batch_size
             self._resumable = Loader(IndexAdapter(self, options, block), options)
             self._alone = alone
@@ -105,7 +106,7 @@ class ResumableSampler(OrderedSampler):
         self._loader().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands: after the last index handed out, or, with several ranks, after its batch."""
+        """The sampler's position: after the last index handed out or, with several ranks, after its batch."""
         loader, rest = self._loader(), length_hint(self._rest)
         if not rest or not self._alone:
             return cast(dict[str, Any], loader.state_dict())

@@ -37,7 +37,7 @@ _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer li
 
 
 def length_of(source: Any) -> int | None:
-    """`len(source)`, or None where there is none."""
+    """`len(source)`, or None if there is none."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):
@@ -62,15 +62,15 @@ class ListedEpoch:
 class Listed:
     """The order of any iterable of indices, such as a WeightedRandomSampler or a user's own BatchSampler.
 
-    The list is built once an epoch, under a random stream keyed by (seed, epoch), from a copy of the sampler. So it is
-    a function of both, even if the sampler changes in a pass, for instance by shuffling a list of its own in place. A
-    sampler is refused if its list does not repeat, or if its epochs differ only by the number of passes.
+    The list is built once an epoch, with generators seeded by (seed, epoch), from a copy of the sampler. So it is a
+    function of both, even if the sampler changes in a pass, for instance by shuffling a list in place. A sampler is
+    refused if its list does not repeat, or if its epochs differ only by the number of passes.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._lists: dict[tuple[int, int], ListedEpoch] = {}
-        # torch's own samplers repeat themselves; others have to prove it once.
+        # torch's own samplers repeat themselves; others are tested once.
         self._pure = self._trusted = _is_pure(sampler)
 
     def length(self, seed: int, epoch: int) -> int:
@@ -114,7 +114,8 @@ class Listed:
         again, second = self._build(seed, epoch, passes=2)
         if again.crc != listed.crc:
             return False
-        # One that changes in a pass, but not by its streams, would give the same list in every epoch.
+        # A sampler that changes itself in each pass, without random numbers, would give the same list in every epoch,
+        # because each list starts from a fresh copy.
         return second.crc == again.crc or self._build(seed, epoch + 1)[0].crc != listed.crc
 
     def _build(self, seed: int, epoch: int, passes: int = 1) -> list[ListedEpoch]:
@@ -168,7 +169,7 @@ class Understood:
     Attributes:
         order: of all ranks together.
         seed, tail, world: as the sampler states them, or None.
-        division: signs that the sampler divides its list among ranks by itself; None if there are none.
+        division: signs that the sampler shards its list by itself; None if there are none.
     """
 
     order: Order | Listed

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["Share", "Tail", "World", "check_tail", "mesh_in_use"]
 
 Tail = Literal["pad", "drop", "uneven"]
-"""How samples that do not divide by the world size are shared: repeat some, leave some out, or unequal shares."""
+"""What to do with the last samples if their number is not divisible by the world size.
+
+Repeat some, leave some out, or give ranks unequal numbers.
+"""
 
 
 def check_tail(tail: object) -> None:
@@ -63,12 +66,14 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The GPU of the local rank, or the CPU where there is none."""
+        """The GPU of the local rank, or the CPU if there is none."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     @classmethod
     def current(cls) -> World:
-        """The world as torch.distributed has it, else as RANK, WORLD_SIZE and LOCAL_RANK have it, else one process.
+        """The world of torch.distributed if it is initialized, otherwise that of RANK, WORLD_SIZE and LOCAL_RANK.
+
+        Without these, a single process.
 
         Raises:
             MidepochError: the environment is half set, does not parse, or contradicts torch.distributed.
@@ -125,7 +130,7 @@ class World:
 
 
 def mesh_in_use() -> DeviceMesh | None:
-    """A device mesh of several dimensions that this process keeps, if any. Looks at all objects: some 50 ms."""
+    """A DeviceMesh of several dimensions that exists in this process, or None. Scans all objects: about 50 ms."""
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
@@ -161,15 +166,15 @@ def _shown(environment: Mapping[str, int]) -> str:
 class Share:
     """The batches of one rank in the rest of one epoch, from a position on.
 
-    Counts and coverage are those of DistributedSampler (its ``drop_last`` is the tail here) with DataLoader (its
-    ``drop_last`` is the one here), applied to what is left of the epoch.
+    Gives the same numbers of samples and the same coverage as a DistributedSampler in a DataLoader, applied to what is
+    left of the epoch. `tail` corresponds to DistributedSampler's ``drop_last``, `drop_last` to DataLoader's.
 
     Args:
         size: units in the whole epoch.
         start: the position to continue from, in [0, size].
         batch_size: units in one rank's batch.
         world: the rank whose share it is.
-        tail: how units that do not divide by the world size are shared.
+        tail: what to do with the last units if their number is not divisible by the world size.
         drop_last: leave out a last batch that is not full.
     """
 
@@ -191,7 +196,7 @@ class Share:
         return (self.size - self.start) // self.global_batch
 
     def _rest(self) -> tuple[int, int]:
-        """First unit, relative to the rest, and number of units of this rank in the step after the full ones."""
+        """(offset, count): this rank's units in the last, incomplete step."""
         rest = (self.size - self.start) % self.global_batch
         world_size, rank = self.world.world_size, self.world.rank
         if self.tail == "drop":
@@ -213,7 +218,7 @@ class Share:
 
     @functools.cached_property
     def global_steps(self) -> int:
-        """The most batches that any rank has; differs from `steps` only where shares are uneven."""
+        """The most batches that any rank has; differs from `steps` only if shares are uneven."""
         if self.tail != "uneven":
             return self.steps
         rest = (self.size - self.start) % self.global_batch

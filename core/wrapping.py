@@ -1,4 +1,4 @@
-"""`wrap`: choose the adapter of a source. The most specific is asked first; adapters are imported when needed."""
+"""`wrap`: choose the adapter of a source. Tries the most specific first, and imports adapters only when needed."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ _ENTRY_POINTS = "midepoch.adapters"
 # Modules that register collate functions with torch on import. These functions draw no random numbers.
 _DRAWLESS_COLLATES = ("nvidia.dali.plugin.pytorch.experimental.proxy",)
 
-# Trainers that restore their own count of batches beside a loader's state: the module that calls `load_state_dict`, and
-# the function that warns if the count does not fit. It is imported when that module calls.
+# Trainers that restore their own batch counter besides the loader's state: the module that calls `load_state_dict`, and
+# a function that warns if the counter does not match. The function is imported on that call.
 _COUNTING_TRAINERS = {
     "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
     "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
 }
 
 
-# Subclasses of torch's samplers that give the order of their parent, and keep a state beside it.
+# Subclasses of torch's samplers that have the order of their parent, and add a state.
 _AS_THEIR_PARENT = (("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),)
 
 
@@ -100,22 +100,23 @@ def wrap(
     Args:
         source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything
             that can be iterated more than once. What was wrapped already is returned as it is.
-        seed: of the order and of the random streams, in [0, 2**64). None: the source's own; else torch's initial seed
-            in a world of one; else 0. A seed that was not stated gives way to that of a loaded state.
-        world: which ranks share the data. None: torch.distributed as it is when iteration starts, else RANK, WORLD_SIZE
-            and LOCAL_RANK, else one process.
-        shard: whether midepoch divides the data over ranks and workers (True) or the source does so itself (False).
-            None: midepoch divides what can be indexed; for other sources it has to be stated where there is something
-            to divide.
-        randomness: "sample" gives each sample a random stream of its own; "none" leaves the caller's generators to the
-            source, which then does not repeat its augmentations.
-        tail: how samples that do not divide by the world size are shared: "pad" repeats at most world_size - 1 of them,
-            "drop" leaves them out, "uneven" gives unequal shares. None: as the source's DistributedSampler, else "pad".
+        seed: of the order and of the random streams, in [0, 2**64). None: the source's own seed; without one, torch's
+            initial seed in a single process, and 0 with several. If you pass none, a loaded state's seed replaces it.
+        world: which ranks share the data. None: torch.distributed if it is initialized when iteration starts, otherwise
+            RANK, WORLD_SIZE and LOCAL_RANK, otherwise a single process.
+        shard: whether midepoch shards the data over ranks and workers (True) or the source does so itself (False).
+            None: midepoch shards sources that can be indexed. For others, you must pass it if there are several ranks
+            or workers.
+        randomness: "sample" gives each sample its own random stream; "none" lets the source use the caller's
+            generators, so its augmentations are not repeated after a resume.
+        tail: what to do with the last samples if the number of samples is not divisible by the world size: "pad"
+            repeats at most world_size - 1 of them, "drop" leaves them out, "uneven" gives ranks unequal numbers. None:
+            as the source's DistributedSampler; without one, "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
         verify: what follows if the first sample of the epoch is not what the loaded state says. "sample": an error if
             it is another sample, a warning if only its bits differ. "strict": both are errors; "warn": both are
             warnings. "off": the sample is neither compared nor read for the state.
-        settings: what only some sources know, such as ``refill=True`` for webdataset pipelines: see `Settings`.
+        settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
     Raises:
         UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
@@ -133,7 +134,7 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
             f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
             "function"
         )
-    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another
+    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another one
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
         if not adapter.recognises(source):
             continue
@@ -141,8 +142,8 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
         if unknown:
             known = ", ".join(sorted(adapter.settings)) or "none"
             raise TypeError(
-                f"wrap() got {', '.join(map(repr, sorted(unknown)))}, which a {type(source).__name__} has no use for "
-                f"(settings of its own: {known}): leave it out"
+                f"wrap() got {', '.join(map(repr, sorted(unknown)))}, which does not apply to a "
+                f"{type(source).__name__} (it accepts: {known}): leave it out"
             )
         chosen = adapter.choose(source, options)
         if chosen is not None:
@@ -155,7 +156,7 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
 
 
 def _present(backend: _Backend, source: Any) -> bool:
-    """Whether the source can be of that backend; if not, the adapter is not imported."""
+    """Whether the source may be of that backend; if not, the adapter is not imported."""
     if backend.package is None:
         return True
     if backend.package not in sys.modules:
@@ -187,5 +188,5 @@ for _module, _path in _COUNTING_TRAINERS.items():
 
 @functools.cache
 def _registered() -> tuple[type[Adapter], ...]:
-    """Adapters of other packages, by entry point; asked before ours, since they know their own better."""
+    """Adapters of other packages, by entry point; tried before ours, because they are more specific."""
     return tuple(entry.load() for entry in sorted(entry_points(group=_ENTRY_POINTS), key=lambda entry: entry.name))

@@ -220,7 +220,7 @@ def test_a_combination_s_parts_are_those_of_its_own_mode() -> None:
     fuzz_states.first_batches(weighted, fuzz_states.whole)
     other = weighted.state_dict()
     fingerprint = zipped.state_dict()["fingerprint"]
-    with pytest.raises(StateCorruptError, match="not of the state's place"):
+    with pytest.raises(StateCorruptError, match="does not belong to the state's position"):
         zipped.load_state_dict(midepoch.reseal({**other, "fingerprint": fingerprint}))
 
 
@@ -236,7 +236,7 @@ def test_a_combination_is_not_continued_under_another_seed_s_draws() -> None:
     fuzz_states.first_batches(loader, fuzz_states.whole)
     good = loader.state_dict()
     make().load_state_dict(good)
-    with pytest.raises(StateCorruptError, match="not of the state's place"):
+    with pytest.raises(StateCorruptError, match="does not belong to the state's position"):
         make().load_state_dict(midepoch.reseal({**good, "seed": good["seed"] ^ 1}))
 
 

@@ -234,7 +234,7 @@ def test_a_copy_leads_where_seek_does_or_is_refused(
     state = loader.state_dict()
     write_json(tmp_path / "in", state)
     if state["detail"]:
-        with pytest.raises(StateError, match="only its source knows"):
+        with pytest.raises(StateError, match="only its source can move it"):
             seek(tmp_path / "in", tmp_path / "out", epoch=to[0], position=to[1])
         return
     moved = seek(tmp_path / "in", tmp_path / "out", epoch=to[0], position=to[1]).state
@@ -305,7 +305,7 @@ def test_what_cannot_be_sought_is_refused_and_nothing_is_written(tmp_path: Path)
     streamed = midepoch.wrap(range(5).__iter__, seed=0)
     next(iter(streamed))
     path.write_text(json.dumps(streamed.state_dict()))
-    with pytest.raises(StateError, match=r"is of iterable, and only its source knows .*call loader\.seek"):
+    with pytest.raises(StateError, match=r"adapter iterable\) has a detail, so only its .*call loader\.seek"):
         seek(path, out, position=2)
     with pytest.raises(SnapshotError, match="is a folder"):
         seek(tmp_path, out, epoch=1)

@@ -170,7 +170,7 @@ def test_each_widely_broken_loader_fails_the_law_that_says_most(law: str, kind: 
     report = check(kind, quick=True)
     assert law in [error.law for error in report.failures], str(report)
     seeds = kind is broken_loaders.OrdersByTheProcessSeed
-    assert all(("follows its process's global seeds" in error.cause) == seeds for error in report.failures)
+    assert all(("depends on the global seeds of its process" in error.cause) == seeds for error in report.failures)
 
 
 class DrawsItsSeed(ReferenceLoader):
@@ -282,7 +282,7 @@ def test_a_law_says_what_it_took_a_parameter_for() -> None:
     size, items = report.failures
     assert "size for the number of samples in the data set" in size.cure
     assert "items for a list of items for the source to deliver" in items.cure
-    assert "Leave out of options= what means something else" in size.cure
+    assert "If one means something else, pass options= without it" in size.cure
 
 
 def test_a_parameter_may_be_left_alone() -> None:

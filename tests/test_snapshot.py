@@ -595,7 +595,7 @@ def test_another_kind_of_optimizer_or_scaler_is_refused_before_anything_is_chang
     others: list[tuple[Any, Any, str]] = [
         (torch.optim.SGD, Scaler(False), "snapshot has no dampening, momentum, nesterov, which this optimizer needs"),
         (torch.optim.AdamW, Scaler(False), "is a AdamW, but the snapshot has the state of a Adam"),
-        (torch.optim.Adam, Scaler(True), "scaler differs: its state in the snapshot is empty"),
+        (torch.optim.Adam, Scaler(True), "scaler differs: its saved state is empty"),
     ]
     for optimizer, scaler, message in others:
         model, other = make(optimizer, scaler)

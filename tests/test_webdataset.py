@@ -344,9 +344,9 @@ def test_what_cannot_be_understood_is_replayed_if_the_user_says_so(urls: list[st
 
 
 def test_settings_are_checked(urls: list[str]) -> None:
-    with pytest.raises(TypeError, match=r"'refil'.*settings of its own: index_cache, progress, refill"):
+    with pytest.raises(TypeError, match=r"'refil'.*it accepts: index_cache, progress, refill"):
         midepoch.wrap(numbers(urls), refil=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'refill', which a list has no use for"):
+    with pytest.raises(TypeError, match="'refill', which does not apply to a list"):
         midepoch.wrap([1, 2], refill=True)
     for settings, message in (
         ({"refill": 1}, "refill must be True or False, got 1"),

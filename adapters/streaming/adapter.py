@@ -29,7 +29,7 @@ from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.indexed import draws_nothing
 from midepoch.reading.private import alive, keep_iterator, kept_iterator, shut_down
-from midepoch.reading.workers import WorkerAnswers, tell_of_a_death, workers_outlive_signals
+from midepoch.reading.workers import WorkerAnswers, raise_if_worker_died, workers_outlive_signals
 from midepoch.world import World
 
 __all__ = ["StreamingAdapter"]
@@ -590,7 +590,7 @@ def _raise_ended_by_other_pass() -> NoReturn:
 def _raise_for_worker(reason: str, error: Exception) -> None:
     if "Background thread failed" in reason:  # Streaming's message, from a worker
         _raise_thread_failed()
-    tell_of_a_death(reason, error)
+    raise_if_worker_died(reason, error)
 
 
 def _raise_thread_failed() -> NoReturn:

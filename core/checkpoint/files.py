@@ -57,7 +57,7 @@ class SnapshotFile:
 
         Raises:
             SnapshotError: another run's snapshot is there, or the new one cannot be loaded.
-            OSError, RuntimeError: it cannot be written. What was there is as it was.
+            OSError, RuntimeError: it cannot be written. What was there is unchanged.
         """
         self._check_owner()
         with _locked_draft(self.path) as (draft, descriptor):

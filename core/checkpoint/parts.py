@@ -56,7 +56,7 @@ def unwrapped(part: Any) -> Any:
 def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
     """The class names of the parts whose state fits only their own class.
 
-    A model is told by the names and shapes in its state, a loader by its fingerprint.
+    A model is identified by the names and shapes in its state, a loader by its fingerprint.
     """
     return {
         name: type(part).__qualname__
@@ -83,7 +83,8 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
         saved = saved_kinds.get(name, "")
         if name in kinds and saved not in ("", kinds[name]):
             raise SnapshotError(
-                f"{name} is a {kinds[name]}, but the snapshot has the state of a {saved}: make it as it was"
+                f"{name} is a {kinds[name]}, but the snapshot has the state of a {saved}: make it as in the run that "
+                "saved it"
             )
 
 
@@ -91,13 +92,13 @@ def _check_one(name: str, part: Any, state: Any) -> None:
     loader = loader_of(part)
     if loader is not None:
         loader._check_state(state)
-    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _has_a_say(part):
+    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _has_custom_loading(part):
         _check_model(name, part.state_dict(), state)
     elif isinstance(part, torch.optim.Optimizer):
         _check_optimizer(name, part.state_dict(), state)
     elif not state and part.state_dict():
         raise SnapshotError(
-            f"{name} differs: its state in the snapshot is empty, as that of a disabled part; make it as it was"
+            f"{name} differs: its saved state is empty, as if it had been disabled; make it as in the run that saved it"
         )
 
 
@@ -106,7 +107,7 @@ def _check_model(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
         if (key in own) != (key in saved) or not _can_fill(own[key], saved[key]):
             raise SnapshotError(
                 f"{name} differs at {key!r}: the snapshot has {_described(saved, key)}, this model "
-                f"{_described(own, key)}; make the model as it was"
+                f"{_described(own, key)}; make it as in the run that saved it"
             )
 
 
@@ -114,14 +115,15 @@ def _check_optimizer(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]
     mine, theirs = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))
     if mine != theirs:
         raise SnapshotError(
-            f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}; make it as it was"
+            f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}; make it as in the "
+            "run that saved it"
         )
     for own_group, saved_group in zip(own["param_groups"], saved["param_groups"], strict=True):
         # Schedulers add initial_lr to the groups of the optimizer they are made with.
         if lacking := own_group.keys() - saved_group.keys() - {"initial_lr"}:
             raise SnapshotError(
                 f"{name} differs: the snapshot has no {', '.join(sorted(lacking))}, which this optimizer needs; make "
-                "it as it was"
+                "it as in the run that saved it"
             )
 
 
@@ -143,7 +145,7 @@ def _described(state: Mapping[str, Any], key: str) -> str:
     return f"shape {tuple(value.shape)}{kind}"
 
 
-def _has_a_say(module: torch.nn.Module) -> bool:
+def _has_custom_loading(module: torch.nn.Module) -> bool:
     """Whether a module has its own code for loading, which may accept other names and shapes."""
     plain = torch.nn.Module._load_from_state_dict
     return any(

@@ -107,7 +107,7 @@ class Agreement:
             group = self._sending
         return Ranks(torch.distributed.get_rank(group), size, group)
 
-    def reached(self, ranks: Ranks, step: int, signalled: bool) -> bool:
+    def should_stop(self, ranks: Ranks, step: int, signalled: bool) -> bool:
         """Whether the ranks agree, after this step, that some rank has received a signal. False between questions."""
         if self.next_step != NEVER and step < self.next_step:
             return False

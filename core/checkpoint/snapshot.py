@@ -1,7 +1,7 @@
 """`Snapshot`: a training run in one file, on any number of processes.
 
-For scripts under torchrun, whose processes may be killed, stopped by a signal and started again in another number at
-any time. Rank 0 writes, all ranks read.
+For scripts under torchrun, whose processes may at any time be killed, preempted by a signal, or restarted with another
+number of ranks. Rank 0 writes, all ranks read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SECONDS_FOR_AN_AGENT_TO_SIGNAL = 30.0
 _logger = logging.getLogger("midepoch")
 
 
-class _Offer(NamedTuple):
+class _Contribution(NamedTuple):
     """One rank's contribution to a snapshot: its loaders' states and its generators, or why there is none."""
 
     loaders: dict[str, Any]
@@ -57,17 +57,17 @@ class Snapshot:
             ...
             snapshot.step()
 
-    Every process makes one, and calls `load`, `step` and `save` at the same places: they talk to each other.
+    Every process makes one, and calls `load`, `step` and `save` at the same points: the processes communicate there.
 
     A name that is a keyword of Snapshot itself goes into `parts`::
 
         midepoch.Snapshot("run/snapshot.pt", data=loader, parts={"keep": ema, "every": schedule})
 
-    On SIGTERM or SIGUSR1, be it to one process only, all of them save after the same batch and leave by SystemExit.
-    While they train, that costs a small exchange twice a second; in one process nothing.
+    When any process receives SIGTERM or SIGUSR1, all processes save after the same batch and raise SystemExit. With
+    several processes this takes a small exchange twice a second; with one it is free.
 
     The file is what ``torch.save`` writes: ``torch.load(path, weights_only=True)["parts"]["model"]`` is the model's
-    state. The snapshot before it lies beside it, ``snapshot.pt.1``, and is loaded where the newest is damaged.
+    state. The previous snapshot is kept as ``snapshot.pt.1`` and is loaded if the newest one is damaged.
 
     Attributes:
         path: of the newest snapshot.
@@ -91,15 +91,15 @@ class Snapshot:
             path: of the file, on storage that all processes see.
             every: batches between saves by `step`, at least 1; None to save on a signal only.
             keep: snapshots to keep, the newest included; at least 1.
-            signals: on which `step` saves and exits; empty to leave them alone.
-            exit_status: of the SystemExit that follows. torchrun takes 0 for finished work; a scheduler that restarts
-                the job on another status can be given that.
-            group: the processes that train together; None for all. It must be able to send what lies on the CPU. Where
-                the default group is not (NCCL alone), a group that is able is made.
+            signals: on which `step` saves and exits; empty to install no handlers.
+            exit_status: of the SystemExit that follows. torchrun takes 0 for success. Pass another status if your
+                scheduler restarts the job on it.
+            group: the processes that train together; None for all. It must support CPU tensors. If the default group
+                does not (NCCL only), a gloo group is made.
             parts: what to save, by name, as in `keywords`; for names that are arguments of Snapshot themselves.
             keywords: what to save, by name: anything with ``state_dict`` and ``load_state_dict``. A model in
-                DistributedDataParallel or compiled is saved as the module inside, so it can be loaded either way. Of a
-                loader all ranks' parts are saved, of everything else what rank 0 has.
+                DistributedDataParallel or compiled is saved as the module inside, so it can be loaded either way. For a
+                loader, all ranks' states are saved; for everything else, rank 0's.
 
         Raises:
             TypeError: there is nothing to save, a part has no state, or a name is both in `parts` and a keyword.
@@ -148,7 +148,7 @@ class Snapshot:
 
         Raises:
             SystemExit: a signal was received, by some process, and the snapshot was saved.
-            SnapshotError: it could not be saved; the one before is as it was.
+            SnapshotError: it could not be saved. The previous snapshot is intact.
         """
         self.steps += 1
         if self.steps >= self._due:
@@ -158,7 +158,7 @@ class Snapshot:
         ranks, agreement = self._agreement.ranks(), self._agreement
         stop = bool(self._signals.received)
         if ranks.size > 1:
-            stop = agreement.reached(ranks, self.steps, stop)
+            stop = agreement.should_stop(ranks, self.steps, stop)
         if stop or (self._every is not None and self.steps % self._every == 0):
             self.save(in_flight)
         if stop:
@@ -195,7 +195,7 @@ class Snapshot:
             in_flight: as in `step`.
 
         Raises:
-            SnapshotError: it could not be saved, on every process and with the reason; the one before is as it was.
+            SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
         ranks = self._agreement.ranks()
         states, offer = self._collect(in_flight)
@@ -217,7 +217,7 @@ class Snapshot:
             )
         self._file.claimed = True
 
-    def _collect(self, in_flight: int) -> tuple[dict[str, Any], _Offer]:
+    def _collect(self, in_flight: int) -> tuple[dict[str, Any], _Contribution]:
         """The states of all parts, and this rank's contribution."""
         states: dict[str, Any] = {}
         loaders: dict[str, Any] = {}
@@ -229,11 +229,11 @@ class Snapshot:
                     states[name] = part.state_dict()
                 else:
                     states[name] = loaders[name] = loader.state_dict(in_flight)
-            return states, _Offer(loaders, save_generators(), "")
+            return states, _Contribution(loaders, save_generators(), "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
-            return states, _Offer({}, "", f"{name} gave no state: {type(error).__name__}: {error}")
+            return states, _Contribution({}, "", f"{name} gave no state: {type(error).__name__}: {error}")
 
-    def _content(self, states: dict[str, Any], offers: list[_Offer]) -> dict[str, Any]:
+    def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:
         """The content that rank 0 writes, from its own states and all ranks' contributions."""
         for rank, offer in enumerate(offers):
             if offer.problem:
@@ -289,12 +289,12 @@ class Snapshot:
         """Load the newest sound snapshot. Every process must call it, with newly made parts.
 
         Returns:
-            True if there was one; False, and nothing is changed, if this run begins.
+            True if a snapshot was loaded; False if there is none. Then nothing is changed.
 
         Raises:
             SnapshotError: all snapshots are damaged, or some process cannot read what rank 0 reads, or a part does not
                 fit. A loader, a model or an optimizer that does not fit is found before anything is changed.
-            StateError: a loader does not fit; the parts are as they were.
+            StateError: a loader does not fit. The parts are unchanged.
         """
         ranks = self._agreement.ranks()
         found: Found | None = None
@@ -327,8 +327,8 @@ class Snapshot:
             failed = error
         except Exception as error:  # noqa: BLE001  # the other ranks must hear of it
             failed = SnapshotError(
-                f"{found.path} does not fit ({type(error).__name__}: {error}): make the parts as they were, or put "
-                "back a copy that nobody edited"
+                f"{found.path} does not fit ({type(error).__name__}: {error}): make the parts as in the run that saved "
+                "it, or restore a copy that was not edited"
             )
         problems = ranks.share(None if failed is None else str(failed))
         if failed is not None:
@@ -371,6 +371,6 @@ class Snapshot:
                 raise
             except Exception as error:
                 raise SnapshotError(
-                    f"{name} did not take its state ({type(error).__name__}: {error}): make it as it was, and start "
-                    "this process again"
+                    f"{name} did not take its state ({type(error).__name__}: {error}): make it as in the run that "
+                    "saved it, and start this process again"
                 ) from error

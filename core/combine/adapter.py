@@ -20,7 +20,7 @@ from .draws import Draws, Until
 from .standings import Standings
 from .steps import Mixture, OneAtATime, Together
 
-__all__ = ["CombinedAdapter", "Mode", "taken_apart"]
+__all__ = ["CombinedAdapter", "Mode", "names_and_parts"]
 
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential", "weighted"]
 """Which parts are read at a step."""
@@ -28,7 +28,7 @@ Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential", "weighted
 _LARGEST_NAMES = 2000  # characters; a fingerprint has 4096
 
 
-def taken_apart(loaders: Any) -> tuple[list[str], list[Loader], list[Any]]:
+def names_and_parts(loaders: Any) -> tuple[list[str], list[Loader], list[Any]]:
     """The parts' names for messages, the parts, and their keys."""
     if isinstance(loaders, Mapping):
         keys = list(loaders)
@@ -48,7 +48,7 @@ class CombinedAdapter(Adapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
-        names, loaders, self.keys = taken_apart(source)
+        names, loaders, self.keys = names_and_parts(source)
         self.parts = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
         self.remembers = all(part.remembers for part in self.parts)
         self.mode: Mode = options.settings["mode"]

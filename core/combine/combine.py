@@ -1,7 +1,7 @@
 """`combine`: several wrapped loaders as one, with one state.
 
-The parts stay what they are: each has its own cursor, and moves by being read. The combination adds which of them is
-read at each step, which is a function of its mode, its seed and the step, and where each part began in this epoch.
+Each part keeps its own cursor, and advances when it is read. The combination adds two things: which parts are read at a
+step (a function of its mode, its seed and the step), and where each part started in this epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.world import World
 
-from .adapter import CombinedAdapter, Mode, taken_apart
+from .adapter import CombinedAdapter, Mode, names_and_parts
 from .draws import Until
 
 __all__ = ["combine"]
@@ -48,27 +48,27 @@ def combine(
     weighted          a part is drawn for each step, by its weight
     ================  =================================================================================
 
-    A part that an epoch leaves unfinished begins its own next epoch with the combination's next.
+    A part that is unfinished when the combination's epoch ends starts its own next epoch together with the combination.
 
     Args:
-        loaders: what `wrap` or `combine` returned, each another object.
+        loaders: what `wrap` or `combine` returned; no loader twice.
         mode: see above.
-        weights: for "weighted", how often each part is drawn, relative to the others; at least 0. Not part of a state:
-            other weights go on from the same place.
-        until: for "weighted": "all" (None means that too) draws from the parts that are not finished, so that each
-            sample comes once; "first" ends the epoch with the first part that does; "cycle" lets a part that ends begin
-            its next epoch, until each has ended once.
-        steps: for "weighted", in place of `until`: an epoch has so many steps; parts that end begin their next epoch.
+        weights: for "weighted", how often each part is drawn, relative to the others; at least 0. Not saved: a state
+            can be loaded with other weights.
+        until: for "weighted": "all" (the default) draws from unfinished parts until all are finished, so each sample
+            comes once; "first" ends the epoch when the first part ends; "cycle" lets a part that ends begin its next
+            epoch, until each has ended once.
+        steps: for "weighted", instead of `until`: the number of steps in an epoch; parts that end begin their next one.
         labelled: for "sequential" and "weighted", hand out (name, batch), where the name is a dict's key or a list's
             index.
         seed: of the draws; see `wrap`.
-        world: see `wrap`; None for that of the parts.
+        world: see `wrap`; None: that of the parts.
         fingerprint: see `wrap`.
 
     Raises:
         TypeError, ValueError: an argument is out of range; a part has not been wrapped, or is there twice.
     """
-    names, parts, _ = taken_apart(loaders)
+    names, parts, _ = names_and_parts(loaders)
     if not parts:
         raise ValueError("combine needs at least one loader")
     for name, part in zip(names, parts, strict=True):
@@ -98,7 +98,7 @@ def combine(
 
 
 def _checked_weights(loaders: Any, weights: Any) -> list[float]:
-    _, parts, keys = taken_apart(loaders)
+    _, parts, keys = names_and_parts(loaders)
     if weights is None:
         return [1.0] * len(parts)
     if isinstance(loaders, Mapping) != isinstance(weights, Mapping):

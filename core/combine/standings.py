@@ -19,7 +19,7 @@ class Standings(NamedTuple):
         bases: the parts' epochs when the combination's epoch began.
         ended: bits of the parts that are known to have ended since.
         leaving: bits of the parts that begin their next epoch when they are next read, and not sooner, because only
-            their source can lead there.
+            reading advances their source.
         states: the parts' own.
     """
 

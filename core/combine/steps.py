@@ -30,7 +30,7 @@ class Mixture:
 
     Args:
         parts: in order.
-        standings: where they stand at first.
+        standings: their places at first.
         cycles: a part that ends begins its next epoch.
         upcoming: the detail at the beginning of an epoch of the combination.
 
@@ -66,7 +66,7 @@ class Mixture:
     def begin_again(self, number: int) -> None:
         """Let a part that has ended begin its next epoch when it is next read.
 
-        Not sooner: until then it may be that the epoch ends, or that batches in flight are asked for.
+        Deferred, because the epoch may end first, or a state of an earlier batch may be requested.
         """
         part = self.parts[number]
         following = part.epoch + (part.position > 0)
@@ -87,7 +87,7 @@ class Mixture:
         if number not in leaving:
             if over or part.pending or part.is_open or part.position == 0 or part.left() is not None:
                 return part.following()
-            # A loaded state may stand at the end of an epoch of unknown length; the loader alone would go on.
+            # A loaded state may be at the end of an epoch of unknown length. The loader alone would continue.
             prepare = part.peek
         begun: Callable[[], Any] | None = None
 
@@ -110,7 +110,7 @@ class Mixture:
         return _Mark(step, tuple([part.taken for part in self.parts]), self.ended, leaving)
 
     def standings(self, epoch: int, mark: _Mark) -> Standings:
-        """Where the parts stood at a mark. Raises StateError if a part does not remember."""
+        """The parts' places at a mark. Raises StateError if a part does not know it any more."""
         states = []
         for number, (part, taken) in enumerate(zip(self.parts, mark.taken, strict=True)):
             since = part.taken - taken
@@ -151,7 +151,7 @@ class Together(_CombinedSession):
     Args:
         mixture: the parts.
         run: where to begin.
-        shortest: the epoch ends with the first part that does.
+        shortest: the epoch ends when the first part ends.
         pack: brings the parts' batches into the form in which the parts were given.
     """
 
@@ -212,8 +212,8 @@ class OneAtATime(_CombinedSession):
         mixture: the parts.
         run: where to begin.
         draws: which part at which step; None for one part after the other.
-        weights: of the parts; those of weight 0 are waited for by nobody.
-        until: what ends the epoch, where `steps` does not.
+        weights: of the parts; those with weight 0 do not keep the epoch open.
+        until: what ends the epoch, if `steps` is None.
         steps: of an epoch, or None.
         labels: names to hand out with the batches, or None.
     """

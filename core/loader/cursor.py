@@ -28,15 +28,15 @@ class Phase(enum.Enum):
 
 
 class Cursor:
-    """Where a pass stands: its open session, and the batches handed out of it.
+    """The position of a pass: its open session, and the batches handed out of it.
 
-    With no open session, the loader's own place says where the pass stands.
+    With no open session, the loader's own place is the position of the pass.
 
     Attributes:
         phase: what the pass returns when it is asked for its next batch.
         owned: a pass uses this cursor. `peek` may create one first; the next pass then takes it.
         resumed: the pass continues from a loaded state.
-        steady: the next batch can be taken at once, with no check before it.
+        steady: the next batch can be taken at once, without the checks of `Loader._next`.
         session, world, seed: the open session, and the world and the seed it was opened with. `session` is None while
             nothing is open.
         opened: the place at which the session was opened.

@@ -1,4 +1,4 @@
-"""The view of a loader that combinations and trainers use: what they need to know of it, and do with it."""
+"""The internal interface to a loader for combinations and trainer callbacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def remembers(self) -> bool:
-        """Whether it knows its state of some batches ago."""
+        """Whether it still knows its state of some batches ago, as `in_flight` needs."""
         return self.loader._adapter.remembers
 
     @property
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def tail(self) -> Tail:
-        """How samples that do not divide by the world size are shared."""
+        """What to do with the last samples if their number is not divisible by the world size."""
         return self.loader._adapter.tail_in_use
 
     # --- how much there is ---
@@ -111,7 +111,7 @@ class Part:
         """The state at the beginning of `epoch`, for a loader that stands at `state`.
 
         Raises:
-            StateError: its source can only go where its own checkpoints lead.
+            StateError: its source can reach only the places of its own checkpoints.
         """
         if (state["epoch"], state["position"]) == (epoch, 0):
             return state
@@ -164,7 +164,7 @@ class Part:
         """Make an epoch's first batch the next one: that of the next epoch if this one has begun."""
         if self.loader.position:
             if not self.is_open and not self.remembers:
-                # Only the source can lead to its next epoch, from where it stands.
+                # Only reading its source leads to the next epoch.
                 with contextlib.suppress(StopIteration):
                     self.loader.peek()
             self.loader._end_epoch()

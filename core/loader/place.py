@@ -13,7 +13,7 @@ class Place(NamedTuple):
     Attributes:
         epoch: counted from 0.
         position: units of this epoch that all ranks together have received.
-        detail: what a source needs besides these two numbers to find the place; empty for most sources.
+        detail: the adapter's own part, if these two numbers are not enough to find the place; empty for most sources.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""Reads of a DataLoader's attributes, which go to the source; and what others would rebuild a loader from."""
+"""A DataLoader's attributes on a wrapped loader: read from the source, or stand-ins that cannot make up a loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset"]
 
 
 class SourceAttribute:
-    """An attribute of the source, to be read on the loader. Assigning it is refused: nothing would follow it."""
+    """An attribute of the source, to be read on the loader. Assignment raises, because it would have no effect."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class SourceAttribute:
 class SourceDataset(SourceAttribute):
     """The source's dataset, if it can be indexed.
 
-    Of an iterable one, trainers that skip batches would make a plain loader, which begins again without a word.
+    Raises for an IterableDataset: trainers that skip batches would make a plain loader, which silently starts over.
     """
 
     def _read(self, source: Any) -> Any:
@@ -50,7 +50,7 @@ class SourceDataset(SourceAttribute):
 
 
 class BatchesOfOurs:
-    """Stands where a DataLoader has its batch sampler: what is made of it would skip batches by itself.
+    """A stand-in for a DataLoader's batch sampler. It raises when used: a loader made of it would skip batches.
 
     Lightning looks for a sampler in it, and finds none.
     """
@@ -70,11 +70,11 @@ class BatchesOfOurs:
 
 
 class Sampler:
-    """Stands where a DataLoader has its sampler: trainers call `set_epoch`, programs print the length.
+    """A stand-in for a DataLoader's sampler: trainers call `set_epoch`, programs print the length.
 
     Args:
         set_epoch: the loader's.
-        length: samples of one epoch on this rank; raises TypeError where nobody knows.
+        length: samples of one epoch on this rank; raises TypeError if it is unknown.
     """
 
     def __init__(self, set_epoch: Callable[[int], None], length: Callable[[], int]) -> None:

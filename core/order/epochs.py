@@ -62,7 +62,7 @@ def checked_integer(name: str, value: object, least: int) -> int:
 
 
 def checked_size(value: object) -> int:
-    """`value` as a number of positions; TypeError or ValueError if it is none."""
+    """`value` as a number of positions; TypeError or ValueError if it is not a valid one."""
     size = checked_integer("size", value, least=0)
     if size > MAXIMUM_SIZE:
         raise ValueError(f"size must be at most {MAXIMUM_SIZE}, got {size}")
@@ -70,7 +70,7 @@ def checked_size(value: object) -> int:
 
 
 def checked_epoch(seed: object, epoch: object) -> None:
-    """Raise TypeError or ValueError for a seed or an epoch that is none."""
+    """Raise TypeError or ValueError if the seed or the epoch is invalid."""
     checked_integer("epoch", epoch, least=0)
     if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
@@ -111,13 +111,13 @@ class _Ahead(NamedTuple):
     step: int
     """From one request to the next."""
     requests: int
-    """Requests expected, the one made included."""
+    """Requests expected, including the current one."""
 
 
 class ComputedEpoch:
-    """Computes ahead of requests that follow one another: a call of numpy costs as much as many values.
+    """Computes values ahead for consecutive requests, because one numpy call costs as much as computing many values.
 
-    Requests may follow at a distance: a rank asks for its part of each global batch.
+    Requests may be strided: a rank asks for its part of each global batch.
     """
 
     def __init__(self, size: int, reach: int) -> None:
@@ -170,7 +170,7 @@ class ComputedEpoch:
         return _Ahead(start, stride, values, length, step, count)
 
     def _expect(self, last: _Ahead, start: int, length: int) -> tuple[int, int]:
-        """From one request to the next, and how many to expect: ever more as long as they do come."""
+        """The stride between requests, and how many to compute ahead: ever more while the predictions hold."""
         distance = start - last.start
         if distance == last.step * last.requests and (length == last.length or last.step == last.length):
             step = length if last.step == last.length else last.step

@@ -12,7 +12,7 @@ from .permutations import MAXIMUM_SORTED, Feistel, sorted_by_key
 
 __all__ = ["Sequential", "Shuffled"]
 
-# Its own for each kind of order, so that no two orders, nor a sample's random stream, ever share a key.
+# A constant for each kind of order, so that no two orders, nor a sample's random stream, ever share a key.
 _SHUFFLED = int.from_bytes(b"shuffled", "big")
 
 
@@ -31,7 +31,7 @@ class Sequential:
         object.__setattr__(self, "size", checked_size(self.size))
 
     def epoch(self, seed: int, epoch: int) -> EpochOrder:
-        """The order of one epoch. Raises TypeError or ValueError for a seed or epoch that is none."""
+        """The order of one epoch. Raises TypeError or ValueError if the seed or the epoch is invalid."""
         checked_epoch(seed, epoch)
         return _SequentialEpoch(self.size)
 
@@ -44,8 +44,8 @@ class Sequential:
 class Shuffled:
     """Every sample once, in an order that looks random; another one in each epoch and for each seed.
 
-    Up to 65536 samples the order is sorted out once per epoch. Above, each position is computed when it is
-    asked for, so that start-up time and memory are constant whatever the size.
+    For up to 65536 samples, a table is built by sorting once per epoch. Above, each position is computed when it
+    is asked for, so start-up time and memory are constant whatever the size.
 
     Attributes:
         size: number of samples, 0 to ``MAXIMUM_SIZE``.
@@ -58,7 +58,7 @@ class Shuffled:
         object.__setattr__(self, "size", checked_size(self.size))
 
     def epoch(self, seed: int, epoch: int) -> EpochOrder:
-        """The order of one epoch. Raises TypeError or ValueError for a seed or epoch that is none."""
+        """The order of one epoch. Raises TypeError or ValueError if the seed or the epoch is invalid."""
         checked_epoch(seed, epoch)
         key = derive_key(_SHUFFLED, seed, epoch, self.size)
         return _SortedEpoch(self.size, key) if self.size <= MAXIMUM_SORTED else _FeistelEpoch(self.size, key)
@@ -80,7 +80,7 @@ class _SequentialEpoch:
 
 
 class _SortedEpoch:
-    """A shuffled order small enough to be sorted, which the first request does."""
+    """A shuffled order small enough for a table, which the first request builds."""
 
     def __init__(self, size: int, key: int) -> None:
         self._size = size

@@ -1,6 +1,6 @@
 """An order for storage that reads neighbours faster: blocks are shuffled, then samples within windows of blocks.
 
-A place is a position in the sequence of shuffled blocks; a slot, a block's number in that sequence.
+Terms: a *place* is a sample's position in the sequence of shuffled blocks; a *slot* is a block's index in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .permutations import MAXIMUM_SORTED, Feistel, permutation, sortable, sorted
 
 __all__ = ["Windowed"]
 
-# Its own for each kind of order, so that no two orders, nor a sample's random stream, ever share a key.
+# A constant for each kind of order, so that no two orders, nor a sample's random stream, ever share a key.
 _WINDOWED = int.from_bytes(b"windowed", "big")
 
 
@@ -29,18 +29,17 @@ class Windowed:
 
     First the blocks are shuffled as wholes, in one sequence over the epoch. The sequence is then cut into
     half windows of ``max(1, window // 2)`` blocks, and the samples are shuffled twice: within each half
-    window, and (where ``window > 1``) once more between the middles of neighbouring half windows. So a
-    sample may leave its half window on either side, and its new place is uniform over the stretch from the
-    middle of the half window before to the middle of the one after, where the half windows have equal
-    lengths.
+    window, and (if ``window > 1``) once more between the middles of neighbouring half windows. So a sample may
+    move into either neighbouring half window. If all half windows are equally long, its new place is uniform
+    between the middle of the previous one and the middle of the next one.
 
-    At any time at most ``window`` blocks are open, that is, begun and not finished. A sample moves, against
-    the sequence of shuffled blocks, by fewer positions than its own half window has and half of the
-    neighbouring one that it moves into. With blocks of constant size and ``window > 1`` that is fewer than
+    At any time at most ``window`` blocks are open, that is, begun and not finished. Relative to the sequence of
+    shuffled blocks, a sample moves by less than the length of its half window plus half the length of the
+    neighbouring one that it moves into. With blocks of constant size and ``window > 1`` that is less than
     ``0.75 * window * block_size``.
 
-    Start-up time and memory (a few megabytes at most) do not depend on ``size`` and ``window``; where blocks
-    differ in size there is also a table of all blocks.
+    Start-up time and memory (a few megabytes at most) do not depend on ``size`` and ``window``. If blocks differ
+    in size, there is also a table of all blocks.
 
     Attributes:
         size: number of samples, 0 to ``MAXIMUM_SIZE``.
@@ -69,7 +68,7 @@ class Windowed:
         object.__setattr__(self, "window", checked_integer("window", self.window, least=1))
 
     def epoch(self, seed: int, epoch: int) -> EpochOrder:
-        """The order of one epoch. Raises TypeError or ValueError for a seed or epoch that is none."""
+        """The order of one epoch. Raises TypeError or ValueError if the seed or the epoch is invalid."""
         checked_epoch(seed, epoch)
         return _WindowedEpoch(self, derive_key(_WINDOWED, seed, epoch, self.size))
 
@@ -118,7 +117,7 @@ class _BlockSequence(Protocol):
     count: int
 
     def starts(self, slots: Indices) -> Indices:
-        """First places of slots in [0, count]; that of slot ``count`` is the number of samples."""
+        """First places of slots in [0, count]; for slot ``count``, the number of samples."""
         ...
 
     def slots_at(self, places: Indices) -> Indices:

@@ -1,1 +1,1 @@
-"""One random stream for each sample; the caller's generators stay as they were."""
+"""One random stream for each sample. The caller's generators are left unchanged."""

@@ -1,14 +1,14 @@
-"""The global random generators of python, numpy and torch: borrowed around a batch, and given back as they were.
+"""The global random generators of python, numpy and torch: saved before a batch and restored after it.
 
-Public calls do the saving and the restoring, and nothing is ever written into memory that is not ours. numpy's cost the
-most: to save its state takes 40 microseconds and to restore it 55, a tenth of a training step of a millisecond. So
-numpy is lent a bit generator of ours instead, which takes 0.2.
+Public calls save and restore, and nothing is ever written into memory that is not ours. numpy's calls are the slowest:
+saving takes 40 microseconds and restoring 55, a tenth of a training step of a millisecond. So numpy's global bit
+generator is replaced by one of ours instead, which takes 0.2.
 
-Two questions come up in each batch, and have no cheap public answer: whether anybody has drawn, and whether numpy keeps
-the second of a pair of normal numbers, which lending would lose. A few bytes of the generators answer them in 0.2
-microseconds each. They are read where generators of the same types have proved where they stand, else the public calls
-answer, at 270 microseconds a batch instead of 5 (2 cores, 2026-11-24, torch 2.13, numpy 2.1). Everything here
-is of one process and one thread.
+For each batch we must also know whether any generator was used, and whether numpy has cached the second of a pair of
+normal numbers, which the replacement would lose. No cheap public call tells. A few bytes of the generators do, in 0.2
+microseconds each. They are read only if a test on generators of the same types confirms the memory layout. Otherwise
+the public calls are used, at 270 microseconds a batch instead of 5 (2 cores, 2026-11-24, torch 2.13, numpy 2.1). This
+module assumes one process and one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LentGlobals:
     """`borrow` the global generators, seed them as often as needed, then `give_back`.
 
     Args:
-        by_memory: False asks the public calls alone.
+        by_memory: False: use only public calls.
     """
 
     def __init__(self, by_memory: bool = True) -> None:
@@ -42,7 +42,7 @@ class LentGlobals:
         # Looked up once: the path of every batch leads through here.
         self._generator: Any = random._inst
         self._torch = torch.default_generator
-        # numpy's RandomState is lent a bit generator of ours: seeding it means the same whatever the caller's is.
+        # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = np.random.MT19937(0)
         self._python_stamp, self._numpy_stamp, self._pair_stamp = _PythonState(), _NumpyState(self._ours), _Pair()
         pair = _offset_of_pair()
@@ -60,7 +60,7 @@ class LentGlobals:
         self._stamps: tuple[Any, ...] = ()
 
     def borrow(self) -> None:
-        """Remember the caller's states, and let `touched` tell whether they change from here on."""
+        """Save the caller's states. From now on, `touched` reports whether a generator was used."""
         python = self._python_stamp.tobytes(), self._generator.gauss_next
         if python != self._python_saved_at:
             self._python_saved, self._python_saved_at = random.getstate(), python
@@ -71,7 +71,7 @@ class LentGlobals:
         self._stamps = python, self._numpy_stamp.tobytes(), self._torch_saved.numpy().tobytes()
 
     def give_back(self) -> None:
-        """Put the caller's states back."""
+        """Restore the caller's states."""
         np.random.set_bit_generator(self._numpy_saved)
         if self._pair_saved is not None:
             np.random.set_state(self._pair_saved)
@@ -80,12 +80,12 @@ class LentGlobals:
             random.setstate(self._python_saved)
 
     def watch(self) -> None:
-        """Let `touched` tell what happens from here on."""
+        """From now on, `touched` reports whether a generator was used."""
         python = self._python_stamp.tobytes(), self._generator.gauss_next
         self._stamps = python, self._numpy_stamp.tobytes(), self._torch.get_state().numpy().tobytes()
 
     def touched(self) -> bool:
-        """Whether a number has been drawn since `borrow` or `watch`, or a seed set."""
+        """Whether a generator was used or seeded since `borrow` or `watch`."""
         return self._stamps != (
             (self._python_stamp.tobytes(), self._generator.gauss_next),
             self._numpy_stamp.tobytes(),
@@ -93,13 +93,14 @@ class LentGlobals:
         )
 
 
-# --- what tells one state from another --------------------------------------------------------------------------------
-# The count of numbers drawn comes back to itself after 624, when all words have been made again: it and some words do.
+# --- stamps: they change when a generator is used ---------------------------------------------------------------------
+# A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new. So a
+# stamp in memory holds the index and a few words.
 
 
 class _Stamp(Protocol):
     def tobytes(self) -> bytes:
-        """Bytes that change when the generator does."""
+        """Bytes that change when the generator is used."""
 
 
 class _PythonState:
@@ -138,7 +139,7 @@ def _numpy_stamp(bits: Any) -> memoryview:
 
 @functools.cache
 def _python_is_known() -> bool:
-    """True if a generator's state stands where `_python_stamp` reads it."""
+    """True if a generator's state is where `_python_stamp` reads it."""
     generator = random.Random(1)
     if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + 4 * (_WORDS + 1):
         return False
@@ -148,7 +149,7 @@ def _python_is_known() -> bool:
 
 @functools.cache
 def _numpy_is_known() -> bool:
-    """True if a bit generator's state stands where `_numpy_stamp` reads it."""
+    """True if a bit generator's state is where `_numpy_stamp` reads it."""
     bits = np.random.MT19937(1)
     state: Any = bits.state["state"]
     return _numpy_stamp(bits).tobytes() == struct.pack("5I", *state["key"][-4:].tolist(), state["pos"])
@@ -156,10 +157,10 @@ def _numpy_is_known() -> bool:
 
 @functools.cache
 def _offset_of_pair() -> int | None:
-    """Where a RandomState says that it keeps a second normal number: ``struct { int has_gauss; double gauss; }``.
+    """The offset of a RandomState's cached normal number: ``struct { int has_gauss; double gauss; }``.
 
     Returns:
-        Bytes from its beginning; None if that cannot be told.
+        Bytes from its beginning; None if it is not certain.
     """
     if sys.implementation.name != "cpython":
         return None

@@ -1,12 +1,12 @@
-"""The random generators that a dataset or a collate function holds: where they are looked for, and how one is keyed.
+"""Finds the random generators that a dataset or a collate function holds, and seeds them.
 
-They are looked for here, and nowhere else (docs/limits.md shows what is not found):
+It looks here, and nowhere else (docs/limits.md shows what is not found):
 
 * in the attributes and slots of objects, from the given ones on;
 * in plain containers (dict, list, tuple, set, frozenset, deque) of at most `LONGEST_CONTAINER` members;
 * in the parts of partials, bound methods and closures;
-* at the top of the classes of objects so found, in the closures of their methods, and at the top of the modules that
-  define these classes and functions.
+* in the attributes of the classes of objects so found, in the closures of their methods, and in the globals of the
+  modules that define these classes and functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST_CONTAINER = 256
 """Members. A longer container holds data, which is not walked."""
 
 MOST_OBJECTS = 10_000
-"""Looked at in one search, the nearest first, so that its cost has a bound: some 20 ms."""
+"""The most objects that one search visits, the nearest first. This limits it to about 20 ms."""
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, random.Random)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -40,17 +40,17 @@ _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.gener
           torch.dtype, torch.device, range, memoryview, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
 _MASK_32 = (1 << 32) - 1
-_ANY = "*"  # in a path: any of several that have no name of their own; they share a stream
+_ANY = "*"  # in a path: members without a name, such as those of a set; they share a stream
 
 
 @dataclass(frozen=True)
 class OwnedGenerator:
-    """A generator that was found, and how to save, key and restore it.
+    """A generator that was found, and how to save, seed and restore it.
 
     Attributes:
-        path: that led to it.
-        generator: itself; the bit generator of numpy's, which several Generators may share.
-        salt: a number made of the path, which tells its stream from others'.
+        path: that leads to it.
+        generator: itself; for numpy's the bit generator, which several Generators may share.
+        salt: a hash of the path, which makes its stream differ from others'.
     """
 
     path: str
@@ -62,13 +62,13 @@ class OwnedGenerator:
 
 
 def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
-    """The generators that `roots` hold, and the paths of those that cannot be keyed. The global ones are left out."""
+    """The generators that `roots` hold, and the paths of those that cannot be seeded. The global ones are left out."""
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
     paths: set[str] = set()
     queue: deque[tuple[str, Any]] = deque((type(root).__name__, root) for root in roots)
-    seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no identity is used twice
-    # By type, never `isinstance`: that asks the object, which may import a module to answer.
+    seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is used twice
+    # Compare types: `isinstance` may run the object's own code (`__class__`), which may import a module.
     while queue and len(seen) < MOST_OBJECTS:
         path, value = queue.popleft()
         if issubclass(type(value), np.random.Generator):
@@ -83,14 +83,14 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             if controls is None:
                 hopeless.append(f"{path} ({type(value).__name__})")
                 continue
-            path = _told_apart(path, paths)
+            path = _unique(path, paths)
             paths.add(path)
             found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
     return found, hopeless
 
 
-def _told_apart(path: str, taken: set[str]) -> str:
-    """The path, or another where classes, say, are called alike."""
+def _unique(path: str, taken: set[str]) -> str:
+    """The path, with a number if it is taken, for example by a class of the same name."""
     name, count = path, 2
     while name in taken and _ANY not in path:
         name, count = f"{path}~{count}", count + 1
@@ -98,7 +98,7 @@ def _told_apart(path: str, taken: set[str]) -> str:
 
 
 def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """What can be reached in one step, with its path. What an object answers itself is not asked: it may open files."""
+    """What can be reached in one step, with its path. Never runs the object's own code, which might open files."""
     kind = type(value)
     if issubclass(kind, functools.partial):
         steps = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
@@ -147,7 +147,7 @@ def _members(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _text(key: object) -> str:
-    """What a key is called, the same in each process."""
+    """The name of a key, the same in each process."""
     if isinstance(key, tuple):
         return f"({', '.join(map(_text, key))})"
     return repr(key) if key is None or type(key) in (str, bytes, int, float, bool, complex) else _ANY
@@ -194,13 +194,13 @@ def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str
 
 
 def _prefix(module: str | None) -> str:
-    """In front of what a module holds; the program itself is called differently by whoever runs it."""
+    """The prefix for what a module holds. Empty for the program itself, whose name differs between processes."""
     return f"{module}." if module not in (None, "__main__", "__mp_main__") else ""
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_library(module: str | None) -> bool:
-    """Of modules that are large, and draw from no generator of their own."""
+    """Whether a module is of a large package that uses no generator of its own."""
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
@@ -217,7 +217,7 @@ _Controls = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
 
 
 def _controls(found: Any) -> _Controls | None:
-    """save, restore, start; None for what cannot be keyed."""
+    """save, restore, start; None for what cannot be seeded."""
     if isinstance(found, np.random.BitGenerator):
         bits: Any = found
         return (
@@ -226,7 +226,7 @@ def _controls(found: Any) -> _Controls | None:
             functools.partial(_start_bit_generator, bits),
         )
     if isinstance(found, np.random.RandomState):
-        # One on another bit generator than MT19937 cannot be seeded, only replaced in state.
+        # A RandomState over another bit generator than MT19937 has no `seed`: the bit generator's state is set instead.
         seeded = isinstance(found._bit_generator, np.random.MT19937)
         start = _seeding(found) if seeded else functools.partial(_start_bit_generator, found._bit_generator)
         return functools.partial(found.get_state, legacy=False), found.set_state, start

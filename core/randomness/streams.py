@@ -1,9 +1,9 @@
-"""One random stream for each sample; the caller's generators are left as they were found.
+"""One random stream for each sample. The caller's generators are left unchanged.
 
-Code inside a dataset draws from generators that it did not choose with resuming in mind: the global ones of python,
-numpy and torch, or some that it owns. While a sample is read, all of them are put under a stream of that sample alone,
-keyed by (seed, epoch, position). So the sample's augmentation does not depend on which process reads it, after which
-others, or whether the epoch was interrupted before.
+Code inside a dataset draws from generators that know nothing of resuming: the global ones of python, numpy and torch,
+or some that it owns. Before a sample is read, all of them are seeded for that sample, with a key of (seed, epoch,
+position). So the sample's augmentation does not depend on which process reads it, after which others, or whether the
+epoch was interrupted before.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Purpose:
     MIXING = 5  # which of several loaders is read at a step
 
 
-# What `sample_generator` reads: the key of the sample that is being read, or the Streams that look on meanwhile; the
-# generator that was made of the key; whether either was asked for.
+# What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;
+# `generator`: (key, the generator made from it); `used`: whether code has asked for either.
 _current = threading.local()
 
 
 def process_seed() -> int:
-    """torch's initial seed, read and not consumed: what a world of one uses where nobody states a seed."""
+    """torch's initial seed, read and not consumed: the default seed of a single process."""
     key = getattr(_current, "key", None)
     if isinstance(key, Streams):
         key.asked = True  # a sample that depends on it has to be read under its key
@@ -55,8 +55,8 @@ def process_seed() -> int:
 def sample_generator() -> np.random.Generator:
     """The numpy Generator of the sample that is being read: the way to random numbers that needs no global generator.
 
-    Call it inside ``__getitem__``, ``__next__``, ``__getitems__`` or ``collate_fn`` of what midepoch reads. Two calls
-    for one sample return the same Generator, which goes on; it belongs to this sample, so do not keep it.
+    Call it inside ``__getitem__``, ``__next__``, ``__getitems__`` or ``collate_fn`` of what midepoch reads. Calls for
+    the same sample return the same Generator, which continues its sequence. It is for this sample only: do not keep it.
 
     Raises:
         MidepochError: no sample is being read in this thread.
@@ -78,7 +78,7 @@ def sample_generator() -> np.random.Generator:
 
 
 class Streams:
-    """Every generator that reading a sample can draw from, put under one key at a time.
+    """Every generator that reading a sample can draw from, seeded with one key at a time.
 
     ::
 
@@ -87,20 +87,20 @@ class Streams:
                 start(key)
                 samples.append(dataset[index])
 
-    Behind the block the caller's generators are as they were; in a worker process of a DataLoader there is no caller,
-    and nothing is put aside. `begin` and `end` do the same where a block cannot. Not thread-safe, as the global
+    After the block the caller's generators are restored. In a worker process of a DataLoader there is no caller, so
+    nothing is saved. Use `begin` and `end` if a ``with`` block is not possible. Not thread-safe, as the global
     generators are not.
 
-    Seeding them takes six microseconds, which is a lot where nobody draws. So a reader may look on while a batch is
-    read under no key, once `unused` says that nobody has drawn so far: ``look()``, read, then ``leave()``, which tells
-    whether anybody has. That batch is read again, under its keys.
+    Seeding takes six microseconds a sample, which is wasted if the code draws nothing. So while `unused` is true, a
+    reader reads a batch without seeding and only watches: ``look()``, read, ``leave()``. If `leave` returns True, it
+    reads the batch again, with seeding.
 
     Args:
-        roots: objects whose own generators are looked for (a dataset, a collate_fn): at each `begin_pass`, and once
-            more behind the first batch of the pass, where `made_late` is asked.
+        roots: objects to search for their own generators (a dataset, a collate_fn): at each `begin_pass`, and once more
+            after the first batch of the pass, when `made_late` is called.
 
     Attributes:
-        unused: nobody has drawn in this process, and there is no generator but the global ones.
+        unused: no code has drawn in this process, and there are no generators but the global ones.
         asked: `sample_generator` was called since `look`.
     """
 
@@ -108,15 +108,15 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._first = False  # no batch of this pass has been read
-        self._told: set[str] = set()
+        self._warned: set[str] = set()  # paths
         self._globals = LentGlobals()
-        # Looked up once: this is done for every sample. python's without the argument handling of random.seed.
+        # Looked up once: these are called for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
         self._seed_python = super(random.Random, self._python_generator).seed
         self._start_numpy = np.random.seed
         self._start_torch = torch.default_generator.manual_seed
         self._saved: list[Any] | None = None
-        self._lent = False  # in a worker process, for good
+        self._lent = False  # True in a worker process, for good
         self._outer: tuple[Any, ...] = (None, None, None)
         self._drawn = False
         self.unused = self.asked = False
@@ -124,14 +124,14 @@ class Streams:
     # --- looking for generators ---
 
     def begin_pass(self, *more: object) -> None:
-        """Look for generators, behind `more` too, before the first sample of a pass is read in this process."""
+        """Look for generators, in `more` too, before the first sample of a pass is read in this process."""
         self._search(more)
         self._first, self.unused = True, False
 
     def begin_replay(self) -> None:
-        """In place of `begin_pass`, for a source that is always read from its start, and never again.
+        """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
 
-        A generator that it makes while it is read has no key in that pass, so it has none in the next one either.
+        Generators that the source creates while it is read are not seeded in that pass, so they are not in later ones.
         """
         before = self._owned
         self._search(())
@@ -140,9 +140,9 @@ class Streams:
             self._owned = [each for each in self._owned if {id(each.generator), each.path} & known]
 
     def made_late(self, *more: object) -> bool:
-        """Whether the first batch of a pass has made generators, from which it drew without a key.
+        """Whether the first batch of the pass created generators, which were not seeded yet.
 
-        They are known from now on, and the batch has to be read once more. Asked after each batch.
+        If so, read the batch again; they are seeded from now on. Call it after every batch.
         """
         if not self._first:
             return False
@@ -151,16 +151,16 @@ class Streams:
         self._search(more)
         known = {id(each.generator) for each in before}
         late = [each for each in self._owned or () if id(each.generator) not in known]
-        # Those that were known keep the name that they have in this pass, wherever samples have put them.
+        # Known generators keep their path for this pass, even if samples have moved them.
         self._owned = [*before, *late]
         self.unused = not self._drawn and not self._owned
         return bool(late)
 
     def warn_of_late(self) -> None:
-        """Warn where `made_late` has found something and the batch cannot be read again."""
+        """Warn if `made_late` has found something and the batch cannot be read again."""
         warnings.warn(
-            "code of the source has made a random generator while the first batch was read, which cannot be read "
-            "again, so that batch may not be drawn alike after a resume: make the generator in __init__, or use "
+            "code of the source has made a random generator while the first batch was read, and that batch cannot be "
+            "read again; its random numbers may differ after a resume: make the generator in __init__, or use "
             "midepoch.sample_generator()",
             MidepochWarning,
             stacklevel=3,
@@ -169,19 +169,19 @@ class Streams:
     def _search(self, more: tuple[object, ...]) -> None:
         self._owned, hopeless = find_generators(*self._roots, *more)
         for path in hopeless:
-            if path not in self._told:
-                self._told.add(path)
+            if path not in self._warned:
+                self._warned.add(path)
                 warnings.warn(
-                    f"{path} cannot be put under a stream, so what it draws will be another after a resume: use a "
-                    "generator that can be seeded, or midepoch.sample_generator()",
+                    f"{path} cannot be seeded, so its random numbers will differ after a resume: use a generator that "
+                    "can be seeded, or midepoch.sample_generator()",
                     MidepochWarning,
                     stacklevel=5,
                 )
 
-    # --- under keys ---
+    # --- seeding ---
 
     def begin(self) -> Callable[[int], None]:
-        """Make the generators ours. Returns what puts them at the beginning of the stream of a 64-bit key."""
+        """Take over the generators. Returns a function that seeds all of them with a 64-bit key."""
         if self._owned is None:
             self._search(())
         self._enter(None)
@@ -191,17 +191,17 @@ class Streams:
             self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
         elif self._saved is None:
             self._saved = []
-        if self._drawn or self._owned:  # nobody will look on
+        if self._drawn or self._owned:  # `unused` will be false
             return self.start
         self._globals.watch()
         return self._start_watched
 
     def start(self, key: int) -> None:
-        """Put every generator at the beginning of the stream of `key`."""
+        """Seed every generator with `key`."""
         _current.key = key
         self._seed_python(key)
         self._python_generator.gauss_next = None
-        # The upper half, since torch takes the lower one for a generator of the same kind: its words would be equal.
+        # The upper half: torch seeds a generator of the same kind with the lower one. The numbers would be equal.
         self._start_numpy(key >> 32)
         self._start_torch(key)
         if self._owned:
@@ -214,7 +214,7 @@ class Streams:
         self._globals.watch()
 
     def end(self) -> None:
-        """Give the caller's generators back as `begin` found them. May be called twice."""
+        """Restore the caller's generators as `begin` found them. May be called twice."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -235,15 +235,15 @@ class Streams:
 
     @contextlib.contextmanager
     def under(self, key: int) -> Iterator[None]:
-        """All generators under one key, for code outside the path of a batch."""
+        """All generators seeded with one key, for code outside the path of a batch."""
         with self:
             self.start(key)
             yield
 
-    # --- looking on ---
+    # --- watching, without seeding ---
 
     def look(self) -> None:
-        """See from here on whether anybody draws. Only while `unused`."""
+        """Start watching for draws. Only while `unused`."""
         self._enter(self)
         self.asked = False
         if self._lent:
@@ -252,7 +252,7 @@ class Streams:
             self._globals.borrow()
 
     def leave(self) -> bool:
-        """Whether anybody has drawn since `look`. The generators are as `look` found them."""
+        """Stop watching. Returns whether any generator was used since `look`. The caller's generators are restored."""
         drawn = self.asked or self._globals.touched()
         self.unused = not drawn
         if not self._lent:
@@ -261,12 +261,15 @@ class Streams:
         return drawn
 
     def warn_of_kept(self, reader: object, what: object) -> None:
-        """Warn unless somebody has drawn under keys, too, what drew before when a batch was read under none."""
+        """Warn if a batch drew random numbers when it was read unseeded, and none when it was read again with seeding.
+
+        Its code caches what it drew.
+        """
         if not self._drawn:
             warnings.warn(
                 f"{type(reader).__name__} drew random numbers for {what} when it was first read, and none when it was "
-                "read again: it keeps what it drew, which will not be the same after a resume; draw with "
-                "midepoch.sample_generator(), or draw a number for every sample",
+                "read again: it caches random numbers, which will differ after a resume; use "
+                "midepoch.sample_generator(), or draw new numbers for every sample",
                 MidepochWarning,
                 stacklevel=3,
             )

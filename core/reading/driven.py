@@ -387,7 +387,7 @@ class DrivenReader:
         if not self._proved and (self._opened is None or probe(self._driven, self._opened[1])[0] != self._draws):
             raise SourceError(
                 f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but the "
-                f"state was saved with {count} per sample: make the dataset as it was, or start over with this data"
+                f"state was saved with {count} per sample: restore the dataset that it was saved with, or start over"
             )
         self._proved = True
         if self._alone:

@@ -1,4 +1,4 @@
-"""The adapter of iterables, in this process or in workers: driven by their samplers if exact, else replayed."""
+"""The adapter of iterables, in this process or in workers: driven by their samplers if exact, otherwise replayed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class IterableAdapter(Adapter):
     """The common part of adapters for `IterableDataset`s, re-iterable objects and generator functions.
 
     If the source exposes samplers and each sample draws a constant number from them, midepoch drives these samplers.
-    Otherwise it replays the source. With ``shard=False`` each process reads a stream of its own, in units of batches.
+    Otherwise it replays the source. With ``shard=False`` each process reads its own stream, in units of batches.
 
     Args:
         source: the object given to `wrap`.
@@ -63,7 +63,7 @@ class IterableAdapter(Adapter):
         self.unit = "sample" if collate is not None and options.shard is not False else "batch"
         self.drop_last = drop_last
         self._own_streams = options.shard is False
-        # A stream of its own may have batches of any size, so batches are counted.
+        # Each process's own stream may have batches of any size, so batches are counted.
         self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
         understood = (
             {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
@@ -120,7 +120,7 @@ class IterableAdapter(Adapter):
         return self._drive(seed)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """The samples for which the samplers last, or else the stream's length, if it means the whole stream."""
+        """The samples that the samplers suffice for. For a replay, the length of the stream, if all ranks share it."""
         draws = self._draws_for(seed, detail)
         if draws is not None and self._driven is not None:
             return self._driven.size(draws, seed, epoch)
@@ -137,7 +137,7 @@ class IterableAdapter(Adapter):
         return self._stream, self._collate
 
     def capabilities(self) -> Capabilities:
-        """Those of the README's table."""
+        """See the table in the README."""
         exact = promises.augmentations(self.options)
         if self._driven is not None:
             tried = "" if self._probed else "; tried when reading begins"
@@ -161,7 +161,7 @@ class IterableAdapter(Adapter):
         )
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The draws of a sample, or the number of workers: without it a state would fit other loaders too."""
+        """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
         if not there[1]:
             return ""
         if self._driven is not None:
@@ -186,8 +186,8 @@ class IterableAdapter(Adapter):
                 )
             if self._draws is not None and self._draws != saved:
                 raise StateMismatchError(
-                    f"draws per sample differ: the state was saved with {saved}, this source draws {self._draws}; make "
-                    "the dataset as it was, or start over with this data"
+                    f"draws per sample differ: the state was saved with {saved}, this source draws {self._draws}; "
+                    "restore the dataset that the state was saved with, or start over with this data"
                 )
             return
         if not replayed or (replayed[1] and not self._exposes):
@@ -195,7 +195,7 @@ class IterableAdapter(Adapter):
         if not replayed[1] and self._drive(seed) is not None:
             raise StateMismatchError(
                 f"the way of reading differs: the state was saved by a replay, this source can jump ({self._why}); "
-                "make the dataset as it was, or start over with this data"
+                "restore the dataset that the state was saved with, or start over with this data"
             )
         if int(replayed[2]) != self._workers:
             raise StateMismatchError(

@@ -210,7 +210,7 @@ class _Pending:
 
     def __init__(self) -> None:
         self.start = -1
-        self.of_one = False  # whether some are about the next file; those about all later files may come last
+        self.of_one = False  # True if one is about the next file; global ones may also end an archive
         self.name: bytes | None = None
         self.size: int | None = None
 

@@ -44,7 +44,7 @@ from midepoch.randomness.streams import Purpose
 
 from .private import alive, end_when_collected, kept_iterator, show_dataset, shut_down, workers_of
 
-__all__ = ["Server", "WorkerAnswers", "signals_in_hand", "tell_of_a_death", "workers_outlive_signals"]
+__all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
 
 signals_in_hand: set[int] = set()
@@ -84,7 +84,7 @@ class Server:
                 self._persistent[here] = ours
         sampler = ours.sampler
         assert isinstance(sampler, _Requests)  # _make's
-        asked = _Asked(requests)
+        asked = _SessionRequests(requests)
         sampler.asked = weakref.ref(asked)
         if self._streams and ours.generator is not None:
             # Worker processes take their base seed from it, not from the caller's generator.
@@ -97,7 +97,7 @@ class Server:
     def _make(self, reader: Any) -> DataLoader[Any]:
         theirs = self._loader
         return DataLoader(
-            _Remote(reader),
+            _ReaderDataset(reader),
             batch_size=None,
             sampler=_Requests(),
             collate_fn=_as_it_is,
@@ -146,9 +146,9 @@ class WorkerAnswers:
         self,
         iterator: Iterator[Any],
         tell: Callable[[str, Exception], None] | None = None,
-        requests: _Asked | None = None,
+        requests: _SessionRequests | None = None,
     ) -> None:
-        self._next, self._tell, self._requests = iterator.__next__, tell or tell_of_a_death, requests
+        self._next, self._tell, self._requests = iterator.__next__, tell or raise_if_worker_died, requests
         self._workers = workers_of(iterator)
         self.failed = False
         end_when_collected(iterator)
@@ -176,7 +176,7 @@ class WorkerAnswers:
         shut_down(iterator)
 
     def _reason(self, error: BaseException) -> str:
-        """torch's message for a dead worker, also where torch noticed only the broken connection."""
+        """torch's message for a dead worker, even if torch noticed only the broken connection."""
         # torch rebuilds a worker's own error from a text that contains "Caught".
         if self._workers and not isinstance(error, RuntimeError) and "Caught " not in str(error):
             until = time.monotonic() + _DYING
@@ -191,7 +191,7 @@ class WorkerAnswers:
         return str(error)
 
 
-def tell_of_a_death(reason: str, error: Exception) -> None:
+def raise_if_worker_died(reason: str, error: Exception) -> None:
     """Raise a _WorkerError with its cure if `reason` says that a worker has died."""
     reason = reason.strip().rstrip(".")
     cure = next((cure for told, cure in _CURES.items() if told.search(reason)), None)
@@ -217,7 +217,7 @@ def _starting(loader: DataLoader[Any]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
         yield
     except RuntimeError as error:
-        tell_of_a_death(str(error), error)
+        raise_if_worker_died(str(error), error)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -314,7 +314,7 @@ _CURES = {
 }
 
 
-class _Asked:
+class _SessionRequests:
     """The requests of one session. The session keeps them alive."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
@@ -329,16 +329,16 @@ class _Requests(Sampler[Any]):
     """
 
     def __init__(self) -> None:
-        self.asked: Callable[[], _Asked | None] = _nothing
+        self.asked: Callable[[], _SessionRequests | None] = _nothing
 
     def __iter__(self) -> Iterator[Any]:
-        return _Next(self.asked)
+        return _RequestIterator(self.asked)
 
 
-class _Next:
+class _RequestIterator:
     """Yields the session's requests while the session exists."""
 
-    def __init__(self, asked: Callable[[], _Asked | None]) -> None:
+    def __init__(self, asked: Callable[[], _SessionRequests | None]) -> None:
         self._asked = asked
 
     def __iter__(self) -> Self:
@@ -351,7 +351,7 @@ class _Next:
         return next(asked.requests)
 
 
-class _Remote(Dataset[Any]):
+class _ReaderDataset(Dataset[Any]):
     """The dataset of our DataLoader: a reader that answers requests."""
 
     def __init__(self, reader: Any) -> None:
@@ -372,7 +372,7 @@ def _leaving(process: int) -> Any:
     def leave() -> None:
         shared.value = 1
         with contextlib.suppress(ValueError):  # in another thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here, with nobody to catch it
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here, uncaught
         workers = [worker for worker in _outliving if worker.started_by == process and worker.is_alive()]
         for worker in workers:
             if worker.pid is not None:
@@ -388,7 +388,7 @@ def _leaving(process: int) -> Any:
 
 
 class _Outlives:
-    """A worker's signal handler: it ignores a signal sent to all processes, since the parent needs it for its batch."""
+    """A worker's signal handler. It ignores the signal while the parent lives, which needs the worker for its batch."""
 
     def __init__(self, leaving: Any) -> None:
         self._leaving, self._main = leaving, os.getppid()
@@ -406,7 +406,7 @@ class _Outlive:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._then = loader.worker_init_fn
-        # Whose child it is; with a fork server that one's.
+        # The expected parent process; None with a fork server, whose child the worker then is.
         self._main = None if _start_method(loader) == "forkserver" else os.getpid()
         self._held_back = tuple(signals_in_hand)
         self._outlived = self._held_back if _can_outlive(loader) else ()
@@ -414,14 +414,14 @@ class _Outlive:
         if self._outlived:
             try:
                 self._leaving = _leaving(os.getpid())
-            except OSError:  # no shared memory to be had: workers die of signals, as torch's do
+            except OSError:  # there is no shared memory: workers die from signals, as torch's do
                 self._outlived = ()
 
     def __call__(self, worker: int) -> None:
         for number in self._outlived:
             signal.signal(number, _Outlives(self._leaving))
         if os.getppid() != (self._main or os.getppid()):
-            # torch's worker looks from here on, and would take whoever has adopted it for its parent.
+            # torch's worker watches its parent only from here on, and would take the process that adopted it for that.
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
         self._shown()
@@ -433,7 +433,7 @@ class _Outlive:
 
 
 class _WorkerInit(_Outlive):
-    """The same in a worker of ours, where code is shown the user's dataset where it looks for it."""
+    """The same for a worker of ours. Also makes ``get_worker_info().dataset`` the user's dataset."""
 
     def _shown(self) -> None:
         info = get_worker_info()
@@ -443,7 +443,7 @@ class _WorkerInit(_Outlive):
 
 @contextlib.contextmanager
 def workers_outlive_signals(source: object) -> Iterator[None]:
-    """While an iterator is made of a user's own loader: its workers are started with it, or with its first batch."""
+    """Use it around ``iter()`` of a user's own loader. Workers that the loader starts later do not outlive signals."""
     if not isinstance(source, DataLoader) or not source.num_workers:
         yield
         return

@@ -1,4 +1,4 @@
-"""States of which each rank knows only its part; and details sealed with their place."""
+"""States that consist of per-rank parts, and checksums that tie a detail to its position."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _seal_of(text: str, rank: int, state: Mapping[str, Any]) -> str:
 def seal_detail(text: str, rank: int, state: Mapping[str, Any]) -> str:
     """A detail with a checksum that `reseal` does not renew, so that it cannot be moved to another place.
 
-    Empty at the very beginning, where nothing has been read that it could tell of.
+    Empty at the very beginning, where there is nothing to protect.
     """
     return _seal_of(text, rank, state) + text if text or state["epoch"] or state["position"] else ""
 
@@ -98,7 +98,7 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
     """The detail of a state, or of each rank, without the checksums of `seal_detail`.
 
     Raises:
-        StateCorruptError: one does not fit, so the detail is damaged or of another place.
+        StateCorruptError: one does not fit, so the detail is damaged or belongs to another position.
     """
     detail: str = state["detail"]
 
@@ -108,7 +108,7 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
             return ""
         if not sealed or sealed[:_SEAL] != _seal_of(text, rank, state):
             raise StateCorruptError(
-                "the source's own part of the state was damaged, or is not of the state's place (epoch "
+                "the source's own part of the state was damaged, or does not belong to the state's position (epoch "
                 f"{epoch}, position {position}): use an undamaged state, or loader.seek to go elsewhere"
             )
         return text
@@ -124,7 +124,7 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
 def gather(loader: Any, group: torch.distributed.ProcessGroup | None = None, in_flight: int = 0) -> State:
     """One state for all ranks. It is a collective call: every rank must make it, after the same batch.
 
-    Where the state is the same on every rank anyway, nothing is exchanged and this is ``loader.state_dict()``.
+    If the state is the same on every rank anyway, nothing is exchanged and this is ``loader.state_dict()``.
 
     Args:
         loader: what `midepoch.wrap` returned.

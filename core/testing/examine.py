@@ -155,8 +155,11 @@ class Examination:
         """``error``, with a note on how make_loader's parameters were understood, and on the process's seeds."""
         taken = "; ".join(f"{name} for {OPTIONS[name]}" for name in self._varied)
         if taken:
-            told = f"Of make_loader's parameters were taken: {taken}. Leave out of options= what means something else"
-            error = dataclasses.replace(error, cure=f"{error.cure}. {told}")
+            note = (
+                f"The laws used these parameters of make_loader: {taken}. If one means something else, pass options= "
+                "without it"
+            )
+            error = dataclasses.replace(error, cure=f"{error.cure}. {note}")
         heads = self._memory.get(("heads", 1, False))
         if not heads or heads[0].failure is not None:
             return error
@@ -167,7 +170,7 @@ class Examination:
             return error
         if other.failure is not None or other.passes[0].digests == heads[0].passes[0].digests:
             return error
-        cause = f"{error.cause}. A fresh loader of this kind follows its process's global seeds; a resume has others"
+        cause = f"{error.cause}. This loader depends on the global seeds of its process, and a resume has others"
         cure = f"{error.cure}. Keep the seed in the state, and let make_loader make random data with a fixed seed"
         return dataclasses.replace(error, cause=cause, cure=cure)
 

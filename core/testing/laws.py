@@ -85,7 +85,7 @@ def check_resumable(
         drop_last: whether an incomplete last batch is left out.
         elastic_content: whether a sample's content must be the same on any topology; False if it depends on the batch
             it is in (mixup).
-        parts: the number of loaders that it combines. Each of them shares out its own last samples.
+        parts: the number of loaders that make_loader combines. Each of them has its own last samples.
         identify: batch -> the identities of its samples (ids of a dataset without repetition are best). None: derived
             from the columns of the batch whose rows occur again in other batches. If there are none, laws that need
             names are not applicable.
@@ -96,8 +96,8 @@ def check_resumable(
         reseal: state -> the state with a new checksum; None: ``midepoch.reseal``.
         state_bytes: the largest size of a state as JSON.
         timeout: seconds that one request to a spawned process may take.
-        options: which of the parameters above make_loader takes with the meaning above, if it also has others by that
-            name (``size`` as the size of an image, say); None: all.
+        options: which of make_loader's parameters have the meaning above; None: all that have one of these names. Pass
+            it if ``size``, for example, is the size of an image.
         raise_on_failure: raise if laws fail. Otherwise read `Report.failures`.
 
     Raises:
@@ -363,7 +363,7 @@ def _same_next(
     cure="let the last batch move the state to (epoch + 1, 0), and give every state the same keys",
 )
 def boundary(examination: Examination) -> Outcome:
-    """The state after the last batch starts the next epoch, on each rank; the one before the first equals fresh."""
+    """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -744,7 +744,7 @@ def _foreign_types(value: Any, path: str) -> str:
     cure="continue the position from the loaded one",
 )
 def chain(examination: Examination) -> Outcome:
-    """A resume of a resume continues like the first resume without a second interruption."""
+    """A run that is interrupted twice continues like one that is interrupted once."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -808,9 +808,14 @@ def delivery(examination: Examination) -> Outcome:
 
 @dataclasses.dataclass
 class _Slow:
-    """A slow training loop: the ids of its batches; changes of the state while nothing was taken; whether the loader
-    knows ``in_flight``; (epoch, batches taken, those in flight, state) for each state that differs from the one given
-    at that time; and why a backend refused a state for an earlier batch, if it has only its current one.
+    """What a slow training loop saw.
+
+    Attributes:
+        ids: of its batches, by epoch.
+        findings: changes of the state while no batch was taken.
+        in_flight: whether the loader knows ``in_flight``.
+        other: (epoch, batches taken, those in flight, state) for each state that differs from the one given then.
+        refused: why a backend refused a state for an earlier batch, if it has only its current one.
     """
 
     ids: list[list[tuple[Hashable, ...]]]
@@ -914,7 +919,7 @@ def cost(examination: Examination) -> Outcome:
         )
     # What a fresh loader reads beyond what it delivers, such as a first look at the dataset, is not due to the resume.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
-    # That is also two looks at the first sample of the epoch; a resume at a boundary looks at one of the last epoch, too.
+    # That includes two looks at the first sample of the epoch. A resume at a boundary looks at the last epoch's, too.
     surplus = max(0, reads[0] - needed[0]) * 3 // 2
     for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
         examination.sound(recording, "a resume", epoch=epoch, batch=cut)

@@ -59,7 +59,7 @@ class ResumableTests:
         self._examine("next epoch")
 
     def test_boundary(self) -> None:
-        """The state after the last batch starts the next epoch, on each rank; the one before the first equals fresh."""
+        """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
         self._examine("boundary")
 
     def test_round_trip(self) -> None:
@@ -79,7 +79,7 @@ class ResumableTests:
         self._examine("transport")
 
     def test_chain(self) -> None:
-        """A resume of a resume continues like the first resume without a second interruption."""
+        """A run that is interrupted twice continues like one that is interrupted once."""
         self._examine("chain")
 
     def test_partition(self) -> None:
@@ -87,7 +87,7 @@ class ResumableTests:
         self._examine("partition")
 
     def test_topology(self) -> None:
-        """On another world size, number of workers or batch size the rest comes once, or is refused."""
+        """With another world size, number of workers or batch size, the rest comes exactly once, or is refused."""
         self._examine("topology")
 
     def test_refusal(self) -> None:

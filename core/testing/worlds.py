@@ -151,7 +151,7 @@ def _measure(settings: Settings, options: Mapping[str, Any]) -> int | None:
     cure="count the samples of all ranks together, or refuse with an error that names the saved and current values",
 )
 def topology(examination: Examination) -> Outcome:
-    """On another world size, number of workers or batch size the rest comes once, or is refused."""
+    """With another world size, number of workers or batch size, the rest comes exactly once, or is refused."""
     outcomes = {
         "world": _other_world(examination),
         "workers": _other_option(examination, "num_workers"),
@@ -164,7 +164,7 @@ def topology(examination: Examination) -> Outcome:
 
 
 def _also_unchanged(examination: Examination) -> str:
-    """A law that is broken without any change. Then content and later epochs after a change say nothing more."""
+    """A law that is broken even without a change, or ''. If there is one, contents and later epochs prove nothing."""
     return next((law for law in ("determinism", "tail", "next epoch", "partition") if law in examination.broken), "")
 
 

@@ -64,7 +64,8 @@ def check(
         bool,
         typer.Option(
             "--elastic-content/--fixed-content",
-            help="Whether a sample's content is the same on any split; not if collate_fn draws random numbers.",
+            help="Whether a sample's content must be the same on any number of ranks and workers and with any batch "
+            "size. Use --fixed-content if collate_fn draws random numbers.",
         ),
     ] = True,
     laws: Annotated[str | None, typer.Option(help="Names of laws, separated by commas; default: all.")] = None,
@@ -142,7 +143,7 @@ def inspect(
     if (seek is None) != (out is None):
         raise typer.BadParameter("--seek and the path of the copy must be given together", param_hint="--seek")
     try:
-        with inspection.modest(path):
+        with inspection.limited_memory(path):
             if seek is not None and out is not None:
                 inspection.seek(path, out, name=state, **_places(seek))
             contents = inspection.look(path if out is None else out)

@@ -30,10 +30,10 @@ from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, FIELDS_OF_VERSION_1, State, check, reseal
 
-__all__ = ["Contents", "FoundState", "look", "modest", "seek"]
+__all__ = ["Contents", "FoundState", "limited_memory", "look", "seek"]
 
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
-_LARGEST_PICKLE = 256 << 20  # bytes of what refers to a checkpoint's tensors
+_LARGEST_PICKLE = 256 << 20  # bytes of a checkpoint's pickle, which refers to its tensors
 _MOST_CONTAINERS = 2_000_000  # to search; containers that refer to each other can make the number of paths explode
 _MOST_STATES = 20_000  # in one file: one of each loader of each rank
 _OVERHEAD = 1 << 30  # bytes of memory that a file may take besides its own size
@@ -191,8 +191,8 @@ def _moved(entry: FoundState, epoch: int | None, position: int | None) -> State:
             raise ValueError(f"{what} must be an integer from 0, got {value!r}")
     if state["detail"]:
         raise StateError(
-            f"the state {entry.name!r} is of {state['adapter']}, and only its source knows what it needs to start "
-            "elsewhere: call loader.seek in the training script, which asks it"
+            f"the state {entry.name!r} (adapter {state['adapter']}) has a detail, so only its source can move it: call "
+            "loader.seek in the training script"
         )
     if position is None:
         position = state["position"] if epoch is None else 0
@@ -275,7 +275,7 @@ class _NotUnpickledError(SnapshotError):
 
 
 @contextlib.contextmanager
-def modest(path: str | os.PathLike[str]) -> Iterator[None]:
+def limited_memory(path: str | os.PathLike[str]) -> Iterator[None]:
     """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it."""
     path = Path(path)
     files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
