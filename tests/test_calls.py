@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,7 +41,8 @@ def calls_of(action: Any) -> Counter[str]:
 
 
 def test_a_steady_batch_takes_few_calls() -> None:
-    for verify, most in (("off", 150), ("sample", 300)):
+    cases: tuple[tuple[Literal["off", "sample"], int], ...] = (("off", 150), ("sample", 300))
+    for verify, most in cases:
         loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1, verify=verify)
         batches = iter(loader)
         first = calls_of(lambda: next(batches))  # noqa: B023  # called at once

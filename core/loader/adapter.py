@@ -75,7 +75,8 @@ class Run:
         epoch, position, seed: as in the state.
         world: this process among those that share the data.
         share: this rank's batches in the rest of the epoch; None if the epoch's length is unknown.
-        tail: how samples that do not divide by the world size are shared, for sources of unknown length.
+        tail: what to do with the last samples if their number is not divisible by the world size, for sources of
+            unknown length.
         detail: the detail of a state at this place.
         looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same.
         expects: the witness of a loaded state, to be compared.
@@ -122,7 +123,7 @@ class Session:
         take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
             here, so `take` may be an attribute that holds an iterator's own ``__next__``.
         marks: the loader calls `mark` before each batch. Set it where `detail` is neither constant nor computed.
-        drift: units to add to the position that the number of batches gives, known only by reading: positive after
+        drift: a correction of the position that the number of batches gives, known only by reading: positive after
             steps that had no batch, negative after a short last global batch. Only sessions with `marks` use it.
         others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
         varies: the session may end before all batches of its share.
@@ -141,7 +142,7 @@ class Session:
         return False
 
     def mark(self) -> Any:
-        """Where it stands now, in any form that `detail` understands. Takes microseconds if `marks` is set.
+        """A snapshot of the current position, in any form that `detail` accepts. Takes microseconds if `marks` is set.
 
         Raises:
             StateError: the source cannot say.
@@ -149,7 +150,7 @@ class Session:
         return None
 
     def detail(self, mark: Any) -> str:
-        """What a state needs besides epoch and position, as it was at `mark`; None stands for the session's beginning.
+        """The adapter's own part of a state at `mark`. None: at the session's beginning.
 
         May be called after `close`.
 
@@ -159,7 +160,7 @@ class Session:
         return ""
 
     def following(self) -> str:
-        """The detail at the next epoch's beginning. Called after the last batch of this epoch."""
+        """The detail with which the next epoch begins. Called after the last batch of this epoch."""
         return ""
 
     def close(self) -> None:
@@ -170,16 +171,16 @@ class Adapter(ABC):
     """One source of one backend.
 
     Attributes:
-        name: in states and messages; never changes once states carry it.
+        name: appears in states and messages. Never change it once states have it.
         unit: what positions count: samples, or whole batches if these have no constant size.
         batch_size: units in one batch of one rank; 1 if the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as the source itself states them (in a DistributedSampler, a generator), or None.
         seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
             must then state one.
-        remembers: a session knows its detail of some batches ago.
-        seals_detail: the detail contains a place of its own. It is sealed with the state's place, so that a state whose
-            position was edited by hand is refused, and does not continue where the detail leads.
+        remembers: a session still knows its detail of earlier batches, as `in_flight` needs.
+        seals_detail: the detail contains a position of its own. A checksum ties it to the state's position, so that a
+            state whose position was edited by hand is refused, and does not continue where the detail leads.
         leads: `lead` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
     """
@@ -232,7 +233,7 @@ class Adapter(ABC):
 
     @property
     def tail_in_use(self) -> Tail:
-        """How samples that do not divide by the world size are shared: as stated, else as the source does it."""
+        """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad"."""
         return self.options.tail or self.tail or "pad"
 
     def units_per_step(self, world: World) -> int:
@@ -255,14 +256,17 @@ class Adapter(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
-        """What positions mean, part by part: the fingerprint, by which a state of another source is refused."""
+        """Named properties that define what a position means. They form the fingerprint.
+
+        A state with another fingerprint is refused.
+        """
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """What this source can promise, with reasons, as far as is known now. Reads no data of the source."""
 
     def drawing(self) -> tuple[object, ...]:
-        """The objects whose code draws random numbers: a dataset, a collate function, the stages of a pipeline."""
+        """The objects whose code uses random numbers: a dataset, a collate function, the stages of a pipeline."""
         return ()
 
     @property
@@ -323,7 +327,7 @@ class Adapter(ABC):
 
     @property
     def can_seek(self) -> bool:
-        """Whether `lead` can find any place. If not, only a state leads into an epoch."""
+        """Whether `lead` can find any place. If not, only a state can reach a place within an epoch."""
         return self.rank_independent
 
     @abstractmethod
@@ -335,15 +339,15 @@ class Adapter(ABC):
         return ""
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The detail of a place that was not reached by iterating: after a seek, a break, or in a later epoch.
+        """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.
 
         Args:
-            here: where the loader stands; its detail is empty unless `leads` is set.
+            here: the loader's place; its detail is empty unless `leads` is set.
             there: (epoch, position), before or after `here`.
             seed, world: those of a session opened there.
 
         Raises:
-            StateError: only a state leads there.
+            StateError: only a state of the source can reach that place.
         """
         return ""
 

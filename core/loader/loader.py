@@ -42,14 +42,14 @@ _loading: dict[str, Callable[[Any, State], None]] = {}
 def when_loaded_by(module: str, tell: Callable[[Loader, State], None]) -> None:
     """Call `tell(loader, checked_state)` whenever code of `module` loads a state.
 
-    For trainers that also restore their own count of batches, which may not fit the loader's place.
+    For trainers that also restore their own batch counter, which may not match the loader's place.
     """
     _loading[module] = tell
 
 
 
 class _Came(enum.Enum):
-    """How the loader came to its place, which decides where a new pass begins."""
+    """How the loader got to its place, which decides where a new pass begins. docs/design.md has a table."""
 
     FRESH = "nothing has happened yet"
     PUT = "by a load or a seek: the next pass continues from here"
@@ -62,7 +62,7 @@ class Loader:
     Iterate it as often as you like; each pass is one epoch. Not thread-safe: one thread iterates and saves.
 
     Attributes:
-        source: what was wrapped, as it was.
+        source: the object that was wrapped.
         epoch: the epoch of the next batch, counted from 0.
         position: units (samples, or batches if these have no constant size) that all ranks together have received in
             this epoch.
@@ -71,7 +71,7 @@ class Loader:
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
         self._options = options
-        # Read, never consumed; used in a world of one if no seed is stated.
+        # Read, never consumed; used in a single process if no seed is given.
         self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.seed
         self._seed_is_private = options.seed is None and not adapter.seed_is_shared
@@ -232,9 +232,9 @@ class Loader:
     def batches_done(self) -> int:
         """Where a progress bar starts: ``tqdm(loader, initial=loader.batches_done)``.
 
-        The batches of this epoch that came before, counted at this world size. It is 0 if this rank has none left,
-        because the next pass then begins the next epoch. If the source's length is unknown, it is a lower bound. After
-        a `break` it counts the epoch that was left; the next pass starts at 0.
+        The batches of this epoch that were delivered before, computed for this world size. It is 0 if this rank has
+        none left, because the next pass then begins the next epoch. If the source's length is unknown, it is a lower
+        bound. After a `break` it still refers to the abandoned epoch; the next pass starts at 0.
         """
         left = self._steps_left()
         if left is not None:
@@ -246,11 +246,11 @@ class Loader:
     # --- state ---
 
     def state_dict(self, in_flight: int = 0) -> State:
-        """Where the training loop stands: built-in types only, a few hundred bytes.
+        """The training loop's position: built-in types only, a few hundred bytes.
 
         Args:
             in_flight: batches taken from the loader but not yet trained on, by a prefetcher or a trainer that reads
-                ahead. The state is that of so many batches ago.
+                ahead. The state describes the position that many batches ago.
 
         Raises:
             StateError: fewer batches than `in_flight` have been handed out since the start or the last load.
@@ -354,7 +354,7 @@ class Loader:
     # --- going elsewhere ---
 
     def _lead(self, epoch: int, position: int) -> Place:
-        """The place at (epoch, position), which iterating need not have reached."""
+        """The place at (epoch, position), which no session need have reached."""
         adapter, there = self._adapter, (epoch, position)
         here = Place(self.epoch, self.position)
         if adapter.leads or here[:2] == there:
@@ -391,7 +391,7 @@ class Loader:
 
         Raises:
             ValueError: a number is negative, or the position is beyond the epoch's size.
-            StateError: the source can only go where its own checkpoints lead.
+            StateError: the source can reach only the places of its own checkpoints.
         """
         if position is None:
             position = self.position if epoch is None else 0
@@ -408,9 +408,10 @@ class Loader:
         self._move(self._lead(epoch, position))
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainers call this before each epoch. The current epoch changes nothing; a later one ends this one.
+        """Trainers call this before each epoch. The current epoch has no effect; a later one ends this one.
 
-        An earlier epoch is ignored after a load or after the first batch, because trainers repeat a checkpoint's epoch.
+        An earlier epoch is ignored after a load or after the first batch, because trainers often pass the epoch of a
+        checkpoint.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
@@ -565,7 +566,7 @@ class Loader:
         }
 
     def _check_mesh(self) -> None:
-        """Warn where peers of tensor parallelism would receive different batches, because nobody stated the world."""
+        """Warn if tensor-parallel peers would receive different batches because no `world` was given."""
         self._mesh_checked = True
         if self._options.world is not None or self._adapter.world is not None:
             return

@@ -180,14 +180,14 @@ def as_list(indices: Any) -> list[Any]:
 
 
 class MapReader:
-    """Reads batches through ``__getitem__``, each sample under its own random stream.
+    """Reads batches through ``__getitem__``, with all generators seeded for each sample.
 
     Args:
         dataset: as the user made it.
         collate: from a list of samples to a batch.
         single: a request is one sample, not a list of them (``DataLoader(batch_size=None)``).
         listed_batches: the unit is a whole batch; a sample's stream depends on its place in the batch.
-        streams: False lets the dataset draw from the caller's generators, as without midepoch.
+        streams: False lets the dataset use the caller's generators, as without midepoch.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class MapReader:
         streams.begin_pass()
 
     def _read_under(self, request: MapRequest, streams: Streams) -> Any:
-        """Read the batch, each sample under its stream."""
+        """Read the batch, with all generators seeded for each sample."""
         dataset = self.dataset
         with streams as start:
             if self._whole:
@@ -319,8 +319,8 @@ class MapReader:
 def never_draws(module: str) -> None:
     """Declare that the collate functions which `module` registers with torch's ``default_collate`` draw nothing.
 
-    A package may register some when it is imported. If they are unknown, every loader of the process then puts each
-    batch under a stream.
+    A package may register some when it is imported. If they are unknown, every loader of the process then seeds all
+    generators for each batch.
     """
     _drawless.add(module)
 

@@ -4,12 +4,12 @@
 |---|---|
 | version | of this format |
 | adapter | name of the adapter that wrote it |
-| epoch, position | where the training loops stood |
-| seed | what the order and the random streams start from, in [0, 2**64) |
-| size | units in the epoch, None where it is unknown |
-| world_size, batch_size | of the run that saved it; they inform and, where the order is ours, are not compared |
+| epoch, position | where the training loops were |
+| seed | of the order and of the random streams, in [0, 2**64) |
+| size | units in the epoch, None if it is unknown |
+| world_size, batch_size | of the run that saved it: informational; world_size is compared if not elastic |
 | fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
-| detail | text of the adapter: empty where the order is ours |
+| detail | the adapter's own part, as text: empty if the order is midepoch's |
 | witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
 | checksum | CRC-32 of all the others |
 
@@ -199,5 +199,5 @@ def compare_fingerprints(saved: str, current: str) -> None:
     told = name if name in now or not differing else repr(name)[:80]
     raise StateMismatchError(
         f"{told} differs: the state was saved with {repr(before.get(name, 'none'))[:200]}, this loader has "
-        f"{now.get(name, 'none')!r}; make the loader as it was, or start over with this data"
+        f"{now.get(name, 'none')!r}; make the loader as in the run that saved it, or start over with this data"
     )
