@@ -18,6 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -374,6 +378,16 @@ def test_a_state_of_version_1_loads_without_a_witness(kept: bool) -> None:
     assert loader.state_dict()["version"] == 2 and loader.state_dict()["witness"] == ""
     whole = [item["label"] for batch in make() for item in batch]
     assert [item["label"] for batch in loader for item in batch] == whole[12:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_distributed_checkpoint_of_version_1_is_loaded_in_part(tmp_path: Path) -> None:
+    save({"loader": of_version_1(_states())}, checkpoint_id=tmp_path)
+    loader = make()
+    with pytest.raises(CheckpointException, match="witness"):
+        load({"loader": loader}, checkpoint_id=tmp_path)
+    load({"loader": loader}, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert loader.position == _states()["position"] and len(list(loader)) == 5
 
 
 def test_a_state_of_version_1_with_a_witness_is_refused() -> None:
