@@ -654,6 +654,30 @@ class DropsWhatIsEmpty(ReferenceLoader):
                 yield batch, after
 
 
+# Witness.
+
+
+@breaks("witness")
+class IgnoresTheWitness(ReferenceLoader):
+    def verify(self) -> None:
+        pass
+
+
+# Honesty.
+
+
+@breaks("honesty")
+class OwnsUpLate(ReferenceLoader):
+    """Notices only after some batches that it cannot keep what it promised."""
+
+    @property
+    def capabilities(self) -> Any:
+        declared = super().capabilities
+        if len(self.history) > 3:
+            declared.exact_augmentations.holds = False
+        return declared
+
+
 # Not of one law: what the examination itself must survive.
 
 

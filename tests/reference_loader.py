@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from midepoch.errors import StateCorruptError, StateMismatchError, StateVersionError
+from midepoch.state.witness import Witness, look_at
 
 KEYS = (
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
-    "checksum",
+    "witness", "checksum",
 )  # fmt: skip
 VERSION = 1
 END = object()
@@ -90,6 +91,7 @@ class ReferenceLoader:
         self.cursor = (0, 0)
         self.continues = True  # the next pass goes on at the cursor
         self.passes = 0
+        self.expected = ""  # the witness of the loaded state
         self.history: collections.deque[tuple[int, int]] = collections.deque(maxlen=8)
         self.peeked: list[Any] = []
 
@@ -162,6 +164,7 @@ class ReferenceLoader:
         return self.cursor
 
     def __iter__(self) -> Iterator[Any]:
+        self.verify()
         epoch, position = self.begin()
         number = self.passes
         self.history.clear()
@@ -231,14 +234,28 @@ class ReferenceLoader:
                 "batch_size": self.batch_size,
                 "fingerprint": self.fingerprint(),
                 "detail": self.detail(),
+                "witness": self.witness(epoch if position else epoch - 1),
             }
         )
+
+    def witness(self, epoch: int) -> str:
+        """Of the first sample of an epoch; empty before any was read."""
+        return "" if epoch < 0 else str(Witness.of(epoch, None, look_at(self.order(epoch)[0])))
+
+    def verify(self) -> None:
+        witness = Witness.parse(self.expected)
+        if witness is not None:
+            found = witness.compare(look_at(self.order(witness.epoch)[0]), False)
+            if found is not None:
+                raise StateMismatchError("the first sample of the epoch is another one")
+        self.expected = ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check(state)
         self.apply(state)
 
     def apply(self, state: dict[str, Any]) -> None:
+        self.expected = state.get("witness", "")
         self.seed = state["seed"]
         self.cursor = (state["epoch"], state["position"])
         self.continues = True
@@ -264,9 +281,10 @@ class ReferenceLoader:
         if not isinstance(state, dict) or sorted(map(str, state)) != sorted(KEYS):
             raise StateCorruptError(f"a state has the keys {', '.join(KEYS)}")
         for key in KEYS:
-            wanted = str if key in ("adapter", "fingerprint", "detail", "checksum") else int
+            wanted = str if key in ("adapter", "fingerprint", "detail", "witness", "checksum") else int
             if type(state[key]) is not wanted:
                 raise StateCorruptError(f"{key} is {state[key]!r}, not {wanted.__name__}")
+        Witness.parse(state["witness"])
         if reseal(state) != state:
             raise StateCorruptError("the checksum does not fit")
         if min(state["world_size"], state["batch_size"]) < 1:

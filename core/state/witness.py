@@ -14,7 +14,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from midepoch.order.keys import derive_keys
 
 from .contents import MOST_ITEMS, Unseen, plain
 
-__all__ = ["LONGEST", "Difference", "Look", "Witness", "look_at"]
+__all__ = ["LONGEST", "Difference", "Look", "Witness", "look_at", "of_another_sample"]
 
 LONGEST = 200
 """Characters of a witness."""
@@ -213,6 +213,18 @@ class Witness:
         if names or shapes or (self.bits and self.bits != _bits_of(look, self.left_out)):
             return Difference(False, shapes, ", ".join(names[:4]))
         return None
+
+
+def of_another_sample(witness: Witness) -> Witness:
+    """A witness that no sample with `witness` has: what a state of other data would hold."""
+    return replace(witness, told=tuple((number, _changed(part)) for number, part in witness.told))
+
+
+def _changed(part: _Part) -> _Part:
+    content = part.content
+    if isinstance(content, _Coarse):
+        return part._replace(content=_Coarse((content.level or 0) + 500, -content.pattern - 500))
+    return part._replace(content=_letters(f"not {content}", 4))
 
 
 def _bits_of(look: Look, left_out: frozenset[int]) -> str:

@@ -29,6 +29,7 @@ from . import items
 from .examine import Examination
 from .law import Law, law
 from .naming import UNNAMED
+from .proofs import honesty, witness
 from .record import Finding, Pass, Recording, Seen, Settings, Trial, from_midepoch, length_of, open_loader, see
 from .refusal import refusal
 from .report import HOLDS, InapplicableError, LawError, Outcome, Report, Verdict, combined
@@ -1100,6 +1101,8 @@ _ALL = (
     cost,
     guest,
     any_item,
+    witness,
+    honesty,
 )
 LAWS: dict[str, Law] = {each.name: each for each in _ALL}
 """All laws by name, in a good order to read them."""

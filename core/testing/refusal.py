@@ -37,6 +37,7 @@ _NONSENSE: dict[str, tuple[Any, ...]] = {
     "version": (None, "1", True, 1.0),
     "adapter": (None, 0, True),
     "fingerprint": (None, 0, True),
+    "witness": (None, 0, True, "!!!"),
 }
 
 
@@ -99,7 +100,7 @@ def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
         size = good["size"]
         cases += [resealed("size", other, _MISMATCH, (other, size)) for other in (size + 1, size * 2 + 1)]
         cases.append(resealed("position", size + 1))
-    cases += [resealed(key, value) for key, values in _NONSENSE.items() for value in values]
+    cases += [resealed(key, value) for key, values in _NONSENSE.items() if key in good for value in values]
     cases += [_Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()]
     cases += [
         _Case(f"without {key}, resealed", _sealed(reseal, _without(good, key)), _CORRUPT)

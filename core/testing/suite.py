@@ -99,7 +99,7 @@ class ResumableTests:
         self._examine("delivery")
 
     def test_cost(self) -> None:
-        """A resume reads no sample that it skips."""
+        """A resume reads no sample that it skips, but the witness."""
         self._examine("cost")
 
     def test_guest(self) -> None:
@@ -109,6 +109,14 @@ class ResumableTests:
     def test_any_item(self) -> None:
         """None, empty containers and empty tensors pass through like anything else."""
         self._examine("any item")
+
+    def test_witness(self) -> None:
+        """A state of other data is refused before the first batch."""
+        self._examine("witness")
+
+    def test_honesty(self) -> None:
+        """What a loader promises behind its first batch it still promises after two epochs."""
+        self._examine("honesty")
 
     def _examine(self, law: str) -> None:
         outcome = examine_law(self._examination(), law)
