@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator
@@ -1032,3 +1033,23 @@ def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
         assert "the ranks do not stand at the same place of data (epoch, position): [(0, 4), (0, 8)]" in told
         assert "after the same batch" in told
     assert not path.exists()
+
+
+def _save_other_files(rank: int, path: str) -> str:
+    numbers = list(range(16)) if rank == 0 else list(range(15, -1, -1))  # as another node lists them
+    files: Any = [torch.full((8,), number) for number in numbers]
+    loader = midepoch.wrap(DataLoader(files, batch_size=2), seed=0)
+    snapshot = Snapshot(path, signals=(), data=loader)
+    next(iter(loader))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        snapshot.save()
+        snapshot.save()
+    return "; ".join(str(each.message) for each in caught)
+
+
+def test_ranks_that_see_other_files_are_told_once_and_saved(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    first, second = sources.in_gloo_world(_save_other_files, 2, str(path))
+    assert first.count("rank 0 and rank 1 do not see the same data in data") == 1 and "sort them" in first
+    assert second == "" and path.exists()
