@@ -308,19 +308,19 @@ def _single(value: Any, name: str) -> _Part:
 
 
 def _array(array: np.ndarray[Any, Any], name: str, kind: str = "") -> _Part:
+    data: Any
     if array.dtype.hasobject:  # a list of python's integers
         data = repr(array.tolist()).encode()
     else:
-        data = np.ascontiguousarray(array).tobytes()
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    crc = zlib.crc32(data)
     measured = array.dtype.kind == "f" or (array.dtype.str[1:] in ("u1", "i2") and array.size >= _FEW)
-    content: str | _Coarse = _letters(data, 4)
+    content: str | _Coarse = _letters_of(crc, 4)
     slack = 0.0
     if measured and array.size:
         content, slack = _coarse(array)
-    return _Part(
-        name, max(len(data), 1), _letters(kind or f"array {array.dtype}"), _letters(str(array.shape)), content,
-        zlib.crc32(data), slack,
-    )  # fmt: skip
+    kind, shape = _letters(kind or f"array {array.dtype}"), _letters(str(array.shape))
+    return _Part(name, max(len(data), 1), kind, shape, content, crc, slack)
 
 
 def _coarse(array: np.ndarray[Any, Any]) -> tuple[_Coarse, float]:
@@ -352,7 +352,10 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 
 def _letters(data: str | bytes, count: int = 2) -> str:
     """A checksum as `count` letters of six bits each."""
-    crc = zlib.crc32(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
+    return _letters_of(zlib.crc32(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data), count)
+
+
+def _letters_of(crc: int, count: int) -> str:
     return "".join(_ALPHABET[crc >> (6 * place) & 63] for place in range(count))
 
 
