@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
@@ -314,6 +314,44 @@ def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected:
 
     with pytest.raises(SourceError, match=expected):
         sources.taken(midepoch.wrap(Wrong(6), seed=5))
+
+
+class Endless(DataLoader[Any]):
+    """Keeps one iterator from its beginning on, as older training scripts do."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(sources.Indices(size), batch_size=2)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_trying_consumes_nothing_of_a_source_that_keeps_an_iterator() -> None:
+    loader = midepoch.wrap(Endless(12), seed=5)
+    assert sources.taken(loader, 3) == [[0, 1], [2, 3], [4, 5]], "a copy would have shared the iterator"
+    assert "cannot be tried on a copy: it holds a generator" in loader.capabilities.constant_time_resume.reason
+
+
+class Nested(IterableDataset[int]):
+    """Counts what it reads in an object of its own, which a shallow copy would share."""
+
+    def __init__(self) -> None:
+        self.sampler, self.seen = SequentialSampler(range(8)), {"reads": [0]}
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.sampler:
+            self.seen["reads"][0] += 1
+            yield index
+
+
+def test_trying_leaves_what_a_dataset_counts_alone() -> None:
+    dataset = Nested()
+    loader = midepoch.wrap(dataset, seed=5)
+    loader.peek()
+    assert dataset.seen == {"reads": [1]}
+    assert loader.capabilities.constant_time_resume
 
 
 # --- what is refused ---

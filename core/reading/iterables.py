@@ -103,9 +103,11 @@ class IterableAdapter(Adapter):
     def _drive(self, seed: int) -> tuple[int, ...] | None:
         """The draws of one sample from each sampler; None if the source has to be replayed."""
         if self._driven is not None and not self._probed:
-            self._draws, self._why = probe(self._driven, seed)
+            self._draws, self._why, unseen = probe(self._driven, seed)
             self._probed, self._proved = True, self._draws is not None
             self.learned()
+            if unseen:
+                self.cannot_see(unseen)
             if self._draws is None:
                 self._driven = None
                 if self._workers > 1:
