@@ -126,13 +126,13 @@ class MapDataLoaderAdapter(Adapter):
         if not isinstance(self._order, Listed):
             super().check_detail(detail, seed, epoch, position, world)
         elif detail:
-            crc = self._order.epoch(seed, epoch).crc
-            if detail != f"crc={crc}":
+            listed = self._order.epoch(seed, epoch)
+            if not (detail.startswith("crc=") and listed.has(detail[4:])):
                 self._order.forget()  # the user may repair the sampler
                 raise StateMismatchError(
                     f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
-                    f"crc={crc}; the sampler is not reproducible, or its data has changed: restore it as it was, or "
-                    "start over without the state"
+                    f"crc={listed.crc}; the sampler is not reproducible, or its data has changed: restore it as it "
+                    "was, or start over without the state"
                 )
 
     def open(self, run: Run) -> Session:

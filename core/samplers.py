@@ -26,7 +26,7 @@ from .errors import SourceError
 from .order import Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
-from .state.checksum import checksum_of
+from .state.checksum import checksum_of, former_checksum_of
 from .world import Tail, World
 
 __all__ = [
@@ -49,8 +49,12 @@ class ListedEpoch:
 
     def __init__(self, items: list[Any]) -> None:
         self._items = items
-        plain = all(type(item) is int for item in items)
-        self.crc = f"{zlib.crc32(repr(items).encode()):08x}" if plain else checksum_of(items)
+        self._plain = all(type(item) is int for item in items)
+        self.crc = f"{zlib.crc32(repr(items).encode()):08x}" if self._plain else checksum_of(items)
+
+    def has(self, crc: str) -> bool:
+        """Whether this is the list of a saved CRC."""
+        return crc == self.crc or (not self._plain and crc == former_checksum_of(self._items))
 
     def __len__(self) -> int:
         return len(self._items)

@@ -155,6 +155,7 @@ def edited_text(generator: random.Random, state: State, others: Sequence[State])
     elif kind == 7:
         text = generator.choice(("{}", "[]", "null", '{"parts":[]}', '{"rank":0,"part":""}', '{"rank":1,"part":"x"}',
                                  "crc=00000000", "draws=1", "draws=0", "draws=999999", "workers=0;digest=",
+                                 "workers=0;chain=", "workers=0;chain=00000000",
                                  "varies;workers=0;digest=", "base=0;size=0", "base=4;size=8", "turn=1;skip=0",
                                  "canonical=1;nodes=1;batch=3", "next=0;size=0;"))  # fmt: skip
     else:

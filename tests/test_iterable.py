@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
@@ -25,6 +25,8 @@ import sources
 import midepoch
 from midepoch import MidepochError, MidepochWarning, SourceError, StateError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
+from midepoch.reading.replay import Chain
+from midepoch.state.checksum import former_checksum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*naively fast-forwarding.*")
 
@@ -175,8 +177,117 @@ def test_a_generator_that_does_not_repeat_itself_is_named() -> None:
     next(batches)
     next(batches)
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(SourceError, match="does not repeat itself: unit 1 of epoch 0"), _quietly():
+    with pytest.raises(SourceError, match="does not repeat itself: what it gives up to unit 1 of epoch 0"), _quietly():
         next(batches)
+
+
+def wandering() -> Iterator[int]:
+    """Another order in each pass, but for every fourth item."""
+    entropy = random.SystemRandom()
+    for number in range(1, 41):
+        yield -number if number % 4 == 0 else entropy.randrange(1 << 30)
+
+
+def _resume_wandering(states: list[tuple[dict[str, Any], bool | None]]) -> list[str]:
+    told = []
+    for state, shard in states:
+        try:
+            sources.quiet_resume(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), state)
+            told.append("exact")
+        except SourceError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_another_stream_whose_last_unit_is_the_same_is_refused_in_a_new_process() -> None:
+    cases = [(cut, shard) for cut in (4, 32, 36) for shard in (None, False)]
+    states = [
+        (sources.heads(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), cut)[1], shard)
+        for cut, shard in cases
+    ]
+    (told,) = sources.in_processes(_resume_wandering, (states,))
+    assert all("does not repeat itself" in each for each in told)
+
+
+def chain_in(state: dict[str, Any]) -> str:
+    return str(state["detail"]).rpartition("chain=")[2]
+
+
+def test_a_chain_is_the_same_on_every_split() -> None:
+    def at(position: int, world_size: int, num_workers: int, rank: int = 0) -> str:
+        source = DataLoader(sources.Stream(120), batch_size=2, num_workers=num_workers)
+        make = lambda: midepoch.wrap(source, seed=5, shard=True, world=World(rank, world_size))
+        return chain_in(sources.heads(make, position // 2 // world_size)[1])
+
+    chains = {position: at(position, 1, 0) for position in (12, 60, 96)}
+    assert len(set(chains.values())) == 3
+    for position, chain in chains.items():
+        assert {len(chain), at(position, 2, 0), at(position, 3, 0, 2)} == {8, chain}
+    assert at(60, 2, 2, 1) == at(60, 1, 3) == chains[60]
+
+
+def test_a_chain_covers_every_unit_at_first_and_few_later() -> None:
+    def of(units: list[int]) -> str:
+        chain, taken = Chain(), 0
+        for number, unit in enumerate(units, start=1):
+            if number == chain.next:
+                chain.add(f"{unit:08x}")
+                taken += 1
+        assert taken <= 32 + 16 * max(len(units).bit_length() - 5, 0)
+        return chain.up_to(f"{units[-1]:08x}")
+
+    units = list(range(32))
+    changed = {of([*units[:place], 99, *units[place + 1 :]]) for place in range(32)}
+    assert len(changed | {of(units)}) == 33
+    swapped = list(range(100_000))
+    swapped[1 : 1 << 16] = reversed(swapped[1 : 1 << 16])
+    assert of(swapped) != of(list(range(100_000)))
+
+
+def low_precision() -> Iterator[torch.Tensor]:
+    for number in range(8):
+        yield torch.full((3,), float(number), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("shard", [None, False])
+def test_a_state_of_version_1_is_compared_by_the_digest_of_its_time(shard: bool | None) -> None:
+    """It saw no more of such a tensor than its type."""
+
+    def make() -> Loader:
+        return midepoch.wrap(low_precision, seed=5, shard=shard)
+
+    whole = [each.tolist() for each in make()]
+    state = sources.heads(make, 3)[1]
+    former = former_checksum_of(torch.zeros(3, dtype=torch.bfloat16))
+    loader = make()
+    loader.load_state_dict(midepoch.reseal({**state, "detail": f"workers=0;digest={former}"}))
+    with _quietly():
+        batches = iter(loader)
+        assert next(batches).tolist() == whole[3]
+        assert loader.state_dict()["detail"] == sources.heads(make, 4)[1]["detail"], "it has a chain from here on"
+        loader.load_state_dict(midepoch.reseal({**state, "detail": "workers=0;digest=00000000"}))
+        with pytest.raises(SourceError, match="does not repeat itself"):
+            next(iter(loader))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_batches_of_any_tensors_are_replayed() -> None:
+    """A nested one raised torch's error."""
+
+    def tensors() -> Iterator[Any]:
+        for number in range(1, 5):
+            parts = [torch.full((3,), float(number)), torch.zeros(number)]
+            yield torch.nested.nested_tensor(parts), torch.eye(number).to_sparse(), object()
+
+    loader = midepoch.wrap(tensors, seed=5)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    assert "object" in loader.capabilities.exact_order.reason, "the type that cannot be compared is named"
+    loader.load_state_dict(state)
+    with _quietly():
+        assert [float(batch[0].unbind()[0][0]) for batch in loader] == [3.0, 4.0]
 
 
 def test_a_generator_that_has_become_shorter_is_named() -> None:
@@ -203,6 +314,44 @@ def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected:
 
     with pytest.raises(SourceError, match=expected):
         sources.taken(midepoch.wrap(Wrong(6), seed=5))
+
+
+class Endless(DataLoader[Any]):
+    """Keeps one iterator from its beginning on, as older training scripts do."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(sources.Indices(size), batch_size=2)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_trying_consumes_nothing_of_a_source_that_keeps_an_iterator() -> None:
+    loader = midepoch.wrap(Endless(12), seed=5)
+    assert sources.taken(loader, 3) == [[0, 1], [2, 3], [4, 5]], "a copy would have shared the iterator"
+    assert "cannot be tried on a copy: it holds a generator" in loader.capabilities.constant_time_resume.reason
+
+
+class Nested(IterableDataset[int]):
+    """Counts what it reads in an object of its own, which a shallow copy would share."""
+
+    def __init__(self) -> None:
+        self.sampler, self.seen = SequentialSampler(range(8)), {"reads": [0]}
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.sampler:
+            self.seen["reads"][0] += 1
+            yield index
+
+
+def test_trying_leaves_what_a_dataset_counts_alone() -> None:
+    dataset = Nested()
+    loader = midepoch.wrap(dataset, seed=5)
+    loader.peek()
+    assert dataset.seen == {"reads": [1]}
+    assert loader.capabilities.constant_time_resume
 
 
 # --- what is refused ---

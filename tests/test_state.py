@@ -5,19 +5,23 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import decimal
 import functools
 import io
 import json
+import os
 import pickle
 import random
+import subprocess
 import sys
 import zlib
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +37,7 @@ import sources
 import midepoch
 from midepoch import StateCorruptError, StateError, StateMismatchError, StateVersionError
 from midepoch.loader.loader import Loader
-from midepoch.state.checksum import checksum_of
+from midepoch.state.checksum import checksum_of, former_checksum_of
 from midepoch.state.codec import decode, encode
 
 KEYS = [
@@ -243,7 +247,7 @@ def test_a_position_beyond_the_size_is_refused(position: int) -> None:
     assert_refused(make_loader(), state_with(position=position), StateCorruptError, position, 22)
 
 
-@pytest.mark.parametrize("detail", ["x", "crc=00000000", "draws=1", "{}", "workers=0;digest=", "\udc80"])
+@pytest.mark.parametrize("detail", ["x", "crc=00000000", "draws=1", "{}", "workers=0;chain=", "\udc80"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resealed_detail_is_checked(name: str, detail: str) -> None:
     """Any detail that is not one of this source is refused at the load, or is exactly what the state would have."""
@@ -512,3 +516,71 @@ def test_digests_tell_what_is_close() -> None:
     assert len(set(digests)) == len(values)
     assert digests == [checksum_of(copy.deepcopy(value)) for value in values]
     assert checksum_of(torch.arange(6).reshape(2, 3).T) == checksum_of(torch.arange(6).reshape(2, 3).T.contiguous())
+
+
+class _Slotted:
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def _unlike() -> dict[str, tuple[Any, Any]]:
+    """By kind: two values that differ in content alone."""
+    zeros, ones = torch.zeros(4, 4), torch.eye(4)
+    nested = [torch.nested.nested_tensor([each, each[1:]]) for each in (zeros, ones)]
+    jagged = [torch.nested.nested_tensor([each[0], each[1]], layout=torch.jagged) for each in (zeros, ones)]
+    quantized = [torch.quantize_per_tensor(each, 0.1, 0, torch.qint8) for each in (zeros, ones)]
+    images = [PIL.Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    return {
+        "bfloat16": (zeros.bfloat16(), ones.bfloat16()),
+        "float8": (zeros.to(torch.float8_e4m3fn), ones.to(torch.float8_e4m3fn)),
+        "sparse": (ones.to_sparse(), (2 * ones).to_sparse()),
+        "sparse rows": (ones.to_sparse_csr(), (2 * ones).to_sparse_csr()),
+        "nested": (nested[0], nested[1]),
+        "jagged": (jagged[0], jagged[1]),
+        "quantized": (quantized[0], quantized[1]),
+        "image": (images[0], images[1]),
+        "decimal": (decimal.Decimal(1), decimal.Decimal(2)),
+        "set": ({1, 2}, {1, 3}),
+        "large set": (set(range(100)), set(range(1, 101))),
+        "set of sets": ({frozenset("ab")}, {frozenset("ac")}),
+        "path": (Path("a"), Path("b")),
+        "deque": (deque([1]), deque([2])),
+        "slots": (_Slotted(zeros.bfloat16()), _Slotted(ones.bfloat16())),
+        "in a batch": ({"a": [zeros.bfloat16()]}, {"a": [ones.bfloat16()]}),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_digests_see_values_of_all_kinds() -> None:
+    again = _unlike()
+    for kind, (one, other) in _unlike().items():
+        unseen: dict[str, None] = {}
+        assert checksum_of(one, unseen) == checksum_of(again[kind][0]) != checksum_of(other, unseen), kind
+        assert not unseen, kind
+        if kind not in ("nested", "jagged"):
+            assert former_checksum_of(one) == former_checksum_of(other), f"{kind}: states of version 1 did not see it"
+
+
+def test_a_digest_names_what_it_cannot_see() -> None:
+    unseen: dict[str, None] = {}
+    assert checksum_of([1, object(), {"a": print}], unseen) == checksum_of([1, object(), {"a": len}])
+    assert list(unseen) == ["object", "builtin_function_or_method"]
+
+
+def test_a_digest_of_a_set_is_the_same_in_another_process() -> None:
+    code = "import sys; from midepoch.state.checksum import checksum_of; " \
+           "print(checksum_of([{'a', 'b', ('c', frozenset('de'))}, set(map(str, range(99)))]))"  # fmt: skip
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+
+
+def test_digests_see_tables() -> None:
+    pyarrow: Any = pytest.importorskip("pyarrow", reason="needs the extra datasets")
+    assert checksum_of(pyarrow.table({"a": [1]})) != checksum_of(pyarrow.table({"a": [2]}))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler, get_worker_info
 
+from midepoch.copying import copy_apart
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Run
 from midepoch.order import EpochOrder, Order
@@ -23,6 +24,7 @@ from midepoch.samplers import Listed, ListedEpoch, length_of
 from midepoch.state.checksum import checksum_of
 
 from .indexed import as_list, draws_nothing, spans
+from .private import let_go
 
 __all__ = [
     "RAW",
@@ -30,6 +32,7 @@ __all__ = [
     "DrivenReader",
     "DrivenRequest",
     "Path",
+    "Probed",
     "driven_requests",
     "exposed_samplers",
     "probe",
@@ -170,38 +173,65 @@ class Driven:
         return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
 
 
-def probe(driven: Driven, seed: int) -> tuple[tuple[int, ...] | None, str]:
-    """The draws of one sample from each sampler, or None if a jump would not be exact; and the reason.
+class Probed(NamedTuple):
+    """What `probe` has found.
 
-    Reads samples 0, 1 and 2 in a row, and sample 1 again after a jump. If the counts are constant and both samples 1
-    are equal, the dataset is believed to depend on its samplers alone. Later samples are counted as they are read. The
-    caller's generators stay unchanged.
+    Attributes:
+        draws: of one sample from each sampler; None if a jump would not be exact.
+        why: the reason.
+        unseen: the names of types whose content could not be compared.
     """
+
+    draws: tuple[int, ...] | None
+    why: str
+    unseen: tuple[str, ...] = ()
+
+
+def probe(driven: Driven, seed: int) -> Probed:
+    """The draws of one sample from each sampler, if a jump is exact.
+
+    Reads samples 0, 1 and 2 in a row, and sample 1 again after a jump, all from a copy: the dataset itself may hold an
+    iterator that has begun. If the counts are constant and both samples 1 are equal, the dataset is believed to depend
+    on its samplers alone. Later samples are counted as they are read. The caller's generators stay unchanged.
+    """
+    copied = copy_apart(driven.dataset)
+    if copied.value is None:
+        return Probed(None, f"its samplers cannot be tried on a copy: {copied.why}")
+    try:
+        return _probe(Driven(copied.value, driven.orders), seed)
+    finally:
+        for loader in copied.loaders:
+            let_go(loader)
+
+
+def _probe(driven: Driven, seed: int) -> Probed:
     guard = Streams(driven.dataset)
     reader = _Counting(driven, guard, seed)
     first = reader.read(0)
     if first is None:
-        return None, "it is empty"
+        return Probed(None, "it is empty")
     draws = first.draws
     if not any(draws):
-        return None, "it does not use the samplers that it exposes"
+        return Probed(None, "it does not use the samplers that it exposes")
     size = driven.size(draws, seed, 0)
     if length_of(driven.dataset) not in (None, size):
-        return None, f"its len() is {length_of(driven.dataset)}, but its samplers are enough for {size} samples"
+        why = f"its len() is {length_of(driven.dataset)}, but its samplers are enough for {size} samples"
+        return Probed(None, why)
     following = [reader.read(position) for position in range(1, min(size, 3))]
     for sample in following:
         if sample is None or sample.draws != draws or sample.restarted:
-            return None, "its samples do not draw a constant number of indices from its samplers"
+            return Probed(None, "its samples do not draw a constant number of indices from its samplers")
     if following:
         jumped = _Counting(driven, guard, seed).read(1, draws)
         in_a_row = following[0]
         assert in_a_row is not None  # by the loop above
         if jumped is None or jumped.draws != draws or jumped.digest != in_a_row.digest:
-            return None, "it counts on its own, besides its samplers"
+            return Probed(None, "it counts on its own, besides its samplers")
         for name, value in in_a_row.places.items():
             if jumped.places.get(name, value) != value:
-                return None, f"it counts on its own, besides its samplers, in {name}"
-    return draws, f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
+                return Probed(None, f"it counts on its own, besides its samplers, in {name}")
+    told = f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
+    return Probed(draws, told, first.unseen)
 
 
 class _Counted(NamedTuple):
@@ -209,6 +239,7 @@ class _Counted(NamedTuple):
     restarted: bool
     digest: str
     places: dict[str, str]  # values with which the iterator may count, after the sample
+    unseen: tuple[str, ...]
 
 
 class _Counting:
@@ -240,7 +271,8 @@ class _Counting:
                 return None
         drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
         restarted = any(sampler.passes > 1 for sampler in self._samplers)
-        return _Counted(drawn, restarted, checksum_of(item), _places(self._iterator))
+        unseen: dict[str, None] = {}
+        return _Counted(drawn, restarted, checksum_of(item, unseen), _places(self._iterator), tuple(unseen))
 
 
 def _places(iterator: Any) -> dict[str, str]:
@@ -384,7 +416,7 @@ class DrivenReader:
 
     def _broken(self, position: int, drawn: int, count: int) -> None:
         # After a load: either this sample differs from the others, or the whole dataset has changed.
-        if not self._proved and (self._opened is None or probe(self._driven, self._opened[1])[0] != self._draws):
+        if not self._proved and (self._opened is None or probe(self._driven, self._opened[1]).draws != self._draws):
             raise SourceError(
                 f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but the "
                 f"state was saved with {count} per sample: restore the dataset that it was saved with, or start over"

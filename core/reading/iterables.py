@@ -19,12 +19,13 @@ from midepoch.world import World
 
 from .driven import RAW, Driven, DrivenReader, driven_requests, exposed_samplers, probe, raw_copy
 from .indexed import unchanged
-from .replay import End, Replayed, ReplayReader, ReplayRequest
+from .replay import Chain, End, Found, Replayed, ReplayReader, ReplayRequest
 
 __all__ = ["IterableAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)")
-_REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});digest=([0-9a-f]{8})?")
+# Version 1 had the digest of the last unit in place of the chain.
+_REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});(chain|digest)=([0-9a-f]{8})?")
 
 _nonces = itertools.count(1)
 
@@ -102,9 +103,11 @@ class IterableAdapter(Adapter):
     def _drive(self, seed: int) -> tuple[int, ...] | None:
         """The draws of one sample from each sampler; None if the source has to be replayed."""
         if self._driven is not None and not self._probed:
-            self._draws, self._why = probe(self._driven, seed)
+            self._draws, self._why, unseen = probe(self._driven, seed)
             self._probed, self._proved = True, self._draws is not None
             self.learned()
+            if unseen:
+                self.cannot_see(unseen)
             if self._draws is None:
                 self._driven = None
                 if self._workers > 1:
@@ -166,10 +169,10 @@ class IterableAdapter(Adapter):
             return ""
         if self._driven is not None:
             return "" if self._draws is None else _told(self._draws)
-        return f"workers={self._workers};digest="
+        return f"workers={self._workers};chain="
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The draws of a sample, or the workers and the digest of a replay."""
+        """The draws of a sample, or the workers and the chain of a replay."""
         if not detail:
             if position:
                 raise StateCorruptError(
@@ -260,22 +263,28 @@ class IterableAdapter(Adapter):
                 self.options.streams,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
-        expected = match[3] or "" if match else ""
-        requests = self._replay_requests(run, expected)
+        expected, former = (match[4] or "", match[3] == "digest") if match else ("", False)
+        requests = self._replay_requests(run, expected, former)
         answers, close = self.serve(reader, requests, run)
         slots = max(self._workers, 1)
         if self._own_streams:
             consumed = run.position // run.world.world_size
             told = run.world.world_size == 1
-            return _OwnStreamsSession(answers, close, slots, consumed, expected, varies, told, self._workers)
-        return _SharedStreamSession(answers, close, expected, varies, self._workers)
+            learn, expects = self._learn, (expected, former)
+            return _OwnStreamsSession(answers, close, learn, slots, consumed, expects, varies, told, self._workers)
+        return _SharedStreamSession(answers, close, self._learn, varies, self._workers)
 
-    def _replay_requests(self, run: Run, expected: str) -> Iterator[ReplayRequest]:
+    def _learn(self, found: Found) -> None:
+        """Take over what a reader has found out about the source."""
+        if found.unseen:
+            self.cannot_see(found.unseen)
+
+    def _replay_requests(self, run: Run, expected: str, former: bool) -> Iterator[ReplayRequest]:
         consumed = run.position // run.world.world_size if self._own_streams else run.position
         size = None if run.share is None else run.share.size
         request = ReplayRequest(
             next(_nonces), run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
-            run.world.world_size, run.tail, size, False,
+            run.world.world_size, run.tail, size, False, former,
         )  # fmt: skip
         steps = itertools.count() if run.share is None else range(run.share.steps)
         check = unchanged(self._stream, length_of(self._stream))
@@ -347,7 +356,7 @@ class _DrivenSession(Session):
 
     def detail(self, mark: Any) -> str:
         """The draws of a sample; or that they vary in this epoch, which can then only be replayed."""
-        return "varies;workers=0;digest=" if self._reader.varies else self._detail
+        return "varies;workers=0;chain=" if self._reader.varies else self._detail
 
     def following(self) -> str:
         """The draws of a sample."""
@@ -359,23 +368,30 @@ class _DrivenSession(Session):
 
 
 class _ReplaySession(Session):
-    """A session whose mark is the digest of the last unit."""
+    """A session whose mark is the chain up to the last unit."""
 
     marks = True
 
     def __init__(
-        self, answers: Iterator[Any], close: Callable[[], None], expected: str, varies: bool, workers: int
-    ) -> None:
-        self._answers, self._close = answers, close
-        self._prefix = f"{'varies;' * varies}workers={workers};digest="
-        self._digest = expected
+        self, answers: Iterator[Any], close: Callable[[], None], learn: Callable[[Found], None], varies: bool,
+        workers: int,
+    ) -> None:  # fmt: skip
+        self._answers, self._close, self._learn = answers, close, learn
+        self._prefix = f"{'varies;' * varies}workers={workers};chain="
+        self._chain = ""
+
+    def _answer(self) -> Any:
+        answer = next(self._answers)
+        if answer.found is not None:
+            self._learn(answer.found)
+        return answer
 
     def mark(self) -> str:
-        """The digest of the last unit."""
-        return self._digest
+        """The chain up to the last unit."""
+        return self._chain
 
     def detail(self, mark: str) -> str:
-        """The number of workers, and the digest."""
+        """The number of workers, and the chain."""
         return self._prefix + mark
 
     def close(self) -> None:
@@ -393,7 +409,7 @@ class _SharedStreamSession(_ReplaySession):
         """The next batch."""
         if self._ended:
             raise StopIteration
-        answer = next(self._answers)
+        answer = self._answer()
         if self._first is None:
             self._first = answer.first
         elif answer.first != self._first:
@@ -405,7 +421,7 @@ class _SharedStreamSession(_ReplaySession):
             self._ended = True
             self.drift += answer.units  # other ranks have received them
             raise StopIteration
-        self._digest = answer.digest
+        self._chain = answer.chain
         self.drift = -answer.missing
         return answer.batch
 
@@ -414,12 +430,14 @@ class _OwnStreamsSession(_ReplaySession):
     """Each worker process has a stream of its own. Their batches alternate, as in a DataLoader."""
 
     def __init__(
-        self, answers: Iterator[Any], close: Callable[[], None], slots: int, consumed: int, expected: str, varies: bool,
-        told: bool, workers: int,
+        self, answers: Iterator[Any], close: Callable[[], None], learn: Callable[[Found], None], slots: int,
+        consumed: int, expects: tuple[str, bool], varies: bool, told: bool, workers: int,
     ) -> None:  # fmt: skip
-        super().__init__(answers, close, expected, varies, workers)
-        self._slots, self._consumed, self._expected, self._told = slots, consumed, expected, told
-        self._ended_in_a_row = 0
+        super().__init__(answers, close, learn, varies, workers)
+        self._slots, self._consumed, self._told = slots, consumed, told
+        self._expected, self._former = expects
+        self._ended_in_a_row = self._batches = 0
+        self._whole = Chain()  # of this process's batches
 
     def take(self) -> Any:
         """The next batch."""
@@ -431,17 +449,23 @@ class _OwnStreamsSession(_ReplaySession):
                         "itself; seed it, or start over with this data"
                     )
                 raise StopIteration
-            answer: Replayed | End = next(self._answers)
+            answer: Replayed | End = self._answer()
             if isinstance(answer, End):
                 self._ended_in_a_row += 1
                 continue
             self._ended_in_a_row = 0
+            self._batches += 1
+            if self._batches == self._whole.next:
+                self._whole.add(answer.chain)
+            seen = self._whole.up_to(answer.chain)
             if not self._consumed:
-                self._digest = answer.digest if self._told else ""
+                self._chain = seen if self._told else ""
                 return answer.batch
             self._consumed -= 1
-            if not self._consumed and self._expected and answer.digest != self._expected:
+            if self._consumed or not self._expected:
+                continue
+            if self._expected != (answer.former if self._former else seen):
                 raise SourceError(
-                    "the source does not repeat itself: the last batch consumed before the save differs now; make it "
+                    "the source does not repeat itself: the batches consumed before the save differ now; make it "
                     "depend on midepoch's streams or a seed alone"
                 )

@@ -24,6 +24,7 @@ __all__ = [
     "iterates_as_torch",
     "keep_iterator",
     "kept_iterator",
+    "let_go",
     "show_dataset",
     "shut_down",
     "workers_of",
@@ -82,6 +83,11 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
 def keep_iterator(loader: DataLoader[Any], iterator: Any) -> None:
     """Give a DataLoader an iterator's persistent worker processes; None makes it start new ones."""
     loader._iterator = iterator
+
+
+def let_go(loader: DataLoader[Any]) -> None:
+    """End the worker processes that a DataLoader has kept."""
+    shut_down(kept_iterator(loader))
 
 
 def show_dataset(dataset: Any) -> None:

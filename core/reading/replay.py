@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,12 +11,39 @@ from torch.utils.data import get_worker_info
 from midepoch.errors import SourceError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.state.checksum import checksum_of
+from midepoch.state.checksum import checksum_of, former_checksum_of
 from midepoch.world import Share, Tail, World
 
 from .indexed import draws_nothing
 
-__all__ = ["End", "ReplayReader", "ReplayRequest", "Replayed"]
+__all__ = ["Chain", "End", "Found", "ReplayReader", "ReplayRequest", "Replayed"]
+
+
+class Chain:
+    """What a stream has given up to some unit, in eight digits.
+
+    It covers the digests of units chosen by their number alone, and of the last one, so it is the same for everybody
+    who reads the stream, however they share it. The chosen numbers are those with at most five significant bits: all up
+    to 32, then 16 in each octave, so a million units cost some 270 digests.
+
+    Attributes:
+        next: the number of the next chosen unit, counted from 1.
+    """
+
+    _BITS = 5
+
+    def __init__(self) -> None:
+        self.next = 1
+        self._crc = 0
+
+    def add(self, digest: str) -> None:
+        """Take the digest of unit `next`."""
+        self._crc = zlib.crc32(digest.encode(), self._crc)
+        self.next += 1 << max(self.next.bit_length() - self._BITS, 0)
+
+    def up_to(self, digest: str) -> str:
+        """The chain that ends with a unit of this digest."""
+        return f"{zlib.crc32(digest.encode(), self._crc):08x}"
 
 
 class ReplayRequest(NamedTuple):
@@ -26,10 +54,11 @@ class ReplayRequest(NamedTuple):
         seed, epoch: of the random streams.
         start: units consumed by all ranks before the session.
         step: batches of the session before this one.
-        expected: the digest of the last unit before `start`, or empty.
+        expected: the chain up to `start`, or empty.
         rank, world_size, tail: how midepoch divides the units, if it does.
         size: units in the epoch; None if unknown.
         skip: read the batch and return only its digest.
+        former: `expected` is from a state of version 1: the digest of the last unit before `start`.
     """
 
     nonce: int
@@ -43,6 +72,17 @@ class ReplayRequest(NamedTuple):
     tail: Tail
     size: int | None
     skip: bool
+    former: bool = False
+
+
+class Found(NamedTuple):
+    """What a reader has found out about its source by the first batch of a session.
+
+    Attributes:
+        unseen: the names of types whose content it cannot see.
+    """
+
+    unseen: tuple[str, ...] = ()
 
 
 class Replayed(NamedTuple):
@@ -50,15 +90,19 @@ class Replayed(NamedTuple):
 
     Attributes:
         batch: None if it was skipped.
-        digest: that of the last unit of the global batch.
+        chain: up to the last unit of the global batch. If the stream is this process's own, the batch's digest.
         first: the digest of the stream's first unit, equal in all processes that read the same stream.
         missing: units by which the global batch is short.
+        former: the digest of a skipped batch as states of version 1 have it, if asked for.
+        found: with a reader's first answer in a session.
     """
 
     batch: Any
-    digest: str
+    chain: str
     first: str
     missing: int
+    former: str = ""
+    found: Found | None = None
 
 
 class End(NamedTuple):
@@ -67,10 +111,12 @@ class End(NamedTuple):
     Attributes:
         first: as in `Replayed`.
         units: units of the last global batch that other ranks have received.
+        found: as in `Replayed`.
     """
 
     first: str
     units: int = 0
+    found: Found | None = None
 
 
 class ReplayReader:
@@ -108,6 +154,9 @@ class ReplayReader:
         self._read = 0  # units read from the iterator
         self._sample_key = 0
         self._first = ""
+        self._chain = Chain()
+        self._digested = (0, "")  # the unit whose digest was taken last
+        self._unseen: dict[str, None] = {}
 
     def __call__(self, request: ReplayRequest) -> Replayed | End:
         """The batch, or `End`.
@@ -115,14 +164,20 @@ class ReplayReader:
         Raises:
             SourceError: the stream differs from the one consumed before, or its length from its len().
         """
-        streams = self._streams
-        if streams is None:
-            return self._batch(request)
         if self._nonce != request.nonce:
-            self._nonce = request.nonce
-            streams.begin_replay()
-        with streams:
+            return self._begin(request)
+        if self._streams is None:
             return self._batch(request)
+        with self._streams:
+            return self._batch(request)
+
+    def _begin(self, request: ReplayRequest) -> Replayed | End:
+        """The first batch of a session in this process."""
+        self._nonce = request.nonce
+        if self._streams is not None:
+            self._streams.begin_replay()
+        answer = self(request)
+        return answer._replace(found=Found(tuple(self._unseen)))
 
     def _batch(self, request: ReplayRequest) -> Replayed | End:
         try:
@@ -145,7 +200,7 @@ class ReplayReader:
             tell(request.epoch)
         self._iterator = iter(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
-        self._read = 0
+        self._read, self._chain, self._digested = 0, Chain(), (0, "")
         # If the data stream is this process's own, so are the random streams.
         own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
@@ -161,11 +216,26 @@ class ReplayReader:
             except StopIteration:
                 iterator = self._iterator = None
                 break
-            if self._read == 0:
-                self._first = checksum_of(unit)
             self._read += 1
+            if self._shared and self._read == self._chain.next:
+                digest = self._digest(unit)
+                self._chain.add(digest)
+                if self._read == 1:
+                    self._first = digest
             units.append(unit)
         return units
+
+    def _digest(self, unit: Any) -> str:
+        """The digest of the unit that was read last."""
+        number, digest = self._digested
+        if number != self._read:
+            digest = checksum_of(unit, self._unseen)
+            self._digested = self._read, digest
+        return digest
+
+    def _chain_to(self, unit: Any) -> str:
+        """The chain up to the unit that was read last."""
+        return self._chain.up_to(self._digest(unit))
 
     def _collated(self, units: list[Any], key: int) -> Any:
         if self._collate is None:
@@ -189,23 +259,25 @@ class ReplayReader:
                         "does not repeat itself; seed it, or start over with this data"
                     )
                 return End(self._first)
-            if self._read == request.start and request.expected and checksum_of(last[0]) != request.expected:
-                raise SourceError(
-                    f"the source does not repeat itself: unit {request.start - 1} of epoch {request.epoch} differs "
-                    "from the one consumed before the save; make it depend on midepoch's streams or a seed alone, "
-                    "and if it divides its data by rank or worker itself, pass shard=False"
-                )
+            if self._read == request.start and request.expected:
+                seen = former_checksum_of(last[0]) if request.former else self._chain_to(last[0])
+                if seen != request.expected:
+                    raise SourceError(
+                        f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
+                        f"{request.epoch} differs from what was consumed before the save; make it depend on midepoch's "
+                        "streams or a seed alone, and if it divides its data by rank or worker itself, pass shard=False"
+                    )
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
             return End(self._first)
-        last_digest = checksum_of(units[-1])
+        chain = self._chain_to(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
             return End(self._first, len(units) if request.tail == "uneven" and not self._drop_last else 0)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
-        return Replayed(self._collated(own, key), last_digest, self._first, global_batch - len(units))
+        return Replayed(self._collated(own, key), chain, self._first, global_batch - len(units))
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:
@@ -252,9 +324,9 @@ class ReplayReader:
         units = self._units(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
             return End("")
-        seen = checksum_of(units[-1])
+        seen = self._digest(units[-1])
         if request.skip:
-            return Replayed(None, seen, "", 0)
+            return Replayed(None, seen, "", 0, former_checksum_of(units[-1]) if request.former else "")
         return Replayed(self._collated(units, extend_key(self._sample_key, self._read, Purpose.BATCH)), seen, "", 0)
 
     def __getstate__(self) -> dict[str, Any]:

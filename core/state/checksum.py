@@ -11,59 +11,106 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["checksum_of"]
+from .contents import Unseen, plain
+
+__all__ = ["checksum_of", "former_checksum_of"]
 
 _SAMPLED_BYTES = 4096
 
 
-def checksum_of(item: object) -> str:
+def checksum_of(item: object, unseen: dict[str, None] | None = None) -> str:
     """Eight hexadecimal digits of an item: of its structure, types, shapes, and up to 4 KiB of each array.
 
-    Its cost is bounded whatever the item's size, so it can be taken of every batch. It is no proof of equality.
+    It can be taken of every batch: of tensors, arrays, texts and containers it reads a bounded part. It is no proof of
+    equality.
+
+    Args:
+        item: anything.
+        unseen: the names of types whose content cannot be seen are added to it.
     """
-    return f"{_crc(item, 0, 0):08x}"
+    return f"{_Checksum(unseen, former=False).of(item, 0, 0):08x}"
+
+
+def former_checksum_of(item: object) -> str:
+    """The checksum as states of version 1 have it.
+
+    It saw nothing but the types of low-precision, sparse and device tensors, images, tables, sets and other objects
+    without plain attributes. For all else both are the same. So a state that holds a former checksum is compared with
+    this one, and is not refused for content that nobody had looked at when it was saved.
+    """
+    return f"{_Checksum(None, former=True).of(item, 0, 0):08x}"
 
 
 _SAMPLED_ITEMS = 64
 _DEEPEST_ITEM = 8  # levels of containers; an object may contain itself
 
 
-def _crc(item: Any, crc: int, depth: int) -> int:
-    kind = type(item).__name__
-    if isinstance(item, torch.Tensor):
-        crc = zlib.crc32(f"{kind}{item.dtype}{tuple(item.shape)}".encode(), crc)
-        if item.device.type != "cpu" or item.layout is not torch.strided or item.dtype == torch.bfloat16:
+class _Checksum:
+    def __init__(self, unseen: dict[str, None] | None, former: bool) -> None:
+        self._unseen, self._former = unseen, former
+
+    def of(self, item: Any, crc: int, depth: int) -> int:
+        kind = type(item).__name__
+        if isinstance(item, torch.Tensor):
+            return self._tensor(item, kind, crc, depth)
+        if isinstance(item, np.ndarray):
+            return self._array(item, zlib.crc32(f"{kind}{item.dtype}{item.shape}".encode(), crc), depth)
+        if isinstance(item, bytes | bytearray):
+            return zlib.crc32(item[:_SAMPLED_BYTES], zlib.crc32(f"{kind}{len(item)}".encode(), crc))
+        if item is None or isinstance(item, str | int | float | complex | np.generic):
+            return zlib.crc32(f"{kind}{item!r}"[:_SAMPLED_BYTES].encode("utf-8", "surrogatepass"), crc)
+        crc = zlib.crc32(kind.encode(), crc)
+        if depth == _DEEPEST_ITEM:
             return crc
-        return _crc_of_array(item.detach().numpy(), crc, depth)
-    if isinstance(item, np.ndarray):
-        return _crc_of_array(item, zlib.crc32(f"{kind}{item.dtype}{item.shape}".encode(), crc), depth)
-    if isinstance(item, bytes | bytearray):
-        return zlib.crc32(item[:_SAMPLED_BYTES], zlib.crc32(f"{kind}{len(item)}".encode(), crc))
-    if item is None or isinstance(item, str | int | float | complex | np.generic):
-        return zlib.crc32(f"{kind}{item!r}"[:_SAMPLED_BYTES].encode("utf-8", "surrogatepass"), crc)
-    crc = zlib.crc32(kind.encode(), crc)
-    if depth == _DEEPEST_ITEM:
+        parts: Any = None
+        if isinstance(item, Mapping):
+            parts = [part for pair in itertools.islice(item.items(), _SAMPLED_ITEMS) for part in pair]
+        elif isinstance(item, list | tuple):
+            half = _SAMPLED_ITEMS // 2
+            parts = item if len(item) <= _SAMPLED_ITEMS else (*item[:half], *item[-half:])
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            parts = [getattr(item, field.name) for field in dataclasses.fields(item)]
+        elif self._former:
+            # The type, and attributes: its repr may contain an address.
+            parts = list(getattr(item, "__dict__", {}).items())[:_SAMPLED_ITEMS]
+        else:
+            value = self._plain(item)
+            if not isinstance(value, dict):
+                return self.of(value, crc, depth + 1)
+            parts = list(value.items())[:_SAMPLED_ITEMS]
+        crc = zlib.crc32(str(len(item) if isinstance(item, Mapping | list | tuple) else len(parts)).encode(), crc)
+        for part in parts:
+            crc = self.of(part, crc, depth + 1)
         return crc
-    parts: Any = None
-    if isinstance(item, Mapping):
-        parts = [part for pair in itertools.islice(item.items(), _SAMPLED_ITEMS) for part in pair]
-    elif isinstance(item, list | tuple):
-        half = _SAMPLED_ITEMS // 2
-        parts = item if len(item) <= _SAMPLED_ITEMS else (*item[:half], *item[-half:])
-    elif dataclasses.is_dataclass(item):
-        parts = [getattr(item, field.name) for field in dataclasses.fields(item)]
-    else:
-        # For any other object, use the type: its repr may contain an address.
-        parts = list(getattr(item, "__dict__", {}).items())[:_SAMPLED_ITEMS]
-    crc = zlib.crc32(str(len(item) if isinstance(item, Mapping | list | tuple) else len(parts)).encode(), crc)
-    for part in parts:
-        crc = _crc(part, crc, depth + 1)
-    return crc
 
+    def _tensor(self, tensor: torch.Tensor, kind: str, crc: int, depth: int) -> int:
+        if not tensor.is_nested:
+            crc = zlib.crc32(f"{kind}{tensor.dtype}{tuple(tensor.shape)}".encode(), crc)
+            if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype != torch.bfloat16:
+                try:
+                    return self._array(tensor.detach().numpy(), crc, depth)
+                except (TypeError, RuntimeError):  # float8, quantized, conjugated
+                    pass
+        if self._former or depth == _DEEPEST_ITEM:
+            return crc
+        value = self._plain(tensor)
+        return self._array(value, crc, depth) if isinstance(value, np.ndarray) else self.of(value, crc, depth + 1)
 
-def _crc_of_array(array: np.ndarray[Any, Any], crc: int, depth: int) -> int:
-    if array.dtype.hasobject:
-        return _crc(array.reshape(-1)[:_SAMPLED_ITEMS].tolist(), crc, depth + 1)
-    flat = array.reshape(-1)
-    step = max(1, flat.nbytes // _SAMPLED_BYTES)
-    return zlib.crc32(np.ascontiguousarray(flat[::step]).tobytes(), crc)
+    def _array(self, array: np.ndarray[Any, Any], crc: int, depth: int) -> int:
+        if array.dtype.hasobject:
+            return self.of(array.reshape(-1)[:_SAMPLED_ITEMS].tolist(), crc, depth + 1)
+        flat = array.reshape(-1)
+        step = max(1, flat.nbytes // _SAMPLED_BYTES)
+        return zlib.crc32(np.ascontiguousarray(flat[::step]).tobytes(), crc)
+
+    def _plain(self, item: Any) -> Any:
+        """The item in plain terms; empty where nothing can be seen."""
+        try:
+            value = plain(item)
+        except Exception:  # noqa: BLE001  # objects of other libraries raise what they like
+            value = Unseen(type(item).__name__)
+        if not isinstance(value, Unseen):
+            return value
+        if self._unseen is not None:
+            self._unseen[value.kind] = None
+        return {}

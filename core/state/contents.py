@@ -13,6 +13,7 @@ import fractions
 import itertools
 import os
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Mapping, Set
 from typing import Any
@@ -26,6 +27,7 @@ MOST_ITEMS = 64
 """Members of a table or a device's tensor rows that are looked at; the number of them always counts."""
 
 _MOST_BYTES = 1 << 16  # that are copied from a device
+_MOST_MEMBERS = 1 << 12  # of a set; of a larger one the number counts
 _PRINTED = (
     decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, uuid.UUID,
     range, slice, type, torch.dtype, torch.device, np.dtype,
@@ -48,7 +50,7 @@ def plain(item: Any) -> Any:
 
     Returns:
         A number, text, bytes, None, a numpy array, a list, or a dict, whose members may be any objects; or `Unseen`. A
-        set becomes its sorted texts, a table a list of rows, a tensor the arrays that it is stored in, another object
+        set becomes two numbers, a table a list of rows, a tensor the arrays that it is stored in, another object
         the dict of its attributes.
     """
     if item is None or isinstance(item, str | int | float | complex | bytes | np.ndarray | np.generic | list | dict):
@@ -62,7 +64,7 @@ def plain(item: Any) -> Any:
     if isinstance(item, tuple | deque):
         return list(item)
     if isinstance(item, Set):
-        return sorted(map(_text_of, itertools.islice(item, MOST_ITEMS))) if len(item) <= MOST_ITEMS else len(item)
+        return _members_of(item)
     if isinstance(item, enum.Enum):
         return item.name
     if isinstance(item, os.PathLike):
@@ -74,8 +76,19 @@ def plain(item: Any) -> Any:
     return _other(item)
 
 
+def _members_of(members: Any) -> list[Any]:
+    """The number of members, and one number made of all in any order, which differs between processes."""
+    texts = (_text_of(member).encode("utf-8", "surrogatepass") for member in itertools.islice(members, _MOST_MEMBERS))
+    return [len(members), sum(map(zlib.crc32, texts)) & 0xFFFFFFFF if len(members) <= _MOST_MEMBERS else 0]
+
+
 def _text_of(member: Any) -> str:
-    return repr(member) if isinstance(member, str | int | float | bytes | tuple | frozenset) else str(type(member))
+    """The same in each process. The text of an object may contain its address."""
+    value = plain(member)
+    if isinstance(value, list):
+        return f"{type(member).__name__}({','.join(map(_text_of, value))})"
+    seen = value is None or isinstance(value, str | int | float | complex | bytes)
+    return f"{type(member).__name__} {value!r}" if seen else type(member).__name__
 
 
 def _arrays_of(tensor: torch.Tensor) -> Any:
