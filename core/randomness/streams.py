@@ -36,6 +36,7 @@ class Purpose:
     LISTING = 3  # a torch Sampler giving one epoch's list
     OPENING = 4  # iter(dataset), and the base seed of worker processes
     MIXING = 5  # which of several loaders is read at a step
+    TRIAL = 6  # where a copy of a source is read, which stands for another process
 
 
 # What `sample_generator` reads: the key of the sample that is being read, or the Streams that look on meanwhile; the
