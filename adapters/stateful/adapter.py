@@ -6,15 +6,21 @@ For sources whose state is known to be incomplete, the adapter adds what is miss
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
-from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.adapters.stateful.trial import Outcome, compare, read_from
+from midepoch.copying import stateful_copy
+from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key, extend_key
@@ -29,6 +35,8 @@ from midepoch.world import World
 __all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
 
 
+_TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
+_HOLDS_BACK = "what the dataset's shuffle buffer holds is not in its state: wrap the dataset itself, which is replayed"
 _NOT_RESTORED = Capability(False, "the source's own state does not restore the global generators of samples")
 
 
@@ -48,7 +56,16 @@ class StatefulAdapter(Adapter):
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self._used = False
-        self._first_state = None if self.rewinds else self._state_now()
+        self._first_state: Any = None  # of the very beginning; unknown until the source is first read
+        self._pristine: Any = None  # a copy of the source as it was before it was read
+        self.begun = False  # a session has been opened
+        self._tried_in: list[int] = []  # epochs
+        self._untried = "it is tried on a copy when an epoch is read from its beginning"
+        if options.verify == "off" or not options.streams:
+            self._untried = "verify='off'" if options.verify == "off" else "randomness='none'"
+            self._untried += ": it is not tried"
+        elif private.has_workers(source):
+            self._untried = "it is not tried, since a copy would start worker processes of its own"
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps its own state, which knows no ranks; shard the data that "
@@ -81,7 +98,9 @@ class StatefulAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """What the source's own state can restore."""
-        own = Capability(True, "as exact as the source's own state")
+        own = Capability(True, "as exact as the source's own state, which led a copy to the batch that came next")
+        if self._untried:
+            own = Capability(True, f"as exact as the source's own state: {self._untried}", believed=True)
         return Capabilities(
             exact_order=own,
             exact_augmentations=_NOT_RESTORED if isinstance(self.source, DataLoader) else own,
@@ -111,17 +130,90 @@ class StatefulAdapter(Adapter):
             "and wrap it, instead of copying this loader"
         )
 
-    def _state_now(self) -> Any:
-        """A copy of the source's state; None if it has none before it is read."""
-        try:
-            return decode(encode(self.source.state_dict()))
-        except Exception:  # noqa: BLE001  # sources raise various errors here
+    # --- trying the source's own state ---
+
+    @property
+    def _tries(self) -> bool:
+        return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
+
+    def before_first_read(self) -> None:
+        """Copy the source while it is as another process would make it."""
+        if not self._tries:
+            return
+        self._pristine, why = self._copied(self.source)
+        if self._pristine is None:
+            self._cannot_try(f"it is not tried, since {why}")
+
+    def _copied(self, source: Any) -> tuple[Any, str]:
+        return stateful_copy(source, private.shared_kinds())
+
+    def _cannot_try(self, why: str) -> None:
+        self._pristine, self._untried = None, why
+        self.learned()
+
+    def trial(self, run: Run) -> Callable[[str, int], Outcome | None] | None:
+        """What gives the batch to which the source's state leads a copy; None if nothing is to be tried in this run.
+
+        A session that begins within an epoch is not tried: a source may read all that was consumed to get there.
+        """
+        if self._pristine is None or run.position or run.epoch in self._tried_in:
             return None
+        return lambda detail, batches: self._attempt(run, detail, batches)
+
+    def _attempt(self, run: Run, detail: str, batches: int) -> Outcome | None:
+        """The copy's batch. None if the copy, and not the state, is at fault."""
+        self._tried_in.append(run.epoch)
+        threads = threading.active_count()
+        position = run.position + batches * run.world.world_size
+        outcome: Outcome | None = self._read_copy(dataclasses.replace(run, position=position, detail=detail))
+        if outcome and outcome.error is not None and not outcome.ended:
+            fresh = self._read_copy(dataclasses.replace(run, epoch=0, position=0, detail=""))
+            if fresh is None or fresh.error is not None:
+                outcome = None
+        if outcome is None:
+            self._cannot_try("it is not tried, since a copy of it cannot be read")
+        elif len(self._tried_in) == _TRIALS:
+            self._pristine = None
+        if threading.active_count() > threads:
+            gc.collect()  # ends those of the copy
+        return outcome
+
+    def _read_copy(self, run: Run) -> Outcome | None:
+        copy = self._copied(self._pristine)[0]
+        if copy is None:
+            return None
+        options = dataclasses.replace(self.options, verify="off")
+        return read_from(lambda run: type(self)(copy, options).open(run), self.source, copy, run)
+
+    def conclude(self, outcome: Outcome, batch: Any, run: Run, batches: int) -> None:
+        """Compare the copy's batch with the source's own, and say what follows."""
+        finding = compare(outcome, batch)
+        if finding.unseen:
+            self.cannot_see(finding.unseen)
+        if not finding.differs:
+            self._untried = ""
+            self.learned()
+            return
+        self._pristine = None
+        what = "order" if finding.order else "random numbers"
+        why = f"its state after batch {batches} of epoch {run.epoch} was tried on a copy: {finding.differs}"
+        self._tell(why, finding.order, f"does not restore its {what}")
+
+    def _tell(self, why: str, order: bool, what: str) -> None:
+        self.found(why, order)
+        warnings.warn(
+            f"the state of this {type(self.source).__name__} {what} ({why}), so a resumed run gets other data: wrap a "
+            "function that makes what it reads, as in midepoch.wrap(lambda: make()), to have it read again from the "
+            "start, or let the state cover all that it draws and holds back. loader.capabilities says what still holds",
+            MidepochWarning,
+            stacklevel=8,
+        )
 
     # --- what differs between sources ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator from `state` on; None starts the epoch."""
+        first = not self._used and not self.rewinds
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self._first_state  # go back to the very beginning after the source was read
             if state is None:
@@ -129,6 +221,9 @@ class StatefulAdapter(Adapter):
                     f"{type(self.source).__name__} has no state for its very beginning, so it cannot go back there: "
                     "load this state into a source that has not been read"
                 )
+        if first and state is not None:
+            # Of a copy: a torchdata.nodes.Loader that was asked for a state ignores one that is loaded later.
+            self._first_state = _state_of(self._copied(self.source)[0])
         self._used = True
         if state is not None:
             self.source.load_state_dict(state)
@@ -136,6 +231,8 @@ class StatefulAdapter(Adapter):
             iterator: Iterator[Any] = iter(self.source)
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
+        if first and state is None:
+            self._first_state = _state_of(self.source)
         return iterator
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
@@ -162,6 +259,10 @@ class TorchdataAdapter(StatefulAdapter):
         super().__init__(source, options)
         self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
         self.opening = None  # see `start`
+        # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
+        self._inside = source.dataset if _is_of("datasets", source.dataset) and _has_state(source.dataset) else None
+        self._inside_first = None if self._inside is None else self._inside.state_dict()
+        self._holds_back = self._inside is not None and private.has_shuffle_buffer(self._inside)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -180,14 +281,20 @@ class TorchdataAdapter(StatefulAdapter):
             exact = "its workers' generators are not restored; wrap a DataLoader to have them restored"
             if self._streams is None:
                 exact = "randomness='none': nothing restores the generators that samples draw from"
+        stated = super().capabilities()
         return dataclasses.replace(
-            super().capabilities(),
+            stated,
+            exact_order=Capability(False, _HOLDS_BACK) if self._holds_back else stated.exact_order,
             exact_augmentations=Capability(keyed, exact),
             constant_time_resume=Capability(False, "it skips through its sampler's list, or through its dataset"),
         )
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds its own generators."""
+        if self._inside is not None:
+            self._inside.set_epoch(run.epoch)
+            if state is None:
+                self._inside.load_state_dict(self._inside_first)
         if self._streams is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
@@ -197,6 +304,17 @@ class TorchdataAdapter(StatefulAdapter):
                 generator.manual_seed(key)
         with self._streams.under(key):
             return super().start(run, state)
+
+    def before_first_read(self) -> None:
+        """Say what is known of a dataset inside; else as every source."""
+        if self._holds_back:
+            self._tell(_HOLDS_BACK, True, "does not restore its order")
+        else:
+            super().before_first_read()
+
+    def _copied(self, source: Any) -> tuple[Any, str]:
+        by_index = () if hasattr(source.dataset, "load_state_dict") or _is_stream(source.dataset) else (source.dataset,)
+        return stateful_copy(source, (*private.shared_kinds(), *by_index))
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
@@ -243,10 +361,18 @@ class DatasetsAdapter(StatefulAdapter):
         """What its own state can restore. It does not cover what mapped functions draw."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
 
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
+
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start in the epoch's own shuffle of the shards."""
         self.source.set_epoch(run.epoch)
-        return super().start(run, self._first_state if state is None else state)
+        if state is None:
+            state = self._first_state
+        self._used = True
+        self.source.load_state_dict(state)
+        return iter(self.source)
 
 
 class GrainAdapter(StatefulAdapter):
@@ -281,6 +407,22 @@ class GrainAdapter(StatefulAdapter):
         return iterator.get_state()
 
 
+def _state_of(source: Any) -> Any:
+    """A copy of a source's state; None if it has none now."""
+    try:
+        return decode(encode(source.state_dict()))
+    except Exception:  # noqa: BLE001  # sources raise various errors here
+        return None
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _has_state(source: Any) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
 def _is_of(package: str, source: object) -> bool:
     return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(source).__mro__)
 
@@ -291,6 +433,8 @@ class _StatefulSession(Session):
         self._steps = None if run.share is None else run.share.steps
         self._iterator: Any = None
         self._next: Callable[[], Any] | None = None
+        self._advance: Callable[[], Any] | None = None
+        self._trial: Callable[[str, int], Outcome | None] | None = None
         self._handed_out = 0
         self._failed = self._finished = False
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
@@ -310,15 +454,55 @@ class _StatefulSession(Session):
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
         if adapter.opening is None:
-            self._next = self._started()
-            return self._next()
-        # torch's loaders draw the workers' seed here, which must not change the caller's generator.
-        with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
-            self._next = self._started()
-            return self._next()
+            advance = self._started()
+            batch = advance()
+        else:
+            # torch's loaders draw the workers' seed here, which must not change the caller's generator.
+            with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+                advance = self._started()
+                batch = advance()
+        self._trial, self._advance = adapter.trial(run), advance
+        self._next = advance if self._trial is None else self._second
+        return batch
+
+    def _second(self) -> Any:
+        """The next batch, behind a trial of the state before it."""
+        try:
+            self.mark()
+        except Exception:  # noqa: BLE001  # whoever asks for the state will be told
+            self._trial = None
+        if self._next == self._second:
+            self._next = self._advance
+        assert self._next is not None
+        return self._next()
+
+    def _try(self) -> None:
+        """Compare the batch that comes next with the one that a copy of the source gives from the state on."""
+        trial, self._trial = self._trial, None
+        advance, self._next = self._advance, self._advance
+        assert trial is not None and advance is not None
+        outcome = trial(self._asked[1], self._handed_out)
+        if outcome is None:
+            return
+        try:
+            batch = advance()
+        except Exception as error:  # noqa: BLE001  # raised where the batch is asked for
+            self._next = functools.partial(self._held, Outcome(error=error))
+            return
+        self._next = functools.partial(self._held, Outcome(batch))
+        self._adapter.conclude(outcome, batch, self._run, self._handed_out)
+
+    def _held(self, held: Outcome) -> Any:
+        self._next = self._advance
+        if held.error is not None:
+            raise held.error
+        return held.batch
 
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
+        if not adapter.begun:
+            adapter.begun = True
+            adapter.before_first_read()
         if not run.detail:
             self._iterator = adapter.start(run, None)
         else:
@@ -339,6 +523,8 @@ class _StatefulSession(Session):
                     "a batch failed, and the source's state is already past it: load an older state to continue"
                 )
             self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
+            if self._trial is not None:
+                self._try()
         return self._asked[1]
 
     def detail(self, mark: str | None) -> str:

@@ -7,12 +7,13 @@ refused: a Hugging Face dataset that cannot be inspected is replayed, which is e
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
 
-__all__ = ["grain_steps", "has_shuffle_buffer", "hugging_face_steps"]
+__all__ = ["grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps", "shared_kinds"]
 
 
 @functools.cache
@@ -67,3 +68,24 @@ def grain_steps(source: Any) -> str:
 def _transformations(dataset: Any) -> str:
     named = f"{type(dataset).__name__}:{length_of(dataset)}"
     return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
+
+
+def has_workers(source: Any) -> bool:
+    """Whether a source starts worker processes, as far as can be determined."""
+    options = getattr(source, "_multiprocessing_options", source)  # a Grain DataLoader's
+    workers = getattr(options, "num_workers", 0)
+    return isinstance(workers, int) and workers > 0
+
+
+def shared_kinds() -> tuple[type, ...]:
+    """Types that hold data or descriptions of it and never change: copies of a source share them."""
+    names = {
+        "pyarrow": ("Table", "RecordBatch", "Array", "ChunkedArray"),
+        "datasets": ("Dataset", "DatasetInfo"),
+        "fsspec": ("AbstractFileSystem",),
+    }
+    return tuple(
+        getattr(sys.modules[module], name)
+        for module, kinds in names.items() if module in sys.modules
+        for name in kinds if hasattr(sys.modules[module], name)
+    )  # fmt: skip

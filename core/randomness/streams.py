@@ -36,6 +36,7 @@ class Purpose:
     LISTING = 3  # a torch Sampler giving one epoch's list
     OPENING = 4  # iter(dataset), and the base seed of worker processes
     MIXING = 5  # which of several loaders is read at a step
+    TRIAL = 6  # where a copy of a source is read, which stands for another process
 
 
 # What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;

@@ -1,0 +1,99 @@
+"""Whether a source's own state leads to the batch that comes next: tried on a copy of the source.
+
+The copy is made before the source is first read, so it stands for the source that another process would make. What
+it reads is compared with what the source itself hands out next. Nothing of the source's own is asked twice or lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from midepoch.loader.adapter import Run, Session
+from midepoch.order.keys import derive_key
+from midepoch.randomness.owned import find_generators
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.state.witness import Witness, look_at
+
+__all__ = ["Finding", "Outcome", "compare", "read_from"]
+
+
+class Outcome(NamedTuple):
+    """What a read gave.
+
+    Attributes:
+        batch: None if there was none.
+        error: that ended it; StopIteration at the source's end; None if there was a batch.
+    """
+
+    batch: Any = None
+    error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing was left."""
+        return isinstance(self.error, StopIteration)
+
+
+class Finding(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        differs: how the copy differed from the source; empty if it did not.
+        order: other samples came, not only other numbers.
+        unseen: names of types whose content could not be compared.
+    """
+
+    differs: str = ""
+    order: bool = False
+    unseen: tuple[str, ...] = ()
+
+
+def read_from(open_copy: Callable[[Run], Session], source: Any, copy: Any, run: Run) -> Outcome:
+    """The first batch of a session over a copy of `source`. The caller's generators stay as they are.
+
+    The global generators, and those that the copy shares with the source, stand where another process may have them.
+    """
+    key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
+    try:
+        with warnings.catch_warnings(), Streams().under(key), _shared_under(key, source, copy):
+            warnings.simplefilter("ignore")
+            session = open_copy(run)
+            try:
+                return Outcome(session.take())
+            finally:
+                session.close()
+    except Exception as error:  # noqa: BLE001  # of the source's code
+        return Outcome(error=error.with_traceback(None))  # which would keep the copy alive
+
+
+@contextlib.contextmanager
+def _shared_under(key: int, source: Any, copy: Any) -> Iterator[None]:
+    own = {id(each.generator) for each in find_generators(source)[0]}
+    shared = [each for each in find_generators(copy)[0] if id(each.generator) in own]
+    saved = [each.save() for each in shared]
+    for each in shared:
+        each.start(derive_key(key, each.salt))
+    try:
+        yield
+    finally:
+        for each, state in zip(shared, saved, strict=True):
+            each.restore(state)
+
+
+def compare(of_copy: Outcome, batch: Any) -> Finding:
+    """Compare what the copy gave with the source's own batch."""
+    if of_copy.ended:
+        return Finding("the copy ended where another batch was left", True)
+    if of_copy.error is not None:
+        return Finding(f"the copy raised {type(of_copy.error).__name__}: {of_copy.error!s:.200}", True)
+    look = look_at(batch)
+    difference = Witness.of(0, None, look).compare(look_at(of_copy.batch), False)
+    if difference is None:
+        return Finding(unseen=look.unseen)
+    named = f" ({difference.names})" if difference.names else ""
+    if difference.another:
+        return Finding(f"the copy gave another batch{named}", True)
+    return Finding(f"the copy gave the same samples with other numbers{named}", False)
