@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,24 @@ def identify(batch: Any) -> list[int]:
 
 def draws(batch: Any) -> list[tuple[float, ...]]:
     return [tuple(row.tolist()) for part in batch for row in part["random"]]
+
+
+class Noisy(DALIGenericIterator):  # type: ignore[misc]
+    """Draws for its batches, from every generator, one of its own among them."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.generator = np.random.default_rng()
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        for part in batch:
+            drawn = [random.random(), np.random.rand(), float(torch.rand(())), self.generator.random()]
+            part["random"] = torch.tensor([[number, *drawn] for number in range(len(part["label"]))])
+        return batch
+
+
+KINDS = {"generic": DALIGenericIterator, "ragged": DALIRaggedIterator, "noisy": Noisy}
 
 
 # --- native ----------------------------------------------------------------------------------------------------------
@@ -116,7 +135,7 @@ def native(
     names = ["label", "data", "random"]
     arguments: dict[str, Any] = {"reader_name": "Reader", "auto_reset": auto_reset, "prepare_first_batch": prepare}
     arguments["last_batch_policy"] = LastBatchPolicy[policy]
-    iterator = (DALIRaggedIterator if kind == "ragged" else DALIGenericIterator)(made, names, **arguments)
+    iterator = KINDS[kind](made, names, **arguments)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size))
 
 
@@ -172,6 +191,33 @@ def from_factory(kind: str = "external", root: str = "", parallel: bool = False,
     return midepoch.wrap(dali.factory(MakeCallback(kind, root, parallel)))
 
 
+@pipeline_def(num_threads=1, device_id=None, batch_size=3)
+def found_pipeline(root: str, reader: str) -> Any:
+    if reader == "webdataset":
+        return dali.readers.webdataset([f"{root}/0.tar", f"{root}/1.tar"], ext="cls", random_shuffle=True)
+    return dali.readers.numpy(file_root=f"{root}/npy", random_shuffle=True)
+
+
+def found(root: str, reader: str, rank: int = 0, world_size: int = 1, verify: Any = "sample") -> Any:
+    """A loader of files that are found in a folder."""
+    iterator = DALIGenericIterator([found_pipeline(root, reader)], ["label"])
+    return midepoch.wrap(iterator, seed=1, world=midepoch.World(rank, world_size), verify=verify)
+
+
+def swap_contents(root: Path) -> None:
+    """Give the files, and the members of the archives, each other's contents; names and sizes stay."""
+    files = sorted((root / "npy").glob("*.npy"))
+    for file, content in zip(files, [file.read_bytes() for file in reversed(files)], strict=True):
+        file.write_bytes(content)
+    for archive in root.glob("*.tar"):
+        data = bytearray(archive.read_bytes())
+        with tarfile.open(archive) as tar:
+            places = [slice(each.offset_data, each.offset_data + 4) for each in tar if each.name.endswith(".cls")]
+        for place, content in zip(places, [bytes(data[place]) for place in reversed(places)], strict=True):
+            data[place] = content
+        archive.write_bytes(data)
+
+
 # --- fed by midepoch -------------------------------------------------------------------------------------------------
 
 
@@ -211,8 +257,6 @@ def sampled(
     """A loader fed by midepoch. ``options`` go to the reader, ``pipeline`` to the pipeline."""
     options = {"random_shuffle": True, **options}
     made = sampled_pipeline(root, size, reader, options, None, batch_size=batch_size, **(pipeline or {}))
-    iterator = (DALIRaggedIterator if kind == "ragged" else DALIGenericIterator)(
-        [made], ["label", "data", "random"], prepare_first_batch=prepare
-    )
+    iterator = KINDS[kind]([made], ["label", "data", "random"], prepare_first_batch=prepare)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
 

@@ -65,6 +65,66 @@ def ids(loader: Any, batches: int | None = None) -> list[list[int]]:
     return found
 
 
+# --- files that change ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moved(root: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The same files elsewhere, written at another time; and files of the same names with each other's contents."""
+    copied, changed = (tmp_path_factory.mktemp("moved") / name for name in ("copied", "changed"))
+    shutil.copytree(root, copied, copy_function=shutil.copyfile)
+    shutil.copytree(root, changed)
+    sources.swap_contents(changed)
+    return str(copied), str(changed)
+
+
+@pytest.mark.parametrize("reader", ["numpy", "webdataset"])
+@pytest.mark.parametrize("cut", [4, 14])
+def test_changed_files_are_told_and_moved_ones_are_not(
+    root: str, moved: tuple[str, str], reader: str, cut: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    def rest(batches: Any) -> Any:
+        return torch.cat([batch[0]["label"].clone() for batch in batches])
+
+    copied, changed = moved
+    with sources.found(root, reader) as loader:
+        batches = iter(loader)
+        for _ in range(cut):
+            next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert state["witness"].startswith("0/")
+        assert (state["epoch"], state["position"]) == ((0, 12) if cut == 4 else (1, 0))
+        following = rest(batches if cut == 4 else loader)
+    for rank, verify in ((0, "sample"), (1, "strict"), (0, "off")):
+        with sources.found(copied, reader, rank, rank + 1, verify) as loader:
+            loader.load_state_dict(state)
+            went_on = rest(loader)
+        assert rank or torch.equal(went_on, following)
+    told = [warning for warning in recwarn.list if warning.category is midepoch.MidepochWarning]
+    assert not told, [str(warning.message) for warning in told]
+    with sources.found(changed, reader) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="the first of epoch 0, is another one than"):
+            next(iter(loader))
+    with sources.found(changed, reader, verify="warn") as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(midepoch.MidepochWarning, match="is another one") as recorded:
+            assert len(list(loader)) > 1
+        assert len(recorded) == 1
+
+
+def test_the_witness_is_the_same_on_every_rank(root: str) -> None:
+    witnesses = set()
+    for rank in range(2):
+        with sources.found(root, "numpy", rank, 2) as loader:
+            next(iter(loader))
+            witnesses.add(loader.state_dict()["witness"])
+    assert len(witnesses) == 1 and "" not in witnesses
+    with native(root=root, reader="numpy") as loader:
+        next(iter(loader))
+        assert loader.state_dict()["witness"] == ""
+
+
 # --- the laws --------------------------------------------------------------------------------------------------------
 
 NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -79,6 +139,21 @@ NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
       "pipelines": 2, "size": 20, "pad_last_batch": True, "policy": "PARTIAL"}, {"laws": "few"}),
 ]  # fmt: skip
 FEW = ("determinism", "tail", "next epoch", "boundary", "observer", "delivery")
+
+
+DRAWS_ITSELF = (*FEW, "chain", "guest")
+
+
+@pytest.mark.parametrize("make", [native, sampled])
+def test_what_a_subclass_of_an_iterator_draws_goes_on_exactly(make: Any, root: str) -> None:
+    report = check_resumable(
+        functools.partial(make, root=root, reader="numpy", kind="noisy"), quick=True, shuffled=True, world_sizes=(1, 2),
+        laws=DRAWS_ITSELF, identify=identify, draws=draws,
+    )  # fmt: skip
+    assert all(verdict.status == "holds" for verdict in report.verdicts), str(report)
+    with make(root=root, reader="numpy", kind="noisy") as loader:
+        reason = loader.capabilities.exact_augmentations.reason
+    assert reason.endswith("what Noisy draws for a batch is exact on the same split")
 
 
 @pytest.mark.parametrize(("options", "how"), NATIVE, ids=lambda value: "-".join(map(str, value.values()))[:60])

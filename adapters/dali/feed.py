@@ -51,6 +51,10 @@ class Data(ABC):
         """A batch: for each output an array, or a list of arrays, with one row for each index."""
 
     @abstractmethod
+    def stored(self, index: int) -> bytes:
+        """A sample's bytes, or their beginning. May raise any error."""
+
+    @abstractmethod
     def name(self, index: int) -> str:
         """The origin of a sample, for messages."""
 

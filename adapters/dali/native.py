@@ -14,6 +14,7 @@ import nvidia.dali
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
 from midepoch.adapters.dali.graph import Graph, build, identity, settings_of
+from midepoch.adapters.dali.subclass import OwnCode, promised
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -102,12 +103,14 @@ class NativeAdapter(Adapter):
         self._live: _LiveIterator | None = None
         if self._factory is not None:
             template = self._factory(())
-            self._live = _LiveIterator(template, (0, 0), False)
         else:
             private.check(source)
             private.check_unused(source)
             template = copy.copy(source)  # keeps the pipelines when they are taken from the user's iterator
         self._template = template
+        self._own = OwnCode.of(template, options)
+        if self._factory is not None:
+            self._live = _LiveIterator(template, (0, 0), False, self._own)
         self._batch_size = template.batch_size
         pipelines = private.pipelines_of(template)
         self._graphs = [Graph(private.serialize(pipeline)) for pipeline in pipelines]
@@ -166,12 +169,16 @@ class NativeAdapter(Adapter):
             exact += "; python functions and sources must depend only on their arguments"
         return Capabilities(
             exact_order=Capability(True, "DALI's checkpoint holds the state of each reader"),
-            exact_augmentations=Capability(True, exact),
+            exact_augmentations=promised(Capability(True, exact), self._template, self.options),
             constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
             elastic_world=Capability(False, "DALI's checkpoint is for one number of shards: use dali.readers for more"),
             elastic_workers=promises.NO_WORKERS,
             rank_independent=Capability(False, "each rank's pipeline knows only its part: use midepoch.gather(loader)"),
         )
+
+    def drawing(self) -> tuple[object, ...]:
+        """The iterator, if its class is the user's own."""
+        return private.own_parts(self._template)
 
     # --- shards and lengths ---
 
@@ -293,6 +300,8 @@ class NativeAdapter(Adapter):
         if run.detail:
             checkpoint = Checkpoint.opened(run.detail, place, run.seed, run.world)
         live, self._live = self._live, None
+        if self._own is not None:
+            self._own.begin_pass(run.seed, run.world.rank, self._template if live is None else live.iterator)
         if live is None:
             live = self._taken_over(run)
         if live is None or not live.stands(checkpoint):
@@ -315,7 +324,7 @@ class NativeAdapter(Adapter):
         if self._serialized(run.world) != [graph.serialized for graph in self._graphs]:
             return None
         pipelines = private.take_pipelines(source)
-        return _LiveIterator(private.with_pipelines(template, pipelines), (0, 0), False)
+        return _LiveIterator(private.with_pipelines(template, pipelines), (0, 0), False, self._own)
 
     def _moved(
         self, live: _LiveIterator | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
@@ -329,7 +338,7 @@ class NativeAdapter(Adapter):
             except RuntimeError as error:
                 self._end(live)
                 raise _cannot_build(error) from error
-            return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended)
+            return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended, self._own)
         if live is not None:
             self._end(live)  # frees its memory before another one is made
         return self._make(checkpoints, place, ended, run)
@@ -337,7 +346,7 @@ class NativeAdapter(Adapter):
     def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _LiveIterator:
         if self._factory is not None:
             self._serialized(run.world)  # refuses readers on another rank's shard
-            return _LiveIterator(self._factory(checkpoints), place, ended)
+            return _LiveIterator(self._factory(checkpoints), place, ended, self._own)
         pipelines = []
         for number, (serialized, settings) in enumerate(zip(self._serialized(run.world), self._settings, strict=True)):
             if settings["seed"] is None or self.options.seed is not None:
@@ -356,7 +365,7 @@ class NativeAdapter(Adapter):
                     f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): remove that operator, or "
                     "feed the pipeline with midepoch's own readers (midepoch.adapters.dali.readers)"
                 ) from error
-        return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended)
+        return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended, self._own)
 
     def _skipped(self, live: _LiveIterator, place: Where, run: Run) -> _LiveIterator:
         """An iterator at `place`, or at the end of the current epoch if `place` is in a later one."""
@@ -408,8 +417,8 @@ class _LiveIterator:
         ended: `place` is the beginning of an epoch, and DALI has not been reset after the previous one.
     """
 
-    def __init__(self, iterator: Any, place: Where, ended: bool) -> None:
-        self.iterator, self.place, self.ended = iterator, place, ended
+    def __init__(self, iterator: Any, place: Where, ended: bool, own: OwnCode | None) -> None:
+        self.iterator, self.place, self.ended, self._own = iterator, place, ended, own
         self.untouched = not ended and place == (0, 0)
 
     def stands(self, checkpoint: Checkpoint) -> bool:
@@ -424,14 +433,17 @@ class _LiveIterator:
         """The next batch."""
         self.untouched = False
         if not self.ended:
-            return next(self.iterator)
+            return self._next()
         try:
-            batch = next(self.iterator)  # immediately, if the iterator reset itself while it was restored
+            batch = self._next()  # immediately, if the iterator reset itself while it was restored
         except StopIteration:
             self.iterator.reset()
-            batch = next(self.iterator)
+            batch = self._next()
         self.ended = False
         return batch
+
+    def _next(self) -> Any:
+        return next(self.iterator) if self._own is None else self._own.take(self.iterator, *self.place)
 
     def end(self) -> None:
         """Stop the pipelines' threads now."""
@@ -442,7 +454,7 @@ class _LiveIterator:
         """Reset DALI after the end of the previous epoch, if that has not been done."""
         if self.ended:
             with contextlib.suppress(StopIteration):
-                next(self.iterator)
+                self._next()
                 raise StateError("DALI continued past the end of its epoch: load a state instead of skipping")
             self.iterator.reset()
             self.ended = False

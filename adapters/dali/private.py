@@ -41,6 +41,7 @@ __all__ = [
     "is_new",
     "keeps_checkpoints",
     "last_batch",
+    "own_parts",
     "pipelines_of",
     "reader_name",
     "restore",
@@ -117,6 +118,14 @@ def survive_forks() -> None:
 def is_iterator(source: object) -> bool:
     """Whether it is one of DALI's iterators for torch."""
     return isinstance(source, DALIGenericIterator | DALIRaggedIterator)
+
+
+def own_parts(iterator: Any) -> tuple[object, ...]:
+    """The class of an iterator that is not DALI's own, and its attributes without the pipelines; else nothing."""
+    if type(iterator).__module__.startswith("nvidia.dali."):
+        return ()
+    theirs = ("_pipes", "_first_batch")
+    return type(iterator), {name: part for name, part in vars(iterator).items() if name not in theirs}
 
 
 def pipelines_of(iterator: Any) -> list[Any]:

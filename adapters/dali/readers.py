@@ -23,6 +23,7 @@ from nvidia.dali import fn
 from midepoch.adapters.dali.feed import Data, Indices, add_thread, current_feed
 from midepoch.errors import SourceError
 from midepoch.order import Sequential, Shuffled
+from midepoch.reading.stored import MOST_STORED, file_as_stored
 from midepoch.reading.tar import TarIndex, compression, index_tar
 from midepoch.world import World
 
@@ -225,6 +226,9 @@ class _Files(Data):
         paths = [self._path(index) for index in indices.tolist()]
         return (paths,) if self._labels is None else (paths, self._labels[indices][:, np.newaxis])
 
+    def stored(self, index: int) -> bytes:
+        return file_as_stored(self._path(index).tobytes())
+
     def name(self, index: int) -> str:
         return os.fsdecode(self._path(index).tobytes())
 
@@ -348,6 +352,12 @@ class _Archives(Data):
         places = self._places[indices]
         return tuple(
             [self._component(*place) for place in places[:, output].tolist()] for output in range(self.outputs)
+        )
+
+    def stored(self, index: int) -> bytes:
+        places = self._places[index].tolist()
+        return b"".join(
+            self._component(shard, offset, min(size, MOST_STORED)).tobytes() for shard, offset, size in places
         )
 
     def _component(self, shard: int, offset: int, size: int) -> npt.NDArray[np.uint8]:

@@ -100,12 +100,13 @@ class Seen:
     """What a reader saw of the samples that a run asked to look at.
 
     Attributes:
-        index: of the first sample of the epoch.
+        index: of the first sample of the epoch; None if no single sample was looked at.
         look: at this sample, before the first batch; None if it could not be read.
         again: the same, after the first batch; None if not asked for.
         expected: at the sample of the run's `expects`; None if it could not be read.
         error: why not; empty if it was read.
         missing: the source has no such sample.
+        what: in place of a sample, what was looked at, which is the same in every epoch: for messages.
     """
 
     index: Any
@@ -114,6 +115,7 @@ class Seen:
     expected: Look | None = None
     error: str = ""
     missing: bool = False
+    what: str = ""
 
 
 class Session:

@@ -27,8 +27,10 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "
     Raises:
         StateMismatchError: it is another sample; with "strict", also if its bits differ or it cannot be read.
     """
+    if witness.index is None and witness.epoch != epoch and not seen.what:
+        return  # only that epoch's order knows which sample it was
     index = seen.index if witness.index is None else witness.index
-    which = f"sample {index!r:.80}, the first of epoch {witness.epoch},"
+    which = seen.what or f"sample {index!r:.80}, the first of epoch {witness.epoch},"
     if seen.expected is None:
         if seen.missing:
             _tell(f"{which} is not there now: the data has changed; restore it, or {_GO_ON}", strict != "warn")

@@ -96,6 +96,16 @@ class LookRequest(NamedTuple):
     twice: bool
     expected: tuple[int, Any] | None
 
+    @classmethod
+    def of(cls, run: Run, index: Any) -> LookRequest | None:
+        """What a run asks for; None if nothing. `index`: of the first sample of its epoch."""
+        if not run.looks:
+            return None
+        expects = run.expects
+        if expects is None or expects.index is None or (expects.epoch, expects.index) == (run.epoch, index):
+            return cls(index, run.looks > 1, None)
+        return cls(index, run.looks > 1, (expects.epoch, expects.index))
+
 
 class First(NamedTuple):
     """The answer to a request with a `LookRequest`."""
@@ -168,10 +178,7 @@ def _look_request(run: Run, order: EpochOrder | ListedEpoch, listed_batches: boo
         if not batch:
             return None
         first = batch[0]
-    expects = run.expects
-    other = expects is not None and (expects.epoch != run.epoch or expects.index not in (None, first))
-    expected = (expects.epoch, expects.index) if other and expects is not None and expects.index is not None else None
-    return LookRequest(first, run.looks > 1, expected)
+    return LookRequest.of(run, first)
 
 
 def as_list(indices: Any) -> list[Any]:

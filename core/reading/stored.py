@@ -1,0 +1,52 @@
+"""What a sample looks like as it is stored, for sources whose own code reads and decodes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+from midepoch.loader.adapter import Seen
+from midepoch.state.witness import Look, look_at
+
+from .indexed import LookRequest
+
+__all__ = ["MOST_STORED", "file_as_stored", "seen_as_stored"]
+
+MOST_STORED = 1 << 20
+"""Bytes of a sample that are read at most. It begins with them, so they tell it from others."""
+
+
+def seen_as_stored(request: LookRequest, size: int, stored: Callable[[int], bytes]) -> Seen:
+    """Look at samples before any code has a part in them. Each is read once, since what is stored stays the same.
+
+    Args:
+        request: says which.
+        size: number of samples that there are.
+        stored: from an index to the sample's bytes, all as one: any difference makes it another sample, since nothing
+            in a file varies by itself. May raise any error.
+    """
+
+    def look(index: int) -> Look:
+        if not 0 <= index < size:
+            raise IndexError(f"there are {size} samples")
+        return look_at(stored(index))
+
+    one = expected = None
+    error = ""
+    missing = False
+    with contextlib.suppress(Exception):  # it is raised where the sample is read for a batch
+        one = expected = look(request.index)
+    if request.expected is not None:
+        expected = None
+        try:
+            expected = look(request.expected[1])
+        except Exception as failure:  # noqa: BLE001  # of another library
+            error, missing = f"{type(failure).__name__}: {failure}", isinstance(failure, IndexError)
+    return Seen(request.index, one, one, expected, error, missing)
+
+
+def file_as_stored(path: str | bytes) -> bytes:
+    """A file's beginning, and its size; not its name or times, which a copy changes."""
+    with open(path, "rb") as file:  # noqa: PTH123  # a path of bytes
+        return file.read(MOST_STORED) + b"%d" % os.fstat(file.fileno()).st_size
