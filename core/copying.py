@@ -23,6 +23,7 @@ LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
 
 _MOST_OBJECTS = 200_000  # to be copied: some tenths of a second
+_LARGE = 1 << 20  # bytes of an array
 _MOST_TEXTS = 64  # of a container that are searched for addresses
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
 _ADDRESS = re.compile(r"(?!file:)[a-z][a-z0-9+.-]{1,15}://")
@@ -78,18 +79,27 @@ class Apart(NamedTuple):
 def copy_apart(value: Any) -> Apart:
     """A deep copy of an iterable, to be read without moving the original.
 
-    Map-style datasets and torch's generators are shared. A function is not copied: what it refers to, in its closure
+    Map-style datasets and torch's generators are shared, and arrays of more than a megabyte if the copy would otherwise
+    be too large. A function is not copied: what it refers to, in its closure
     and among the globals of its module, belongs to others too.
     """
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return Apart(None, "what a function refers to cannot be copied")
-    copied, why = _copied(value, _is_shared, _what_holds_a_resource)
-    loaders = tuple(each for each in _reached(copied, _is_shared) if isinstance(each, DataLoader))
+    copied, why = None, ""
+    for is_shared in (_is_data, _is_large_data):
+        copied, why = _copied(value, is_shared, _what_holds_a_resource)
+        if copied is not None:
+            break
+    loaders = tuple(each for each in _reached(copied, _is_large_data) if isinstance(each, DataLoader))
     return Apart(copied, why, loaders)
 
 
-def _is_shared(each: Any) -> bool:
+def _is_data(each: Any) -> bool:
     return isinstance(each, torch.Generator) or (isinstance(each, Dataset) and not isinstance(each, IterableDataset))
+
+
+def _is_large_data(each: Any) -> bool:
+    return _is_data(each) or (isinstance(each, torch.Tensor | np.ndarray) and _bytes_of(each) > _LARGE)
 
 
 def _what_holds_a_resource(each: Any) -> str:

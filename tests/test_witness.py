@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -139,6 +139,63 @@ def test_progressive_resizing_and_a_dataset_that_grows_are_no_other_data() -> No
         warnings.simplefilter("error")
         other.load_state_dict(grown)
         assert len(list(other)) == 9
+
+
+class Renewed(Dataset[int]):
+    """Has other items in each epoch, and is told which it is."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.epoch + index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_a_curriculum_is_no_other_data() -> None:
+    def read(loader: Any, epochs: int) -> list[Any]:
+        batches = []
+        for _ in range(epochs):
+            loader.source.dataset.set_epoch(loader.epoch)
+            batches += [batch.tolist() for batch in loader]
+        return batches
+
+    def made() -> Any:
+        return midepoch.wrap(DataLoader(Renewed(), 4, shuffle=True), seed=1)
+
+    whole = read(made(), 3)
+    before = made()
+    read(before, 1)
+    resumed = made()
+    resumed.load_state_dict(before.state_dict())
+    with pytest.warns(MidepochWarning, match="another one"):
+        assert read(resumed, 2) == whole[8:]
+
+
+def test_samples_that_are_named_by_text_are_compared_within_their_epoch() -> None:
+    def made(change: int = 0) -> Any:
+        data = {f"sample {number}": number * 3 + change for number in range(SIZE)}
+        return midepoch.wrap(DataLoader(data, 4, sampler=SubsetRandomSampler(list(data))), seed=1)  # type: ignore
+
+    before = made()
+    batches = iter(before)
+    next(batches)
+    inside = before.state_dict()
+    list(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for state in (inside, before.state_dict()):
+            resumed = made()
+            resumed.load_state_dict(state)
+            assert len(list(resumed)) in (7, 8)
+    resumed = made(change=1)
+    resumed.load_state_dict(inside)
+    with pytest.raises(StateMismatchError, match="another one"):
+        next(iter(resumed))
 
 
 # --- what it costs, and what is in the state --------------------------------------------------------------------------

@@ -106,6 +106,7 @@ class Seen:
         expected: at the sample of the run's `expects`; None if it could not be read.
         error: why not; empty if it was read.
         missing: the source has no such sample.
+        renews: the data are told the epoch, so the same index may be another sample in each.
         what: in place of a sample, what was looked at, which is the same in every epoch: for messages.
     """
 
@@ -115,6 +116,7 @@ class Seen:
     expected: Look | None = None
     error: str = ""
     missing: bool = False
+    renews: bool = False
     what: str = ""
 
 

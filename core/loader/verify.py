@@ -30,15 +30,19 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "
     if witness.index is None and witness.epoch != epoch and not seen.what:
         return  # only that epoch's order knows which sample it was
     index = seen.index if witness.index is None else witness.index
+    at_boundary = witness.epoch != epoch
+    # A dataset may shrink, or have other items, between epochs.
+    renewed = at_boundary and (seen.renews or seen.missing)
+    refuses = strict == "strict" or (strict == "sample" and not renewed)
     which = seen.what or f"sample {index!r:.80}, the first of epoch {witness.epoch},"
     if seen.expected is None:
         if seen.missing:
-            _tell(f"{which} is not there now: the data has changed; restore it, or {_GO_ON}", strict != "warn")
+            _tell(f"{which} is not there now: the data has changed; restore it, or {_GO_ON}", refuses)
         else:
             what = seen.error or "it raises an error"
             _tell(f"{which} cannot be compared with the state's witness ({what})", strict == "strict")
         return
-    difference = witness.compare(seen.expected, witness.epoch != epoch)
+    difference = witness.compare(seen.expected, at_boundary)
     if difference is None:
         return
     parts = f" ({difference.names})" if difference.names else ""
@@ -47,7 +51,7 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "
             f"{which} is another one than when the state was saved{parts}: the files, their order, or what is made of "
             "them have changed, so every index may now be another sample; restore them (a list of files from glob or "
             f"os.listdir has to be sorted), or {_GO_ON}",
-            strict != "warn",
+            refuses,
         )
     elif difference.shapes and not difference.names:
         _tell(f"{which} had another shape when the state was saved", strict == "strict")

@@ -259,7 +259,8 @@ class MapReader:
             return First(batch, Seen(look.index, one, again, one))
         expected, error = self._look(request.seed, *look.expected)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        return First(batch, Seen(look.index, one, again, expected, text, isinstance(error, IndexError)))
+        renews = _is_told_the_epoch(self.dataset)
+        return First(batch, Seen(look.index, one, again, expected, text, isinstance(error, IndexError), renews))
 
     def _look(self, seed: int, epoch: int, index: Any) -> tuple[Look | None, Exception | None]:
         """What the first sample of an epoch looks like, or why it could not be read."""
@@ -321,6 +322,15 @@ class MapReader:
             self._key_block = derive_keys(self._sample_key, positions).tolist()
             self._key_block_start, place = start, 0
         return self._key_block[place : place + count]
+
+
+def _is_told_the_epoch(dataset: Any) -> bool:
+    """Whether a dataset, or one inside it, has the ``set_epoch`` by which trainers tell it the epoch."""
+    for _ in range(8):
+        if callable(getattr(dataset, "set_epoch", None)):
+            return True
+        dataset = getattr(dataset, "dataset", None)
+    return False
 
 
 def never_draws(module: str) -> None:
