@@ -691,6 +691,42 @@ def test_a_file_that_goes_in_the_middle_of_an_epoch_is_noticed(
     assert 0 < loader.position < sources.SIZE
 
 
+def test_a_file_that_differs_where_the_fingerprint_does_not_look_is_told(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The state's witness has the first sample's bytes. A copy written at another time has the same."""
+
+    def load(path: Path | str) -> Any:
+        return midepoch.wrap(sources.make(path=str(path), order=OrderOption.SEQUENTIAL), seed=1)
+
+    original = sources.file("pages")
+    changed, copied = tmp_path / "changed.beton", tmp_path / "copied.beton"
+    content = bytearray(Path(original).read_bytes())
+    copied.write_bytes(content)
+    loader = load(original)
+    entries = loader.source.reader.alloc_table
+    content[int(entries["ptr"][entries["sample_id"] == 0][0]) + 100_000] ^= 1
+    changed.write_bytes(content)
+    batches = iter(loader)
+    states = []
+    for count in (2, 8):
+        for _ in range(count):
+            next(batches)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    loader = load(copied)
+    for state, epoch_now in zip(states, (0, 1), strict=True):
+        assert (state["epoch"], state["witness"][:4]) == (epoch_now, "0/0/")
+        loader.load_state_dict(state)
+        next(iter(loader))
+        assert loader.state_dict()["witness"].partition("/")[2] == state["witness"].partition("/")[2]
+    assert not [each for each in recwarn.list if each.category is midepoch.MidepochWarning]
+    loader = load(changed)
+    for state in states:
+        loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="sample 0, the first of epoch 0, is another one"):
+            next(iter(loader))
+
+
 def test_a_state_of_another_file_is_refused() -> None:
     state = midepoch.wrap(sources.make(path=sources.file("raw")), seed=1).state_dict()
     for kind in ("other", "jpeg"):

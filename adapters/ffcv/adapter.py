@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar
 
@@ -18,12 +18,13 @@ from midepoch.adapters.ffcv.pipeline import StepGraph, build_graph, chains, draw
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import spans
+from midepoch.reading.indexed import LookRequest, spans
+from midepoch.reading.stored import seen_as_stored
 from midepoch.world import World
 
 __all__ = ["FFCVAdapter", "hand_out_copies", "on_local_device"]
@@ -164,7 +165,14 @@ class FFCVAdapter(Adapter):
         order = self._order.epoch(run.seed, run.epoch)
         copies = self.source in _copied
         work = Work(self.source, self._graph, self._file, run.epoch, copies, self._streams)
-        return Reading(work, _requests(run, order, self._draws), share.steps)
+        return Reading(work, _requests(run, order, self._draws), share.steps, self._look(run, order))
+
+    def _look(self, run: Run, order: EpochOrder) -> Callable[[], Seen] | None:
+        reader = self.source.reader
+        request = LookRequest.of(run, int(order[0:1][0])) if run.looks and len(order) else None
+        if request is None:
+            return None
+        return lambda: seen_as_stored(request, int(reader.num_samples), lambda sample: beton.stored(reader, sample))
 
     def _graph(self) -> StepGraph:
         """The steps: of the current operations with recompile=True, otherwise of those in the first epoch."""

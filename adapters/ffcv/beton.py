@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import SourceError
+from midepoch.reading.stored import MOST_STORED
 
-__all__ = ["check_file", "describe", "pages_of"]
+__all__ = ["check_file", "describe", "pages_of", "stored"]
 
 _SMALLEST_PAGE = 1 << 21  # bytes
 _PROBES = 64  # places in the data that are compared
@@ -149,6 +150,19 @@ def describe(reader: Any) -> str:
     except OSError as error:
         raise SourceError(f"{reader.file_name} could not be read ({error}): check the disk or network") from error
     return f"{reader.num_samples}:{crc:08x}"
+
+
+def stored(reader: Any, sample: int) -> bytes:
+    """A sample's bytes as they are in the file: its metadata and the beginning of its data."""
+    entries = reader.alloc_table
+    own = entries[entries["sample_id"] == sample]
+    pieces, left = [reader.metadata[sample].tobytes()], MOST_STORED
+    with Path(reader.file_name).open("rb", buffering=0) as file:
+        for place, size in zip(own["ptr"].tolist(), own["size"].tolist(), strict=True):
+            file.seek(place)
+            pieces.append(file.read(min(size, left)))
+            left -= min(size, left)
+    return b"".join(pieces)
 
 
 def pages_of(reader: Any) -> npt.NDArray[np.int64]:

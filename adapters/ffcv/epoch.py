@@ -25,7 +25,7 @@ from midepoch.adapters.ffcv.pages import Pages
 from midepoch.adapters.ffcv.pipeline import Batch, Damage, Step, StepGraph
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
-from midepoch.loader.adapter import Session
+from midepoch.loader.adapter import Seen, Session
 from midepoch.randomness.streams import Streams
 
 __all__ = ["Reading", "Request", "Work"]
@@ -83,8 +83,10 @@ class Reading(Session):
     The thread holds no reference to the session. So it also ends when an unclosed session is collected.
     """
 
-    def __init__(self, work: Work, requests: Iterator[Request], count: int) -> None:
-        self._work, self._count = work, count
+    def __init__(
+        self, work: Work, requests: Iterator[Request], count: int, look: Callable[[], Seen] | None = None
+    ) -> None:
+        self._work, self._count, self._look = work, count, look
         self._production = _Production(work, requests)
         self._thread: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, self._production.stop)
@@ -99,6 +101,8 @@ class Reading(Session):
         if self._thread is None:
             self._thread = threading.Thread(target=production.run, name=_NAME, daemon=True)
             self._thread.start()
+            if self._look is not None:
+                self.seen = self._look()  # while the thread reads, or compiles
         ready = production.next()
         if ready is _END:
             self._ended = True
