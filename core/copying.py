@@ -6,6 +6,7 @@ import copy
 import dis
 import enum
 import functools
+import itertools
 import logging
 import pathlib
 import random
@@ -119,6 +120,7 @@ def copy_apart(value: Any) -> Apart:
 _TOO_LARGE = f"it holds more than {LARGEST_COPY >> 20} MB"
 _LONG = 10_000  # members of a container that holds data
 _LARGE = 1 << 20  # bytes of an array that holds data
+_FLAT = {str, bytes, int, float, complex, bool, type(None)}
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _NEVER_COPIED = (
     *_ATOMS, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.MethodDescriptorType, re.Pattern,
@@ -185,7 +187,7 @@ class _Copying:
         known = self._making_anew.get(id(function))
         if known is None:
             self._making_anew[id(function)] = False  # while its own functions are asked
-            known = bool(_stored(function.__code__)) and _is_own(function.__module__)
+            known = bool(_rebound(function))
             for _, value in _referred(function):
                 if isinstance(value, types.FunctionType):
                     known = self._refers(value) or known
@@ -240,10 +242,13 @@ def _is_data(value: Any) -> bool:
 def _is_flat(value: Any) -> bool:
     """Whether it is a plain container of what never changes: one step copies it, however long."""
     members = value.values() if type(value) is dict else value if type(value) in (list, set) else None
-    return members is not None and all(
-        isinstance(each, _ATOMS) or (type(each) is tuple and all(isinstance(one, _ATOMS) for one in each))
-        for each in members
-    )
+    if members is None:
+        return False
+    kinds, inner = set(map(type, members)), set()
+    if tuple in kinds:
+        kinds.remove(tuple)
+        inner = set(map(type, itertools.chain.from_iterable(each for each in members if type(each) is tuple)))
+    return kinds <= _FLAT and inner <= _FLAT
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
@@ -325,8 +330,8 @@ def _global_that_changes(kind: type) -> str:
         if function in seen:
             continue
         seen.add(function)
-        if stored := _stored(function.__code__):
-            return min(stored)
+        if rebound := _rebound(function):
+            return min(rebound)
         for name, value in _referred(function):
             if isinstance(value, types.FunctionType):
                 queue.append(value)
@@ -335,19 +340,27 @@ def _global_that_changes(kind: type) -> str:
     return ""
 
 
+def _rebound(function: types.FunctionType) -> frozenset[str]:
+    """The variables outside of a function to which it assigns."""
+    code = function.__code__
+    outer = _names_in(code, ("STORE_DEREF", "DELETE_DEREF")).intersection(code.co_freevars)
+    return outer | _stored(code) if _is_own(function.__module__) else outer
+
+
 @functools.lru_cache(maxsize=4096)
 def _loaded(code: types.CodeType) -> frozenset[str]:
-    return _globals_in(code, ("LOAD_GLOBAL", "LOAD_NAME"))
+    return _names_in(code, ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 @functools.lru_cache(maxsize=4096)
 def _stored(code: types.CodeType) -> frozenset[str]:
-    return _globals_in(code, ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    return _names_in(code, ("STORE_GLOBAL", "DELETE_GLOBAL"))
 
 
-def _globals_in(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
     names = {each.argval for each in dis.get_instructions(code) if each.opname in operations}
-    inner = [_globals_in(each, operations) for each in code.co_consts if isinstance(each, types.CodeType)]
+    inner = [_names_in(each, operations) for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(names.union(*inner))
 
 

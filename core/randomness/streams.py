@@ -178,6 +178,11 @@ class Streams:
                     stacklevel=5,
                 )
 
+    @property
+    def drawn(self) -> bool:
+        """Whether anybody has drawn under keys, or may have drawn from generators of the source's own."""
+        return self._drawn or bool(self._owned)
+
     # --- under keys ---
 
     def begin(self) -> Callable[[int], None]:
