@@ -23,6 +23,7 @@ LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
 
 _MOST_OBJECTS = 200_000  # to be copied: some tenths of a second
+_FLAT = {str, bytes, int, float, complex, bool, type(None)}
 _LARGE = 1 << 20  # bytes of an array
 _MOST_TEXTS = 64  # of a container that are searched for addresses
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
@@ -77,20 +78,20 @@ class Apart(NamedTuple):
 
 
 def copy_apart(value: Any) -> Apart:
-    """A deep copy of an iterable, to be read without moving the original.
+    """A deep copy of an iterable, or of a function that returns one, to be read without moving the original.
 
     Map-style datasets and torch's generators are shared, and arrays of more than a megabyte if the copy would otherwise
-    be too large. A function is not copied: what it refers to, in its closure
-    and among the globals of its module, belongs to others too.
+    be too large. A function is copied with its closure. If it uses global variables, there is no copy, because these
+    belong to others too.
     """
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        return Apart(None, "what a function refers to cannot be copied")
+    if isinstance(value, types.FunctionType) and (name := _global_used_by(value, set())):
+        return Apart(None, f"{value.__qualname__} uses the global variable {name}")
     copied, why = None, ""
     for is_shared in (_is_data, _is_large_data):
-        copied, why = _copied(value, is_shared, _what_holds_a_resource)
+        copied, why = _copied(value, is_shared, _what_cannot_be_apart, with_closures=True)
         if copied is not None:
             break
-    loaders = tuple(each for each in _reached(copied, _is_large_data) if isinstance(each, DataLoader))
+    loaders = tuple(each for each in _reached(copied, _is_large_data, True) if isinstance(each, DataLoader))
     return Apart(copied, why, loaders)
 
 
@@ -102,9 +103,67 @@ def _is_large_data(each: Any) -> bool:
     return _is_data(each) or (isinstance(each, torch.Tensor | np.ndarray) and _bytes_of(each) > _LARGE)
 
 
-def _what_holds_a_resource(each: Any) -> str:
+def _what_cannot_be_apart(each: Any) -> str:
     """Why what cleans up after itself (a file, a process) is not copied; empty if `each` does not."""
-    return f"it holds a {type(each).__name__}" if hasattr(type(each), "__del__") else _what_forbids(each)
+    if isinstance(each, types.FunctionType):
+        return ""
+    kind = type(each)
+    for method in _own_methods(kind):
+        if name := _global_used_by(method, set()):
+            return f"{kind.__name__} uses the global variable {name}"
+    return f"it holds a {kind.__name__}" if hasattr(kind, "__del__") else _what_forbids(each)
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_methods(kind: Any) -> tuple[types.FunctionType, ...]:
+    """The methods of a class and its bases that belong to no installed package, whose globals nobody else changes."""
+    own = [base for base in kind.__mro__ if not _is_installed(base.__module__)]
+    return tuple(each for base in own for each in vars(base).values() if isinstance(each, types.FunctionType))
+
+
+def _is_installed(module: str) -> bool:
+    if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _global_used_by(function: types.FunctionType, seen: set[types.FunctionType]) -> str:
+    """A global variable, no constant, that a function or another of its module that it calls uses; empty if none."""
+    seen.add(function)
+    for name in _names_in(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, types.FunctionType) and value.__module__ == function.__module__ and value not in seen:
+            found = _global_used_by(value, seen)
+            if found:
+                return found
+        elif not isinstance(value, (*_ATOMS, types.ModuleType)) and not callable(value):
+            return name
+    return ""
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
+
+
+def _functions_anew(functions: list[types.FunctionType], memo: dict[int, Any]) -> None:
+    """Put copies of functions, with copies of what their closures hold, into the memo of a deep copy."""
+    cells: dict[int, tuple[types.CellType, types.CellType]] = {}
+    for each in functions:
+        for cell in each.__closure__ or ():
+            cells.setdefault(id(cell), (cell, types.CellType()))
+        anew = types.FunctionType(
+            each.__code__, each.__globals__, each.__name__, each.__defaults__,
+            tuple(cells[id(cell)][1] for cell in each.__closure__ or ()),
+        )  # fmt: skip
+        anew.__kwdefaults__, anew.__qualname__ = each.__kwdefaults__, each.__qualname__
+        memo[id(each)] = anew
+    for cell, other in cells.values():
+        with contextlib.suppress(ValueError):  # an empty cell
+            other.cell_contents = copy.deepcopy(cell.cell_contents, memo)
 
 
 def _anything(each: Any) -> str:
@@ -124,10 +183,14 @@ def _what_forbids(each: Any) -> str:
     return ""
 
 
-def _copied(value: Any, is_shared: Callable[[Any], bool], forbids: Callable[[Any], str]) -> tuple[Any | None, str]:
+def _copied(
+    value: Any, is_shared: Callable[[Any], bool], forbids: Callable[[Any], str], with_closures: bool = False
+) -> tuple[Any | None, str]:
     shared: list[Any] = []
+    functions: list[types.FunctionType] = []
+    flat: list[Any] = []
     size = 0
-    for count, each in enumerate(_reached(value, is_shared)):
+    for count, each in enumerate(_reached(value, is_shared, with_closures)):
         if is_shared(each):
             shared.append(each)
             continue
@@ -136,13 +199,20 @@ def _copied(value: Any, is_shared: Callable[[Any], bool], forbids: Callable[[Any
             return None, f"it holds more than {LARGEST_COPY >> 20} MB, or too many objects, to be copied"
         if why := forbids(each):
             return None, why
+        if with_closures and isinstance(each, types.FunctionType):
+            functions.append(each)
+        elif _is_flat(each):
+            flat.append(each)
+    memo = {id(each): each for each in shared}
+    memo.update((id(each), each.copy()) for each in flat)
     try:
-        return copy.deepcopy(value, {id(each): each for each in shared}), ""
+        _functions_anew(functions, memo)
+        return memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo), ""
     except Exception as error:  # noqa: BLE001  # a user's object may hold what cannot be copied, such as a file
         return None, f"it cannot be copied ({type(error).__name__}: {error!s:.100})"
 
 
-def _reached(value: Any, is_shared: Callable[[Any], bool]) -> Iterator[Any]:
+def _reached(value: Any, is_shared: Callable[[Any], bool], with_closures: bool) -> Iterator[Any]:
     """All objects that are copied with `value`, and those that are shared."""
     seen: dict[int, Any] = {}
     queue: deque[Any] = deque([value])
@@ -152,8 +222,20 @@ def _reached(value: Any, is_shared: Callable[[Any], bool]) -> Iterator[Any]:
             continue
         seen[id(each)] = each
         yield each
-        if not is_shared(each):
+        if with_closures and isinstance(each, types.FunctionType):
+            queue.extend(_held_by(each))
+        elif not is_shared(each) and not _is_flat(each):
             queue.extend(_members(each))
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a list or dict of what never changes, such as rows of text: copied in one step, however long."""
+    members = value.values() if type(value) is dict else value if type(value) is list else ()
+    kinds = set(map(type, members))
+    if tuple in kinds:
+        rows = (each for each in members if type(each) is tuple)
+        kinds = kinds - {tuple} | set(map(type, itertools.chain.from_iterable(rows)))
+    return bool(kinds) and kinds <= _FLAT
 
 
 def _members(value: Any) -> Iterator[Any]:

@@ -179,6 +179,11 @@ class Streams:
                     stacklevel=5,
                 )
 
+    @property
+    def drawn(self) -> bool:
+        """Whether any code has drawn under a key, or may have drawn from generators of the source's own."""
+        return self._drawn or bool(self._owned)
+
     # --- seeding ---
 
     def begin(self) -> Callable[[int], None]:

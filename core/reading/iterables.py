@@ -17,9 +17,9 @@ from midepoch.loader.place import Place
 from midepoch.samplers import Understood, length_of, understand
 from midepoch.world import World
 
-from .driven import RAW, Driven, DrivenReader, driven_requests, exposed_samplers, probe, raw_copy
+from .driven import Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import unchanged
-from .replay import Chain, End, Found, Replayed, ReplayReader, ReplayRequest
+from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 
 __all__ = ["IterableAdapter"]
 
@@ -80,6 +80,11 @@ class IterableAdapter(Adapter):
             check_division(exposed_samplers(stream)[path], each.division)
             self._adopt(each)
         self._warned = False
+        # Why two passes were not compared; None if they were, or have not been yet.
+        self._untried: str | None = "verify='off'" if options.verify == "off" else None
+        if not options.streams:
+            self._untried = "randomness='none'"
+        self._tries = self._untried is None  # with the next batch that is read
         self._readers: dict[str, Any] = {}
         if workers > 1 and self._driven is None:
             self._require_shard(f"{workers} worker processes")
@@ -155,13 +160,20 @@ class IterableAdapter(Adapter):
         whole = Capability(True, "every rank reads the whole stream and keeps its part (shard=True)")
         part = Capability(False, "midepoch divides this source only with shard=True")
         return Capabilities(
-            exact_order=Capability(True, "the stream is read again from its start, and must repeat itself"),
+            exact_order=self._repeats(),
             exact_augmentations=exact,
             constant_time_resume=promises.replay_costs(self._why),
             elastic_world=whole if self.options.shard else part,
             elastic_workers=Capability(False, "a replay can be checked only with the same number of worker processes"),
             rank_independent=promises.ONE_STATE,
         )
+
+    def _repeats(self) -> Capability:
+        reason = "the stream is read again from its start, and must repeat itself"
+        if self._untried is not None:
+            return Capability(True, f"{reason}; not tried: {self._untried}", believed=True)
+        tried = "tried when reading begins" if self._tries else "a second pass over a copy began as the first one"
+        return Capability(True, f"{reason}; {tried}")
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
@@ -255,7 +267,7 @@ class IterableAdapter(Adapter):
         if reader is None:
             reader = self._readers[key] = ReplayReader(
                 self._stream,
-                _OpenDriven(self._driven) if varies and self._driven is not None else _Open(self._stream),
+                _OpenDriven(self._driven) if varies and self._driven is not None else Open(self._stream),
                 self._samples_in_batch or 1,
                 self._collate if self._collate is None or self._samples_in_batch else _Single(self._collate),
                 self.drop_last,
@@ -264,7 +276,7 @@ class IterableAdapter(Adapter):
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected, former = (match[4] or "", match[3] == "digest") if match else ("", False)
-        requests = self._replay_requests(run, expected, former)
+        requests = self._replay_requests(run, expected, former, self._tries and not varies)
         answers, close = self.serve(reader, requests, run)
         slots = max(self._workers, 1)
         if self._own_streams:
@@ -278,8 +290,33 @@ class IterableAdapter(Adapter):
         """Take over what a reader has found out about the source."""
         if found.unseen:
             self.cannot_see(found.unseen)
+        trial = found.trial
+        if trial is None:
+            return
+        self._tries, self._untried = False, trial.untried or None
+        self.learned()
+        if trial.threads:
+            why = f"threads of its own go on reading it ({', '.join(trial.threads[:4])})"
+            self.found(why, order=False)
+            self._tell(
+                f"{why}: they draw from the random generators that midepoch puts under a stream for each sample, so "
+                "numbers differ from run to run; read ahead in worker processes (num_workers), or draw from "
+                "midepoch.sample_generator() in the thread that iterates"
+            )
+        if trial.differs:
+            why = f"two passes under the same random numbers begin differently: {trial.differs}"
+            self.found(why, order=True)
+            self._tell(
+                f"{why}; a resumed epoch would be another one, or be refused. Let its order and content follow from "
+                "the random generators or the epoch alone; a DataLoader inside that keeps its workers draws other "
+                "seeds in later passes: wrap that DataLoader itself, or leave out persistent_workers"
+            )
 
-    def _replay_requests(self, run: Run, expected: str, former: bool) -> Iterator[ReplayRequest]:
+    def _tell(self, what: str) -> None:
+        message = f"{_name(self._stream)} cannot be resumed exactly: {what}. loader.capabilities says what still holds"
+        warnings.warn(message, MidepochWarning, stacklevel=7)
+
+    def _replay_requests(self, run: Run, expected: str, former: bool, tries: bool) -> Iterator[ReplayRequest]:
         consumed = run.position // run.world.world_size if self._own_streams else run.position
         size = None if run.share is None else run.share.size
         request = ReplayRequest(
@@ -290,7 +327,8 @@ class IterableAdapter(Adapter):
         check = unchanged(self._stream, length_of(self._stream))
         for step in steps:
             check()
-            yield request._replace(step=step, skip=self._own_streams and step < consumed)
+            yield request._replace(step=step, skip=self._own_streams and step < consumed, tries=tries)
+            tries = False
 
 
 def _told(draws: tuple[int, ...]) -> str:
@@ -309,23 +347,8 @@ def _name(source: Any) -> str:
     return getattr(source, "__qualname__", None) or type(source).__name__
 
 
-class _Open:
-    """Returns a new iterator over a source. A class, so that it can be sent to worker processes."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
-        source = self._source
-        if hasattr(type(source), RAW):
-            return iter(raw_copy(source, {}))
-        if not hasattr(source, "__iter__"):
-            source = source()
-        return iter(source)
-
-
 class _OpenDriven:
-    """The same, for a source with our samplers."""
+    """Returns a new iterator over a source with our samplers. A class, so that it can be sent to worker processes."""
 
     def __init__(self, driven: Driven) -> None:
         self._driven = driven

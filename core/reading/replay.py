@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from midepoch.copying import copy_apart
 from midepoch.errors import SourceError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.checksum import checksum_of, former_checksum_of
 from midepoch.world import Share, Tail, World
 
+from .driven import RAW, raw_copy
 from .indexed import draws_nothing
+from .trials import Trial, passes_differ, reading_threads
 
-__all__ = ["Chain", "End", "Found", "ReplayReader", "ReplayRequest", "Replayed"]
+__all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
 
 
 class Chain:
@@ -46,6 +51,22 @@ class Chain:
         return f"{zlib.crc32(digest.encode(), self._crc):08x}"
 
 
+class Open:
+    """Returns a new iterator over a source. A class, so that it can be sent to worker processes."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
+        """A new iterator; the numbers are the streams'."""
+        source = self._source
+        if hasattr(type(source), RAW):
+            return iter(raw_copy(source, {}))
+        if not hasattr(source, "__iter__"):
+            source = source()
+        return iter(source)
+
+
 class ReplayRequest(NamedTuple):
     """A request for one batch of a stream.
 
@@ -58,6 +79,7 @@ class ReplayRequest(NamedTuple):
         rank, world_size, tail: how midepoch divides the units, if it does.
         size: units in the epoch; None if unknown.
         skip: read the batch and return only its digest.
+        tries: try what the source promises.
         former: `expected` is from a state of version 1: the digest of the last unit before `start`.
     """
 
@@ -73,6 +95,7 @@ class ReplayRequest(NamedTuple):
     size: int | None
     skip: bool
     former: bool = False
+    tries: bool = False
 
 
 class Found(NamedTuple):
@@ -80,9 +103,11 @@ class Found(NamedTuple):
 
     Attributes:
         unseen: the names of types whose content it cannot see.
+        trial: None if it was not asked to try the source.
     """
 
     unseen: tuple[str, ...] = ()
+    trial: Trial | None = None
 
 
 class Replayed(NamedTuple):
@@ -148,6 +173,7 @@ class ReplayReader:
         self._batch_size, self._collate, self._drop_last, self._shared = batch_size, collate, drop_last, shared
         self._plain_collate = collate is None or draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
+        self._start_stream: Callable[[int], None] | None = None
         self._opened: tuple[int, int, int] | None = None
         self._nonce: int | None = None
         self._iterator: Iterator[Any] | None = None
@@ -168,7 +194,7 @@ class ReplayReader:
             return self._begin(request)
         if self._streams is None:
             return self._batch(request)
-        with self._streams:
+        with self._streams as self._start_stream:
             return self._batch(request)
 
     def _begin(self, request: ReplayRequest) -> Replayed | End:
@@ -176,8 +202,24 @@ class ReplayReader:
         self._nonce = request.nonce
         if self._streams is not None:
             self._streams.begin_replay()
+        # Before reading: an object that is being read can rarely be copied.
+        copied = copy_apart(self.dataset) if request.tries else None
+        before = threading.enumerate() if request.tries else []
         answer = self(request)
-        return answer._replace(found=Found(tuple(self._unseen)))
+        trial = None
+        if copied is not None:
+            threads = reading_threads(before) if self._streams is not None and self._streams.drawn else ()
+            if copied.value is None or threads:
+                trial = Trial(copied.why or "threads of its own read it", threads=threads)
+            else:
+                opened = functools.partial(Open(copied.value), request.seed, request.epoch)
+                trial = passes_differ(copied, opened, request.seed, request.epoch, self._own(request))
+        return answer._replace(found=Found(tuple(self._unseen), trial))
+
+    def _own(self, request: ReplayRequest) -> tuple[int, ...]:
+        """If the data stream is this process's own, so are the random streams."""
+        worker = get_worker_info()
+        return () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
 
     def _batch(self, request: ReplayRequest) -> Replayed | End:
         try:
@@ -187,23 +229,20 @@ class ReplayReader:
             raise
 
     def _start(self, key: int) -> None:
-        if self._streams is not None:
-            self._streams.start(key)
+        if self._start_stream is not None:
+            self._start_stream(key)
 
     def _open(self, request: ReplayRequest) -> None:
         self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-        worker = get_worker_info()
         tell = getattr(self.dataset, "set_epoch", None)
-        if callable(tell) and worker is None:
+        if callable(tell) and get_worker_info() is None:
             # As trainers do with samplers: the order may depend on it. Not in worker processes, which may share memory
             # that all of them would write to.
             tell(request.epoch)
         self._iterator = iter(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
         self._read, self._chain, self._digested = 0, Chain(), (0, "")
-        # If the data stream is this process's own, so are the random streams.
-        own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
-        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
+        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *self._own(request))
 
     def _units(self, count: int) -> list[Any]:
         """The next `count` units, fewer at the end."""
@@ -331,4 +370,4 @@ class ReplayReader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_iterator": None}
+        return {**self.__dict__, "_opened": None, "_iterator": None, "_start_stream": None}

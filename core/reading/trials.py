@@ -1,0 +1,148 @@
+"""What an iterable promises is tried when reading begins: that it repeats itself, and that no thread of its own draws.
+
+The first is tried on a copy that shares nothing that changes: a resumed process begins an epoch with the first pass
+over a new object, so a second pass over one object must begin alike under the same random streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from midepoch.copying import Apart
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.state.witness import Look, look_at
+
+from .private import let_go
+
+__all__ = ["Trial", "passes_differ", "reading_threads"]
+
+
+class Trial(NamedTuple):
+    """What came of trying a source.
+
+    Attributes:
+        untried: why passes could not be compared; empty if they were.
+        differs: in what two passes begin differently; empty if they do not.
+        threads: the names of threads that go on reading.
+    """
+
+    untried: str = ""
+    differs: str = ""
+    threads: tuple[str, ...] = ()
+
+
+def passes_differ(
+    copied: Apart, open_source: Callable[[], Iterator[Any]], seed: int, epoch: int, own: tuple[int, ...]
+) -> Trial:
+    """Compare the first units of two passes over a copy, under the same streams.
+
+    Args:
+        copied: the copy.
+        open_source: begins a pass over it.
+        seed, epoch, own: of the streams of the pass that is being read.
+    """
+    for loader in copied.loaders:
+        loader.num_workers = min(loader.num_workers, 1)  # one starts sooner; both passes have as many
+    streams = Streams(copied.value)
+    looks: list[Look | None] = []
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the original has its own
+            for _ in range(2):
+                streams.begin_replay()
+                with streams as start:
+                    start(derive_key(Purpose.OPENING, seed, epoch))
+                    tell = getattr(copied.value, "set_epoch", None)
+                    if callable(tell) and get_worker_info() is None:
+                        tell(epoch)
+                    iterator = iter(open_source())
+                    start(extend_key(derive_key(Purpose.SAMPLE, seed, epoch, *own), 0))
+                    looks.append(_first(iterator))
+                if isinstance(iterator, types.GeneratorType):
+                    iterator.close()
+                del iterator
+    except Exception as error:  # noqa: BLE001  # the original has been read without
+        return Trial(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}")
+    finally:
+        for loader in copied.loaders:
+            let_go(loader)
+    one, other = looks
+    if one is None or other is None:
+        return Trial(differs="" if one is other else "one of them is empty")
+    differing = one.differing(other)
+    return Trial(differs=f"they differ in {one.names(differing)}" if differing else "")
+
+
+def _first(iterator: Iterator[Any]) -> Look | None:
+    for unit in iterator:
+        return look_at(unit)
+    return None
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+_MOST_OBJECTS = 5000  # to be looked at for each thread
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # whose threads run anybody's functions, and hold none
+
+
+def reading_threads(before: Iterable[threading.Thread]) -> tuple[str, ...]:
+    """The names of running threads that are not among those `before`, and read data.
+
+    A thread that only moves batches or waits (of a queue, of pinned memory, of a progress bar, of an event loop) refers
+    to no dataset, loader or iterator.
+    """
+    known = set(before)
+    return tuple(
+        each.name for each in threading.enumerate() if each not in known and each.is_alive() and _reads(each)
+    )
+
+
+def _reads(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    if getattr(target, "__module__", "") in _POOLS:
+        return True
+    queue: deque[Any] = deque(thread.__dict__.values())
+    seen: dict[int, Any] = {}
+    while queue and len(seen) < _MOST_OBJECTS:
+        each = queue.popleft()
+        if id(each) in seen or isinstance(each, _ATOMS):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Dataset | DataLoader | types.GeneratorType) or hasattr(type(each), "__next__"):
+            return True
+        queue.extend(_held_by(each))
+    return False
+
+
+_ATOMS = (
+    str, bytes, int, float, type(None), type, types.ModuleType, types.CodeType, types.FrameType, threading.Thread,
+    io.IOBase,
+)  # fmt: skip
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from list(value)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue
+    yield from list(getattr(value, "__dict__", {}).values())

@@ -1,0 +1,413 @@
+"""What an iterable promises is tried when reading begins, on a copy, and what fails is told at once."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import sources
+
+import midepoch
+from midepoch import MidepochWarning
+from midepoch.copying import LARGEST_COPY, copy_apart
+from midepoch.loader.loader import Loader
+
+# --- sources that do not repeat themselves ---
+
+
+def kept_workers(persistent: bool = True) -> DataLoader[Any]:
+    return DataLoader(
+        sources.Indices(64), batch_size=4, shuffle=True, num_workers=1, persistent_workers=persistent
+    )
+
+
+class Around:
+    """An object around a loader, such as one that moves batches to a device."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+class Subclass(DataLoader[Any]):
+    """Has an `__iter__` of its own."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def function_around(persistent: bool = True) -> Callable[[], Iterator[Any]]:
+    loader = kept_workers(persistent)
+    return lambda: enumerate(loader)
+
+
+class CountsPasses:
+    """Shuffles by a counter of its own passes."""
+
+    def __init__(self) -> None:
+        self.settings = {"passes": [0]}
+
+    def __iter__(self) -> Iterator[int]:
+        self.settings["passes"][0] += 1
+        order = random.Random(self.settings["passes"][0])
+        for _ in range(20):
+            yield order.randrange(1 << 30)
+
+
+class GoesOn:
+    """A pass begins where the one before has ended."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(6):
+            self.place += 1
+            yield self.place
+
+
+def counted_outside() -> Callable[[], Iterator[int]]:
+    passes = 0
+
+    def numbers() -> Iterator[int]:
+        nonlocal passes
+        passes += 1
+        for number in range(6):
+            yield 100 * passes + number
+
+    return numbers
+
+
+def by_the_system() -> Iterator[bytes]:
+    entropy = random.SystemRandom()
+    for _ in range(6):
+        yield entropy.randbytes(8)
+
+
+class Entropy(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for number in by_the_system():
+            yield int.from_bytes(number[:7])
+
+
+WANDERING: dict[str, Callable[[], Any]] = {
+    "around kept workers": lambda: Around(kept_workers()),
+    "subclass with kept workers": lambda: Subclass(
+        sources.Indices(64), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "function around kept workers": function_around,
+    "counts its passes": CountsPasses,
+    "goes on": GoesOn,
+    "counted outside": counted_outside,
+    "seeded by the system": lambda: by_the_system,
+    "seeded by the system, in workers": lambda: DataLoader(Entropy(), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", WANDERING)
+def test_a_source_that_does_not_repeat_itself_is_told_with_its_first_batch(name: str) -> None:
+    shard = True if "in workers" in name else None
+    with midepoch.wrap(WANDERING[name](), seed=5, shard=shard) as loader:
+        assert loader.capabilities.exact_order, "not tried yet"
+        batches = iter(loader)
+        with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently") as told:
+            next(batches)
+        assert len([each for each in told if "cannot be resumed exactly" in str(each.message)]) == 1
+        assert not loader.capabilities.exact_order
+        assert "begin differently" in loader.capabilities.exact_order.reason
+        assert loader.state_dict()["position"] > 0, "a save never fails for it"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            next(batches)
+            loader.seek(0, 0)
+            next(iter(loader))
+
+
+def epoch_after(state: dict[str, Any], persistent: bool) -> list[Any]:
+    """In a new process: the epoch that follows a state at a boundary."""
+    torch.manual_seed(99)
+    return sources.quiet_resume(lambda: midepoch.wrap(Around(kept_workers(persistent)), seed=5), state)
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_what_is_told_is_so_in_a_new_process() -> None:
+    """Another epoch after a resume with workers that are kept, the same without."""
+    cases = []
+    for persistent in (True, False):
+        with midepoch.wrap(Around(kept_workers(persistent)), seed=5) as loader:
+            sources.taken(loader)
+            state = loader.state_dict()
+            state = midepoch.reseal({**state, "epoch": 1, "position": 0, "detail": ""})
+            cases.append((state, sources.taken(loader), bool(loader.capabilities.exact_order)))
+    there = sources.in_processes(epoch_after, (cases[0][0], True), (cases[1][0], False))
+    assert [case[2] for case in cases] == [False, True]
+    assert there[0] != cases[0][1]
+    assert there[1] == cases[1][1]
+
+
+# --- threads that draw ---
+
+
+class ReadsAhead:
+    """A thread reads ahead of the one that iterates."""
+
+    def __init__(self, draws: bool = True) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        items: queue.Queue[Any] = queue.Queue(2)
+
+        def fill(numbers: Iterator[Any]) -> None:
+            for each in numbers:
+                items.put(each)
+            items.put(None)
+
+        numbers = sources.numbers(20) if self.draws else iter(range(20))
+        threading.Thread(target=fill, args=(numbers,), daemon=True).start()
+        while (item := items.get()) is not None:
+            yield item
+
+
+class Pooled:
+    """A pool of threads makes the items."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with ThreadPoolExecutor(2) as pool:
+            for number in range(8):
+                yield number, pool.submit(random.random).result()
+
+
+class Minded:
+    """A thread that reads nothing outlives its first batch: a monitor, as progress bars have it."""
+
+    def __init__(self) -> None:
+        self.monitors: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        done = threading.Event()
+        threading.Thread(target=done.wait, daemon=True).start()
+        yield from sources.numbers(8)
+        done.set()
+
+
+@pytest.mark.parametrize("kind", [ReadsAhead, Pooled])
+def test_threads_that_may_draw_are_told(kind: Any) -> None:
+    loader = midepoch.wrap(kind(), seed=5)
+    batches = iter(loader)
+    with pytest.warns(MidepochWarning, match="threads of its own go on reading it"):
+        next(batches)
+    assert not loader.capabilities.exact_augmentations
+    assert loader.capabilities.exact_order
+    assert loader.capabilities.exact_order.believed
+    list(batches)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ReadsAhead(draws=False), Minded, lambda: Around(kept_workers(False))],
+    ids=["draws nothing", "monitor", "queues of workers"],
+)  # fmt: skip
+def test_other_threads_are_no_matter(make: Callable[[], Any]) -> None:
+    with midepoch.wrap(make(), seed=5) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        sources.taken(loader, 3)
+        assert loader.capabilities.exact_augmentations
+
+
+# --- no false alarms, and nothing disturbed ---
+
+
+class Caching:
+    """Counts its reads, keeps what it has read, opens its file late, and draws augmentations."""
+
+    def __init__(self, path: Path, count: int = 8) -> None:
+        path.write_text("".join(f"{number}\n" for number in range(count)))
+        self.path, self.reads = str(path), 0
+        self.file: Any = None
+        self.cache: dict[int, str] = {}
+        self.history: collections.deque[str] = collections.deque(maxlen=3)
+        self.generator = np.random.default_rng(4)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.file is None:
+            self.file = open(self.path)  # noqa: PTH123, SIM115
+        self.file.seek(0)
+        for number, line in enumerate(iter(self.file.readline, "")):
+            self.reads += 1
+            self.cache.setdefault(number, line)
+            self.history.append(line)
+            yield line, random.random(), float(self.generator.random())
+
+
+def test_a_source_with_counters_caches_and_a_late_file_is_not_disturbed(tmp_path: Path) -> None:
+    source = Caching(tmp_path / "lines")
+    before = random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = midepoch.wrap(source, seed=5)
+        batches = iter(loader)
+        first = [next(batches) for _ in range(3)]
+        assert (source.reads, list(source.cache), len(source.history)) == (3, [0, 1, 2], 3)
+        assert [line for line, _, _ in first] == ["0\n", "1\n", "2\n"]
+        assert random.getstate() == before
+        assert loader.capabilities.exact_order and not loader.capabilities.exact_order.believed
+        other = Caching(tmp_path / "lines")
+        assert first == list(midepoch.wrap(other, seed=5, verify="off"))[:3]
+        list(batches)
+    source.file.close()
+    other.file.close()
+
+
+def test_what_holds_an_open_file_is_believed(tmp_path: Path) -> None:
+    source = Caching(tmp_path / "lines")
+    source.file = open(source.path)  # noqa: PTH123, SIM115
+    loader = midepoch.wrap(source, seed=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader)) == 8
+    assert source.reads == 8
+    told = loader.capabilities.exact_order
+    assert told.holds and told.believed and "not tried: it holds a TextIOWrapper" in told.reason
+    source.file.close()
+
+
+class Logged:
+    """Writes down what is read in any process."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = str(log)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(8):
+            with Path(self.log).open("a") as file:
+                file.write(f"{number} ")
+            yield number
+
+
+def test_a_trial_reads_one_unit_in_each_of_two_passes_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    loader = midepoch.wrap(Logged(log), seed=5)
+    for _ in range(2):
+        list(loader)
+    numbers = "0 1 2 3 4 5 6 7 "
+    assert log.read_text() == f"0 0 0 {numbers[2:]}{numbers}"
+    log.unlink()
+    off = midepoch.wrap(Logged(log), seed=5, verify="off")
+    list(off)
+    assert log.read_text() == numbers
+    assert off.capabilities.exact_order.believed
+
+
+def test_nobody_s_error_is_hidden_and_no_error_of_a_copy_is_told() -> None:
+    class Once:
+        """Fails where it is not the object that was made."""
+
+        def __init__(self) -> None:
+            self.me = id(self)
+
+        def __iter__(self) -> Iterator[int]:
+            if id(self) != self.me:
+                raise RuntimeError("a copy")
+            yield from range(3)
+
+    def failing() -> Iterator[int]:
+        raise ValueError("the user's own")
+        yield 0
+
+    loader = midepoch.wrap(Once(), seed=5)
+    assert list(loader) == [0, 1, 2]
+    assert loader.capabilities.exact_order.believed
+    assert "a copy of it raised RuntimeError" in loader.capabilities.exact_order.reason
+    with pytest.raises(ValueError, match="the user's own"):
+        next(iter(midepoch.wrap(failing, seed=5)))
+
+
+# --- copies that share nothing that changes ---
+
+
+class Pool(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self.content = torch.zeros(size, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+REGISTRY = {"place": [0]}
+
+
+def moving() -> Iterator[int]:
+    REGISTRY["place"][0] += 1
+    yield REGISTRY["place"][0]
+
+
+LOADER: list[Any] = []
+
+
+def around_the_module_s() -> Iterator[Any]:
+    yield from LOADER
+
+
+class Moving:
+    def __iter__(self) -> Iterator[int]:
+        return moving()
+
+
+def test_a_copy_of_a_function_has_variables_of_its_own() -> None:
+    outside = counted_outside()
+    other = copy_apart(outside)
+    assert [next(other.value()), next(other.value()), next(outside())] == [100, 200, 100]
+    assert copy_apart(by_the_system).value is not None, "it uses nothing that changes"
+    assert copy_apart(moving).why == "moving uses the global variable REGISTRY"
+    assert copy_apart(Moving()).why == "Moving uses the global variable REGISTRY"
+    assert copy_apart(around_the_module_s).why == "around_the_module_s uses the global variable LOADER"
+
+
+def test_a_copy_shares_data_that_is_too_large() -> None:
+    data = Around(Pool(10))
+    assert copy_apart(data).value.loader is data.loader
+    small, large = Around(torch.zeros(1 << 21)), Around(torch.zeros(LARGEST_COPY))
+    assert copy_apart(small).value.loader is not small.loader
+    assert copy_apart(large).value.loader is large.loader
+    rows = Around([(str(number), number) for number in range(300_000)])
+    assert copy_apart(rows).value.loader is not rows.loader
+    kept = Around(kept_workers())
+    copied = copy_apart(kept)
+    assert copied.loaders == (copied.value.loader,) and copied.value.loader is not kept.loader
+    begun: list[Any] = [iter(kept_workers(False)), sources.numbers(), queue.Queue(), threading.Lock()]
+    for value in begun:
+        assert copy_apart(Around(value)).value is None
+
+
+def wrapped_webdataset(shards: str) -> Loader:
+    wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
+    return midepoch.wrap(wds.WebDataset(shards, shardshuffle=False).shuffle(50), replay=True, seed=5)
+
+
+def test_webdataset_s_own_shuffle_is_told(tmp_path: Path) -> None:
+    wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
+    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for number in range(50):
+            writer.write({"__key__": f"{number:03d}", "cls": number})
+    loader = wrapped_webdataset(str(tmp_path / "0.tar"))
+    with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
+        next(iter(loader))
