@@ -114,8 +114,7 @@ def _what_cannot_be_apart(each: Any) -> str:
     return f"it holds a {kind.__name__}" if hasattr(kind, "__del__") else _what_forbids(each)
 
 
-@functools.lru_cache(maxsize=1024)
-def _own_methods(kind: Any) -> tuple[types.FunctionType, ...]:
+def _own_methods(kind: type) -> tuple[types.FunctionType, ...]:
     """The methods of a class and its bases that belong to no installed package, whose globals nobody else changes."""
     own = [base for base in kind.__mro__ if not _is_installed(base.__module__)]
     return tuple(each for base in own for each in vars(base).values() if isinstance(each, types.FunctionType))
@@ -178,7 +177,7 @@ def _what_forbids(each: Any) -> str:
         return f"{each.__qualname__} changes an object that a copy would share"
     members = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
     for text in (*itertools.islice(members, _MOST_TEXTS), *getattr(each, "__dict__", {}).values()):
-        if isinstance(text, str) and (found := _ADDRESS.match(text)):
+        if isinstance(text, str) and (found := _ADDRESS.search(text)):
             return f"it reads from {found[0]}..., which is not read twice"
     return ""
 
