@@ -58,7 +58,7 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
     def is_shared(each: Any) -> bool:
         if isinstance(each, Dataset):
             return not isinstance(each, IterableDataset) and not hasattr(each, "load_state_dict")
-        return isinstance(each, kinds) or any(each is one for one in objects)
+        return isinstance(each, (*kinds, types.ModuleType)) or any(each is one for one in objects)
 
     return _copied(value, is_shared, _what_forbids)
 
@@ -77,18 +77,23 @@ class Apart(NamedTuple):
     loaders: tuple[DataLoader[Any], ...] = ()
 
 
-def copy_apart(value: Any) -> Apart:
+def copy_apart(value: Any, may_use_globals: bool = False) -> Apart:
     """A deep copy of an iterable, or of a function that returns one, to be read without moving the original.
 
     Map-style datasets and torch's generators are shared, and arrays of more than a megabyte if the copy would otherwise
-    be too large. A function is copied with its closure. If it uses global variables, there is no copy, because these
-    belong to others too.
+    be too large. A function is copied with its closure.
+
+    Args:
+        value: the iterable or function.
+        may_use_globals: copy it even if it, or a method of a class that belongs to no installed package, uses global
+            variables. These belong to others too, and reading may change them.
     """
-    if isinstance(value, types.FunctionType) and (name := _global_used_by(value, set())):
+    if isinstance(value, types.FunctionType) and not may_use_globals and (name := _global_used_by(value, set())):
         return Apart(None, f"{value.__qualname__} uses the global variable {name}")
+    forbids = _what_is_released if may_use_globals else _what_cannot_be_apart
     copied, why = None, ""
     for is_shared in (_is_data, _is_large_data):
-        copied, why = _copied(value, is_shared, _what_cannot_be_apart, with_closures=True)
+        copied, why = _copied(value, is_shared, forbids, with_closures=True)
         if copied is not None:
             break
     loaders = tuple(each for each in _reached(copied, _is_large_data, True) if isinstance(each, DataLoader))
@@ -104,14 +109,18 @@ def _is_large_data(each: Any) -> bool:
 
 
 def _what_cannot_be_apart(each: Any) -> str:
+    """Why reading a copy of `each` could change something that is not copied; empty if it could not."""
+    for method in _own_methods(type(each)):
+        if name := _global_used_by(method, set()):
+            return f"{type(each).__name__} uses the global variable {name}"
+    return _what_is_released(each)
+
+
+def _what_is_released(each: Any) -> str:
     """Why what cleans up after itself (a file, a process) is not copied; empty if `each` does not."""
     if isinstance(each, types.FunctionType):
         return ""
-    kind = type(each)
-    for method in _own_methods(kind):
-        if name := _global_used_by(method, set()):
-            return f"{kind.__name__} uses the global variable {name}"
-    return f"it holds a {kind.__name__}" if hasattr(kind, "__del__") else _what_forbids(each)
+    return f"it holds a {type(each).__name__}" if hasattr(type(each), "__del__") else _what_forbids(each)
 
 
 def _own_methods(kind: type) -> tuple[types.FunctionType, ...]:
@@ -177,7 +186,7 @@ def _what_forbids(each: Any) -> str:
         return f"{each.__qualname__} changes an object that a copy would share"
     members = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
     for text in (*itertools.islice(members, _MOST_TEXTS), *getattr(each, "__dict__", {}).values()):
-        if isinstance(text, str) and (found := _ADDRESS.search(text)):
+        if isinstance(text, str) and (found := _ADDRESS.match(text)):
             return f"it reads from {found[0]}..., which is not read twice"
     return ""
 
@@ -247,7 +256,7 @@ def _members(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType | types.ModuleType):
+    elif isinstance(value, types.FunctionType):
         # Not copied, nor what they hold; but other functions may be looked at.
         yield from (each for each in _held_by(value) if isinstance(each, types.FunctionType | types.MethodType))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -155,3 +156,188 @@ WRAPPED: dict[str, Callable[..., Any]] = {
     "Grain IterDataset": wrapped_grain_dataset,
     "LitData StreamingDataLoader": wrapped_litdata_loader,
 }
+
+# --- states that are tried ---
+
+
+class Stream:
+    """Numbers, and whatever its state lacks: the base of the sources below, right by itself."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size, self.given, self.epoch, self.goes_on = size, 0, 0, False
+
+    def order(self) -> list[int]:
+        return [int(number) for number in np.random.RandomState(self.epoch).permutation(self.size)]
+
+    def value(self, number: int) -> Any:
+        return number
+
+    def __iter__(self) -> Any:
+        if not self.goes_on:
+            self.given = 0
+        self.goes_on = False
+        for number in self.order()[self.given :]:
+            self.given += 1
+            yield {"number": np.array([number]), "value": self.value(number)}
+        self.given, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.epoch, self.goes_on = state["given"], state["epoch"], True
+
+
+class CountsPasses(Stream):
+    """Its order depends on a count of passes that is not in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "epoch": 0}
+
+
+class StartsOver(Stream):
+    """Ignores the state that it loads."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class ReadsAhead(Stream):
+    """Its state is that of what it has read, which is two samples more than it has handed out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": min(self.given + 2, self.size), "epoch": self.epoch}
+
+
+class CannotLoad(Stream):
+    """Refuses every state that was saved within an epoch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["given"]:
+            raise KeyError("version")
+        super().load_state_dict(state)
+
+
+class Draws(Stream):
+    """Augments with the global generator, which its state does not cover."""
+
+    def value(self, number: int) -> Any:
+        return random.random()
+
+
+class OwnGenerator(Stream):
+    """Augments with a generator of its own, which its state does not cover."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(5)
+
+    def value(self, number: int) -> Any:
+        return self.generator.random()
+
+
+class SavesGenerator(OwnGenerator):
+    """The same, but its state covers it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "generator": self.generator.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state["generator"]
+        super().load_state_dict(state)
+
+
+class StreamDataset(torch.utils.data.IterableDataset[Any]):
+    """A dataset that keeps the state itself."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+
+
+class EpochOrder:
+    """A sampler with ``set_epoch``, as torchdata.nodes asks for."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(np.random.RandomState(self.epoch).permutation(SIZE).tolist())
+
+
+def drawing(number: int) -> Any:
+    return {"number": np.array([number]), "value": random.random()}
+
+
+def still(number: int) -> Any:
+    return {"number": np.array([number])}
+
+
+def nodes(function: Callable[[int], Any] = still, prefetch: bool = False, threads: bool = False) -> Any:
+    import torchdata.nodes as parts
+
+    node: Any = parts.SamplerWrapper(EpochOrder())  # has what is needed of a sampler
+    node = parts.ParallelMapper(node, function, 2, method="thread") if threads else parts.Mapper(node, function)
+    return parts.Loader(parts.Prefetcher(node, 3) if prefetch else node)
+
+
+def rows_inside(buffer: bool, num_workers: int = 0) -> Any:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"number": list(range(SIZE))}).to_iterable_dataset(num_shards=3)
+    rows = rows.shuffle(seed=SEED, buffer_size=5) if buffer else rows
+    return StatefulDataLoader(rows, BATCH, num_workers=num_workers)
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "right by itself": Stream,
+    "saves its generator": SavesGenerator,
+    "torchdata.nodes": nodes,
+    "torchdata.nodes, prefetched": functools.partial(nodes, prefetch=True),
+    "torchdata.nodes, threads": functools.partial(nodes, threads=True),
+    "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
+    "StatefulDataLoader of a stream": lambda: StatefulDataLoader(StreamDataset(Stream()), batch_size=None),
+}
+"""Nothing to tell: each resumes exactly, and is tried."""
+
+TOLD: dict[str, Callable[[], Any]] = {
+    "counts passes": CountsPasses,
+    "starts over": StartsOver,
+    "reads ahead": ReadsAhead,
+    "cannot load": CannotLoad,
+    "draws": Draws,
+    "own generator": OwnGenerator,
+    "torchdata.nodes, drawing": functools.partial(nodes, drawing),
+    "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
+    "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
+        StreamDataset(ReadsAhead()), batch_size=None
+    ),
+}
+"""Each resumes wrongly somewhere, by a fault of its own."""
+
+
+def continued(name: str, states: list[dict[str, Any]], count: int) -> list[list[str]]:
+    """What fresh loaders give from each state on, as text, in this process."""
+    found = []
+    for cut, state in enumerate(states):
+        torch.manual_seed(cut + 50), random.seed(cut), np.random.seed(cut)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loader = midepoch.wrap((EXACT | TOLD)[name](), seed=SEED)
+            loader.load_state_dict(state)
+            try:
+                found.append([repr(batch) for _ in range(3) for batch in loader][:count])
+            except Exception as error:  # noqa: BLE001  # compared by the test
+                found.append([repr(error)])
+    return found

@@ -165,6 +165,7 @@ def test_native_laws(root: str, options: dict[str, Any], how: dict[str, Any]) ->
         quick=True, shuffled=True, world_sizes=worlds, laws=laws, identify=identify, draws=draws,
     )  # fmt: skip
     allowed = {"topology": "refused clearly", "cost": "not applicable", "any item": "not applicable"}
+    allowed["witness"] = "not applicable"  # one sample of DALI's own reader cannot be read
     for verdict in report.verdicts:
         assert verdict.status == allowed.get(verdict.law, "holds"), str(report)
 

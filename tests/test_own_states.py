@@ -6,8 +6,10 @@ import itertools
 import json
 import random
 import sys
+import threading
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -166,6 +168,295 @@ def test_an_iterable_of_hugging_face_is_told_of_the_epoch() -> None:
     fresh = make()
     fresh.set_epoch(2)
     assert taken(fresh) == epochs[2]
+
+
+# --- tried, not believed ---
+
+
+def saving(name: str, batches: int) -> tuple[list[str], list[dict[str, Any]], int | None, Loader]:
+    """The batches of a fresh loader, the states before each, and after how many of them it was told."""
+    told = None
+    given: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = wrap((own.EXACT | own.TOLD)[name](), seed=own.SEED)
+        states = [loader.state_dict()]
+        while len(given) < batches:
+            for batch in loader:
+                given.append(repr(batch))
+                states.append(loader.state_dict())
+                if told is None and any(issubclass(each.category, midepoch.MidepochWarning) for each in caught):
+                    told = len(given)
+                if len(given) == batches:
+                    break
+    return given, states, told, loader
+
+
+@pytest.fixture(scope="module")
+def resumes() -> Iterator[dict[str, Any]]:
+    """For each source: what was given, told and promised; and what another process gives from each state on."""
+    found, calls = {}, []
+    for name in own.EXACT | own.TOLD:
+        given, states, told, loader = saving(name, 11 if "rows" in name else 30)
+        found[name] = given, told, loader.capabilities
+        loader.close()
+        calls.append((name, states[:-1], len(given)))
+    rest = sources.in_processes(continued_all, (calls,))[0]
+    yield {name: (*found[name], rest[name]) for name in found}
+
+
+def continued_all(calls: list[Any]) -> dict[str, Any]:
+    return {name: own.continued(name, states, count) for name, states, count in calls}
+
+
+@pytest.mark.parametrize("name", own.EXACT)
+def test_a_source_whose_state_is_right_is_tried_and_resumes_exactly(name: str, resumes: dict[str, Any]) -> None:
+    given, told, promised, rest = resumes[name]
+    assert told is None
+    assert promised.exact_order and not promised.exact_order.believed
+    for cut, after in enumerate(rest):
+        assert after[: len(given) - cut] == given[cut:], f"cut at {cut}"
+
+
+@pytest.mark.parametrize("name", own.TOLD)
+def test_a_source_whose_state_is_wrong_is_told_before_a_resume_is(name: str, resumes: dict[str, Any]) -> None:
+    given, told, promised, rest = resumes[name]
+    wrong = [cut for cut, after in enumerate(rest) if after[: len(given) - cut] != given[cut:]]
+    assert wrong and told is not None
+    assert told <= max(wrong[0], 1), "before reading begins, nothing is known"
+    assert not promised.exact_augmentations
+    assert "draw" in name or "generator" in name or not promised.exact_order
+
+
+@pytest.mark.parametrize("name", own.WRAPPED)
+def test_nothing_is_told_of_what_goes_on_exactly(name: str) -> None:
+    make = made(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        loader = make()
+        for _ in range(3):
+            for _batch in loader:
+                loader.state_dict()
+    assert not loader.capabilities.exact_order.believed
+    loader.close()
+
+
+class Watched(own.Stream):
+    """Notes what it is asked, and in which copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
+        self.copies += 1
+        other = Watched()
+        other.__dict__.update(self.__dict__, asked=[])
+        return other
+
+    def __iter__(self) -> Any:
+        self.asked.append("iter")
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked.append("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked.append("load_state_dict")
+        super().load_state_dict(state)
+
+
+def test_wrap_capabilities_and_a_first_state_ask_a_source_for_nothing() -> None:
+    source = Watched()
+    loader = wrap(source)
+    state, told = loader.state_dict(), loader.capabilities
+    assert told.exact_order and told.exact_order.believed
+    loader.load_state_dict(state)
+    assert source.asked == [] and source.copies == 0
+
+
+def test_a_source_is_copied_once_and_not_read_twice() -> None:
+    source = Watched()
+    loader = wrap(source)
+    next(iter(loader))
+    assert source.asked == ["iter", "state_dict"]  # the state of the very beginning
+    for _ in range(4):
+        assert len(list(loader)) == own.SIZE
+    assert source.copies == 1 and source.asked.count("iter") == 5
+
+
+@pytest.mark.parametrize("options", [{"verify": "off"}, {"randomness": "none"}])
+def test_nothing_is_tried_where_that_was_said(options: dict[str, Any]) -> None:
+    source = Watched()
+    loader = wrap(source, **options)
+    assert len(list(loader)) == own.SIZE
+    assert source.copies == 0
+    assert loader.capabilities.exact_order.believed
+
+
+def test_a_resumed_epoch_is_not_tried_but_the_next_one_is() -> None:
+    first = wrap(own.StartsOver(), verify="off")
+    next(iter(first))
+    loader = wrap(Watched())
+    loader.load_state_dict({**wrap_state(Watched, 3)})
+    assert len(list(loader)) == own.SIZE - 3
+    assert loader.capabilities.exact_order.believed
+    assert len(list(loader)) == own.SIZE
+    assert not loader.capabilities.exact_order.believed
+
+
+def wrap_state(make: Callable[[], Any], batches: int) -> dict[str, Any]:
+    return sources.heads(lambda: wrap(make()), batches)[1]
+
+
+def test_a_resumed_source_goes_back_to_its_very_beginning() -> None:
+    loader = wrap(own.nodes())
+    beginning = loader.state_dict()
+    whole = taken(loader)
+    fresh = wrap(own.nodes())
+    fresh.load_state_dict(wrap_state(own.nodes, 4))
+    assert taken(fresh) == whole[4:]
+    fresh.load_state_dict(beginning)
+    assert taken(fresh) == whole
+
+
+class Fails(own.Stream):
+    """Fails at one sample, or whenever it is asked for a state."""
+
+    def __init__(self, at: int, states: bool = True) -> None:
+        super().__init__()
+        self.at, self.states = at, states
+
+    def value(self, number: int) -> Any:
+        if self.given - 1 == self.at:
+            raise ZeroDivisionError("bad sample")
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.states:
+            raise RuntimeError("no state today")
+        return super().state_dict()
+
+
+def test_a_save_does_not_fail_of_the_batch_behind_it() -> None:
+    loader = wrap(Fails(1))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert loader.state_dict() == state
+    with pytest.raises(ZeroDivisionError, match="bad sample"):
+        next(batches)
+    assert (state["epoch"], state["position"]) == (0, 1)
+
+
+def test_a_batch_read_behind_a_save_is_given_next_and_peeked_at() -> None:
+    whole = taken(wrap(own.Stream()))
+    loader = wrap(own.Stream())
+    batches = iter(loader)
+    head = [own.identify(next(batches))]
+    state = loader.state_dict()
+    assert own.identify(loader.peek()) == whole[1]
+    head += [own.identify(next(batches))]
+    second = loader.state_dict()
+    assert head + [own.identify(batch) for batch in batches] == whole
+    for place, each in ((1, state), (2, second)):
+        loader.load_state_dict(each)
+        assert taken(loader) == whole[place:]
+
+
+def test_a_source_that_cannot_say_its_state_is_read_all_the_same() -> None:
+    loader = wrap(Fails(-1, states=False))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(RuntimeError, match="no state today"):
+        loader.state_dict()
+    assert len(list(batches)) == own.SIZE - 1
+    assert loader.capabilities.exact_order.believed
+
+
+def test_in_flight_is_refused_as_before_and_tries_nothing() -> None:
+    source = Watched()
+    loader = wrap(source)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(StateError, match="in flight"):
+        next(batches), next(batches), loader.state_dict(in_flight=1)
+
+
+def test_a_state_of_a_combination_is_told_of_its_parts_too(tmp_path: Path) -> None:
+    loader = midepoch.combine([wrap(own.StartsOver()), wrap(own.Stream())])
+    next(iter(loader))
+    with pytest.warns(midepoch.MidepochWarning, match="StartsOver does not restore its order"):
+        loader.state_dict()
+    assert not loader.capabilities.exact_order
+
+
+def test_a_snapshot_is_told_when_it_saves(tmp_path: Path) -> None:
+    loader = wrap(own.ReadsAhead())
+    snapshot = midepoch.Snapshot(tmp_path / "run.pt", loader=loader)
+    next(iter(loader))
+    with pytest.warns(midepoch.MidepochWarning, match="ReadsAhead does not restore its order"):
+        snapshot.save()
+
+
+class Holding(own.Stream):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+def holding_an_iterator() -> Any:
+    numbers = iter(range(100))
+    return lambda: next(numbers)
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        (threading.Lock(), "cannot be copied"),
+        (np.zeros(9 << 20), "more than 64 MB"),
+        ({"url": "s3://bucket/data"}, "reads from s3://"),
+        (holding_an_iterator(), "holds an iterator"),
+        ([1, 2, 3].pop, "changes an object"),
+    ],
+)
+def test_what_cannot_be_copied_is_believed_and_says_why(held: Any, why: str) -> None:
+    loader = wrap(Holding(held))
+    assert len(list(loader)) == own.SIZE
+    answer = loader.capabilities.exact_order
+    assert answer.holds and answer.believed and why in answer.reason
+
+
+def test_a_source_with_worker_processes_is_believed() -> None:
+    answer = wrap(own.torchdata(2)).capabilities.exact_order
+    assert answer.holds and answer.believed and "worker processes" in answer.reason
+
+
+def test_shuffled_rows_in_worker_processes_are_told_before_they_are_read() -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed (pip install midepoch[datasets])")
+    loader = wrap(own.rows_inside(buffer=True, num_workers=2), seed=1)
+    assert not loader.capabilities.exact_order
+    with loader, pytest.warns(midepoch.MidepochWarning, match="shuffle buffer"):
+        next(iter(loader))
+
+
+def test_a_trial_moves_no_generator() -> None:
+    closed_over = random.Random(4)
+
+    class Both(own.Stream):
+        def value(self, number: int) -> Any:
+            return random.random(), np.random.random(), closed_over.random(), float(torch.rand(()))
+
+    def drawn(verify: Any) -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        closed_over.seed(1)
+        return [batch["value"] for batch in wrap(Both(), verify=verify)]
+
+    assert drawn("sample") == drawn("off")
 
 
 class _Own(ResumableTests):

@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +184,6 @@ class ReadsAhead:
             yield item
 
 
-class Pooled:
-    """A pool of threads makes the items."""
-
-    def __iter__(self) -> Iterator[Any]:
-        with ThreadPoolExecutor(2) as pool:
-            for number in range(8):
-                yield number, pool.submit(random.random).result()
-
-
 class Minded:
     """A thread that reads nothing outlives its first batch: a monitor, as progress bars have it."""
 
@@ -207,9 +197,8 @@ class Minded:
         done.set()
 
 
-@pytest.mark.parametrize("kind", [ReadsAhead, Pooled])
-def test_threads_that_may_draw_are_told(kind: Any) -> None:
-    loader = midepoch.wrap(kind(), seed=5)
+def test_threads_that_may_draw_are_told() -> None:
+    loader = midepoch.wrap(ReadsAhead(), seed=5)
     batches = iter(loader)
     with pytest.warns(MidepochWarning, match="threads of its own go on reading it"):
         next(batches)

@@ -190,9 +190,10 @@ class StatefulAdapter(Adapter):
         finding = compare(outcome, batch)
         if finding.unseen:
             self.cannot_see(finding.unseen)
-        if not finding.differs:
+        if not finding.order:
             self._untried = ""
             self.learned()
+        if not finding.differs:
             return
         self._pristine = None
         what = "order" if finding.order else "random numbers"

@@ -88,7 +88,8 @@ def compare(of_copy: Outcome, batch: Any) -> Finding:
     if of_copy.ended:
         return Finding("the copy ended where another batch was left", True)
     if of_copy.error is not None:
-        return Finding(f"the copy raised {type(of_copy.error).__name__}: {of_copy.error!s:.200}", True)
+        error = of_copy.error.__cause__ or of_copy.error  # the source's own
+        return Finding(f"the copy raised {type(error).__name__}: {error!s:.200}", True)
     look = look_at(batch)
     difference = Witness.of(0, None, look).compare(look_at(of_copy.batch), False)
     if difference is None:

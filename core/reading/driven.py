@@ -194,7 +194,7 @@ def probe(driven: Driven, seed: int) -> Probed:
     iterator that has begun. If the counts are constant and both samples 1 are equal, the dataset is believed to depend
     on its samplers alone. Later samples are counted as they are read. The caller's generators stay unchanged.
     """
-    copied = copy_apart(driven.dataset)
+    copied = copy_apart(driven.dataset, may_use_globals=True)
     if copied.value is None:
         return Probed(None, f"its samplers cannot be tried on a copy: {copied.why}")
     try:

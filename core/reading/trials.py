@@ -91,7 +91,6 @@ def _first(iterator: Iterator[Any]) -> Look | None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 _MOST_OBJECTS = 5000  # to be looked at for each thread
-_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # whose threads run anybody's functions, and hold none
 
 
 def reading_threads(before: Iterable[threading.Thread]) -> tuple[str, ...]:
@@ -107,9 +106,6 @@ def reading_threads(before: Iterable[threading.Thread]) -> tuple[str, ...]:
 
 
 def _reads(thread: threading.Thread) -> bool:
-    target = getattr(thread, "_target", None)
-    if getattr(target, "__module__", "") in _POOLS:
-        return True
     queue: deque[Any] = deque(thread.__dict__.values())
     seen: dict[int, Any] = {}
     while queue and len(seen) < _MOST_OBJECTS:
