@@ -591,6 +591,8 @@ class Loader:
             if keep:
                 self._place = Place(self.epoch, self.position)  # all there is if the source cannot say more
                 self._place = cursor.place() if mark is None else cursor.place_of(mark)
+        except SourceError:
+            raise
         except Exception as error:  # noqa: BLE001  # a source that cannot say its state is read all the same
             self._lost = str(error)
         finally:
