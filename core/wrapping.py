@@ -93,6 +93,10 @@ def wrap(
     tail: Tail | None = None,
     fingerprint: str | None = None,
     verify: Literal["sample", "strict", "warn", "off"] = "sample",
+    then: Callable[[Any], Any] | None = None,
+    prefetch: int = 0,
+    on_error: Literal["next", "retry"] | None = None,
+    remember: int = 0,
     **settings: Unpack[Settings],
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
@@ -116,6 +120,14 @@ def wrap(
         verify: what follows if the first sample of the epoch is not what the loaded state says. "sample": an error if
             it is another sample, a warning if only its bits differ. "strict": both are errors; "warn": both are
             warnings. "off": the sample is neither compared nor read for the state.
+        then: work on whole batches, in the main process: to the device, mixup, erasing. It is called with each batch,
+            under the batch's random stream, and what it returns is handed out in its place. It may be a torch Module.
+        prefetch: results of `then` that are made before they are asked for, in [0, 1024]. A state does not count them.
+        on_error: what follows when a batch could not be made, and the caller goes on all the same. "next": the batch
+            after it, with a warning, as from a DataLoader. "retry": the same batch again. None: "next" in a single
+            process if the source can be read from any position; otherwise "retry", so that ranks stay together.
+        remember: batches, in [0, 1024], of which a source with a state of its own keeps its state before them, so that
+            ``state_dict(in_flight=...)`` knows it. Each costs what the source's ``state_dict`` costs.
         settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
     Raises:
@@ -124,7 +136,10 @@ def wrap(
     """
     if isinstance(source, Loader):
         return source
-    options = Options(seed, world, shard, randomness, tail, fingerprint, verify, cast(dict[str, Any], settings))
+    options = Options(
+        seed, world, shard, randomness, tail, fingerprint, verify, then, prefetch, on_error, remember,
+        cast(dict[str, Any], settings),
+    )  # fmt: skip
     return Loader(_adapter_for(source, options), options)
 
 

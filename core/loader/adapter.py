@@ -22,7 +22,9 @@ from midepoch.world import Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability
 from .place import Place
 
-__all__ = ["Adapter", "Options", "Run", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Seen", "Session"]
+
+MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on, or made ahead
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Options:
     tail: Tail | None = None
     fingerprint: str | None = None
     verify: Literal["sample", "strict", "warn", "off"] = "sample"
+    then: Callable[[Any], Any] | None = None
+    prefetch: int = 0
+    on_error: Literal["next", "retry"] | None = None
+    remember: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,6 +60,20 @@ class Options:
             raise ValueError(f"randomness must be 'sample' or 'none', got {self.randomness!r}")
         if self.verify not in ("sample", "strict", "warn", "off"):
             raise ValueError(f"verify must be 'sample', 'strict', 'warn' or 'off', got {self.verify!r}")
+        if self.then is not None and not callable(self.then):
+            raise TypeError(f"then must be a function of a batch or None, got {self.then!r:.80}")
+        if self.on_error not in (None, "next", "retry"):
+            raise ValueError(f"on_error must be 'next', 'retry' or None, got {self.on_error!r}")
+        for name, value in (("prefetch", self.prefetch), ("remember", self.remember)):
+            if type(value) is not int:
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if not 0 <= value <= MOST_IN_FLIGHT:
+                raise ValueError(f"{name} must be in [0, {MOST_IN_FLIGHT}], got {value}")
+        if self.prefetch and self.then is None:
+            raise ValueError(
+                f"prefetch={self.prefetch} makes results of then= ahead, and there is none: pass then=, or set "
+                "prefetch_factor of the DataLoader"
+            )
         check_tail(self.tail)
         if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
             raise ValueError(

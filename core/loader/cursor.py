@@ -10,13 +10,10 @@ from typing import Any
 from midepoch.errors import StateError
 from midepoch.world import World
 
-from .adapter import Run, Session
+from .adapter import MOST_IN_FLIGHT, Run, Session
 from .place import Place
 
 __all__ = ["Cursor", "History", "Phase", "new_history", "place_before"]
-
-_REMEMBERED = 1024  # batches that may be in flight
-
 
 class Phase(enum.Enum):
     """What a pass answers when it is asked for its next batch."""
@@ -140,7 +137,7 @@ History = deque[tuple[Session | None, int, int, Any]]
 
 def new_history() -> History:
     """An empty history. It keeps as many batches as may be in flight."""
-    return deque(maxlen=_REMEMBERED)
+    return deque(maxlen=MOST_IN_FLIGHT)
 
 
 def place_before(history: History, batches: int) -> Place:
