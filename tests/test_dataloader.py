@@ -692,7 +692,7 @@ def test_a_worker_that_raises_or_is_killed(persistent: bool, deadly: bool, tmp_p
     index = int(whole[3][0][0])
     dataset = sources.Failing(SIZE, [index], marker, deadly)
     source = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent)
-    with midepoch.wrap(source, seed=5) as loader:
+    with midepoch.wrap(source, seed=5, on_error="retry") as loader:
         batches, got, state = iter(loader), [], loader.state_dict()
         with pytest.raises(
             RuntimeError, match="exited unexpectedly|killed" if deadly else f"sample {index} cannot be read"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -206,9 +207,20 @@ def test_a_pass_after_a_break_is_a_new_epoch(make: Callable[[], Loader]) -> None
     with make() as loader, warnings.catch_warnings():
         warnings.simplefilter("error", MidepochWarning)
         assert sources.taken(loader, 2) == first[:2]
-        assert sources.taken(loader, 1) == second[:1]
+        assert sources.taken(loader, 2) == second[:2]
         assert loader.epoch == 1
         assert sources.taken(loader) == third
+
+
+def test_a_pass_that_is_given_up_after_its_first_batch_is_told_once() -> None:
+    first, second, third = epochs(shuffled, 3)
+    with shuffled() as loader:
+        assert sources.taken(loader, 1) == first[:1]
+        with pytest.warns(MidepochWarning, match=r"epoch 0 was given up after its first batch.*loader\.peek\(\)"):
+            assert sources.taken(loader, 1) == second[:1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MidepochWarning)
+            assert sources.taken(loader) == third
 
 
 def test_what_a_load_had_continued_is_not_given_up_in_silence() -> None:
@@ -217,7 +229,7 @@ def test_what_a_load_had_continued_is_not_given_up_in_silence() -> None:
     loader.load_state_dict(state)
     sources.taken(loader, 1)
     with pytest.warns(MidepochWarning, match=r"epoch 0.*position 12.*keep the iterator"):
-        assert sources.taken(loader, 1) == epochs(shuffled, 2)[1][:1]
+        assert sources.taken(loader, 2) == epochs(shuffled, 2)[1][:2]
     with warnings.catch_warnings():
         warnings.simplefilter("error", MidepochWarning)
         sources.taken(loader, 1)  # once is enough: this epoch was not continued by a load
@@ -506,9 +518,51 @@ def test_a_later_epoch_ends_what_was_begun_or_loaded() -> None:
     assert next(batches, None) is None
     assert sources.taken(begun) == whole[3]
     loaded.load_state_dict(state)
-    loaded.sampler.set_epoch(3)
-    assert place(loaded) == (3, 0)
-    assert sources.taken(loaded) == whole[3]
+    sources.taken(loaded, 0)
+    assert place(loaded) == (0, 8)
+
+
+@pytest.mark.parametrize("apart", [1, -1, 5])
+def test_no_number_of_an_epoch_drops_what_is_left_of_a_loaded_one(apart: int) -> None:
+    whole = epochs(shuffled, 5)
+    loader = shuffled()
+    loader.seek(epoch=1, position=8)
+    state = loader.state_dict()
+    loader = shuffled()
+    loader.load_state_dict(state)
+    told = rf"set_epoch\({1 + apart}\) is not followed.*epoch 1.*{abs(apart)} too {'high' if apart > 0 else 'low'}"
+    with pytest.warns(MidepochWarning, match=told + r".*loader\.seek"):
+        loader.sampler.set_epoch(1 + apart)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        loader.set_epoch(1 + apart)  # who is told once need not be told again
+        assert place(loader) == (1, 8)
+        assert sources.taken(loader) == whole[1][2:]
+        # The caller's epochs follow one another: so do ours.
+        loader.set_epoch(2 + apart)
+        assert place(loader) == (2, 0)
+        assert sources.taken(loader) == whole[2]
+        loader.set_epoch(3 + apart)
+        assert sources.taken(loader) == whole[3]
+        loader.set_epoch(4 + apart)
+        assert place(loader) == (4, 0)
+        loader.set_epoch(4)  # the numbers agree again
+        assert place(loader) == (4, 0)
+        assert sources.taken(loader) == whole[4]
+        loader.set_epoch(6)
+        assert place(loader) == (6, 0)
+
+
+def test_a_number_of_an_epoch_counts_where_nothing_is_left_of_the_loaded_one() -> None:
+    whole = epochs(shuffled, 4)
+    loader = shuffled()
+    sources.taken(loader)
+    resumed = shuffled()
+    resumed.load_state_dict(loader.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        resumed.set_epoch(3)
+    assert sources.taken(resumed) == whole[3]
 
 
 def test_an_earlier_epoch_is_ignored_once_there_is_progress() -> None:
@@ -718,7 +772,8 @@ def test_an_error_in_a_sample_keeps_the_state(num_workers: int, tmp_path: Path) 
     whole = epochs(shuffled, 2)
     index = int(whole[0][2][1][0])
     dataset = sources.Failing(22, [index], marker)
-    loader = midepoch.wrap(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers), seed=5)
+    source = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers)
+    loader = midepoch.wrap(source, seed=5, on_error="retry")
     batches = iter(loader)
     assert [sources.plain(next(batches)) for _ in range(2)] == whole[0][:2]
     state = loader.state_dict()
@@ -731,6 +786,120 @@ def test_an_error_in_a_sample_keeps_the_state(num_workers: int, tmp_path: Path) 
     assert sources.taken(loader) == whole[1]
     loader.close()
     assert sources.resumed(shuffled, state) == whole[0][2:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("bad", [[0], [2], [2, 3], [5], [4, 5]], ids=str)
+def test_the_caller_who_goes_on_after_an_error_gets_the_batch_behind(
+    bad: list[int], num_workers: int, tmp_path: Path
+) -> None:
+    marker = tmp_path / "failing"
+    marker.touch()
+    whole = epochs(shuffled, 2)
+    dataset = sources.Failing(22, [int(whole[0][number][1][0]) for number in bad], marker)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers), seed=5)
+    batches, got, states = iter(loader), [], [loader.state_dict()]
+    told = []
+    while len(got) < 6:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                batch = sources.plain(next(batches))
+            except StopIteration:
+                batch = None
+            except RuntimeError as error:
+                assert "cannot be read" in str(error)
+                assert loader.state_dict() == states[-1]  # a restart tries it again
+                continue
+            finally:
+                told += [str(each.message) for each in caught if each.category is MidepochWarning]
+        if batch is None:
+            break
+        got.append(batch)
+        states.append(loader.state_dict())
+    assert got == [batch for number, batch in enumerate(whole[0]) if number not in bad]
+    first, last = 4 * bad[0], min(4 * bad[-1] + 4, 22) - 1
+    assert len(told) == 1
+    assert f"positions {first} to {last} of epoch 0 were passed over" in told[0]
+    assert "cannot be read" in told[0]
+    assert place(loader) == (1, 0)
+    marker.unlink()
+    assert sources.taken(loader) == whole[1]
+    loader.close()
+    before = bad[0] if bad[0] < len(states) else -1
+    assert sources.resumed(shuffled, states[before]) == whole[0][bad[0] :]
+
+
+def test_in_a_world_of_several_ranks_a_batch_that_failed_is_given_again(tmp_path: Path) -> None:
+    marker = tmp_path / "failing"
+    marker.touch()
+    dataset = sources.Failing(22, range(8), marker)
+    for on_error, following in ((None, 1), ("retry", 1), ("next", 2)):
+        settings: Any = {"on_error": on_error, "world": midepoch.World(1, 2), "seed": 5}
+        loader = midepoch.wrap(DataLoader(dataset, batch_size=2), **settings)
+        whole = sources.taken(midepoch.wrap(DataLoader(sources.Noisy(22), batch_size=2), **settings))
+        batches = iter(loader)
+        marker.touch()
+        with pytest.raises(RuntimeError):
+            next(batches)
+        marker.unlink()
+        assert sources.plain(next(batches)) == whole[following - 1]
+
+
+def test_what_follows_an_error_is_refused_where_it_cannot_be_reached() -> None:
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"on_error='next'.*leave on_error out"):
+        midepoch.wrap(lambda: iter(range(3)), on_error="next")
+    for value in ("skip", 1):
+        with pytest.raises(ValueError, match="on_error must be"):
+            midepoch.wrap([1, 2], on_error=value)  # type: ignore[arg-type]
+
+
+def own_state(remember: int) -> Loader:
+    source = StatefulDataLoader(sources.Noisy(22), batch_size=4, shuffle=True)
+    return midepoch.wrap(source, seed=5, remember=remember)
+
+
+def test_a_source_with_its_own_state_remembers_as_many_batches_as_it_is_told() -> None:
+    whole = epochs(functools.partial(own_state, 0), 1)[0]
+    loader = own_state(2)
+    batches = iter(loader)
+    for count in range(1, 5):
+        next(batches)
+        for in_flight in range(min(count, 2) + 1):
+            state = loader.state_dict(in_flight)
+            assert state["position"] == count - in_flight
+            assert sources.resumed(functools.partial(own_state, 0), state) == whole[count - in_flight :]
+    with pytest.raises(StateError, match="in_flight=3, but the states of 2 batches are kept: pass remember="):
+        loader.state_dict(3)
+    forgetful = own_state(0)
+    batches = iter(forgetful)
+    next(batches)
+    next(batches)
+    with pytest.raises(StateError, match="remember="):
+        forgetful.state_dict(1)
+
+
+def test_after_an_error_a_source_that_remembers_knows_where_it_was() -> None:
+    loader = midepoch.wrap(Raising(), remember=1)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        next(batches)
+    assert loader.state_dict()["position"] == 2
+    assert loader.state_dict(1)["position"] == 1
+
+
+@pytest.mark.parametrize("settings", [{"remember": -1}, {"remember": 1025}, {"prefetch": 2}, {"prefetch": -1}])
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be in|prefetch=2 makes results of then= ahead"):
+        midepoch.wrap([1, 2], **settings)
+
+
+@pytest.mark.parametrize("settings", [{"remember": 1.0}, {"prefetch": True, "then": len}, {"then": 3}])
+def test_settings_of_another_type_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be"):
+        midepoch.wrap([1, 2], **settings)
 
 
 class Raising:

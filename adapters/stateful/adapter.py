@@ -532,12 +532,15 @@ class _StatefulSession(Session):
         """The source's own state, if `mark` was called then. It is not called after each batch."""
         if mark is None:
             raise StateError(
-                "the source only has its current state, not that of earlier batches: save when no batch is in flight"
+                "the source only has its current state, not that of earlier batches: save when no batch is in flight, "
+                "or pass remember=, the number of batches in flight, to midepoch.wrap"
             )
         return mark
 
     def following(self) -> str:
-        """The source's own state at its end."""
+        """The source's own state at its end; nothing if a source of unknown length begins anew by itself."""
+        if self._steps is None and self._adapter.rewinds:
+            return ""
         self._finish()
         return encode(self._adapter.current(self._iterator))
 

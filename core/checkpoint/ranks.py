@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ class Agreement:
         self.next_step = NEVER
         # Kept as long as this object. gloo's threads release a tensor shortly after the call returns. If they held the
         # last reference, freeing the tensor would need the interpreter, and at exit that aborts the process.
-        self._numbers = torch.zeros(2, dtype=torch.float64)
+        self._numbers = torch.zeros(4, dtype=torch.float64)
 
     def ranks(self) -> Ranks:
         """The processes as they are now: torch.distributed may be initialised after this object is made.
@@ -107,26 +108,48 @@ class Agreement:
             group = self._sending
         return Ranks(torch.distributed.get_rank(group), size, group)
 
-    def should_stop(self, ranks: Ranks, step: int, signalled: bool) -> bool:
-        """Whether the ranks agree, after this step, that some rank has received a signal. False between questions."""
-        if self.next_step != NEVER and step < self.next_step:
+    def should_stop(self, ranks: Ranks, step: int, signalled: bool, where: str, now: bool = False) -> bool:
+        """Whether the ranks agree, after this step, that some rank has received a signal. False between questions.
+
+        Args:
+            ranks: as they are now.
+            step: how often this was called, or would have been.
+            signalled: this rank has received a signal.
+            where: this rank is, in the training loop.
+            now: ask, whatever the step.
+
+        Raises:
+            MidepochError: the ranks are not at the same place.
+        """
+        if not now and self.next_step != NEVER and step < self.next_step:
             return False
         last, before = self._last
-        now = time.monotonic()
-        seconds = (now - before) / (step - last) if before and step > last else 0.0  # per step
-        some, seconds = self.largest(ranks, float(signalled), seconds)
+        seconds = (time.monotonic() - before) / (step - last) if before and step > last else 0.0  # per step
+        some, seconds = self.meet(ranks, where, float(signalled), seconds)
         self._last = step, time.monotonic()
         # All ranks have the same numbers, so all choose the same step.
         apart = int(_SECONDS_BETWEEN / seconds) if seconds > 0 else 1
         self.next_step = step + min(max(apart, 1), _MOST_STEPS_BETWEEN)
         return bool(some)
 
-    def largest(self, ranks: Ranks, first: float, second: float) -> tuple[float, float]:
-        """The maximum over all ranks of each of two numbers. Every rank must call it."""
-        numbers = self._numbers
-        numbers[0], numbers[1] = first, second
-        if ranks.size > 1:
-            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, ranks.group)
+    def meet(self, ranks: Ranks, where: str, first: float = 0.0, second: float = 0.0) -> tuple[float, float]:
+        """The maximum over all ranks of each of two numbers. Every rank must call it, at the same place.
+
+        Raises:
+            MidepochError: some rank called it elsewhere. Raised on all of them.
+        """
+        if ranks.size == 1:
+            return first, second
+        numbers, place = self._numbers, float(zlib.crc32(where.encode()))
+        numbers[0], numbers[1], numbers[2], numbers[3] = first, second, place, -place
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, ranks.group)
+        if numbers[2] != -numbers[3]:
+            places = ranks.share(where)
+            other = next(rank for rank, each in enumerate(places) if each != places[0])
+            raise MidepochError(
+                f"the ranks are not at the same place of the training loop: rank 0 {places[0]}, rank {other} "
+                f"{places[other]}. Let every rank make the same passes and the same calls of the snapshot in an epoch"
+            )
         return float(numbers[0]), float(numbers[1])
 
 

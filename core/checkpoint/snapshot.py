@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,14 +23,17 @@ import torch
 from torch.distributed import ProcessGroup
 
 from midepoch.errors import MidepochError, MidepochWarning, SnapshotError, StateError
+from midepoch.loader.bodies import RUNNING, Passes, all_over, bring_together, check_epochs, tell_of_done
 from midepoch.loader.lending import loader_of
+from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key
 from midepoch.state.parts import is_rank_independent, join_states
 
+from .bodies import Bodies
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
 from .generators import check_generators, save_generators, seed_generators, set_generators
 from .parts import check_fits, kinds_of, merge, sharded
-from .ranks import NEVER, Agreement
+from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 
 __all__ = ["Snapshot"]
@@ -41,10 +44,11 @@ _logger = logging.getLogger("midepoch")
 
 
 class _Contribution(NamedTuple):
-    """One rank's contribution to a snapshot: its loaders' states and its generators, or why there is none."""
+    """One rank's contribution to a snapshot: its loaders' states, generators and passes, or why there is none."""
 
     loaders: dict[str, Any]
     generators: str
+    bodies: Bodies
     problem: str
 
 
@@ -52,12 +56,13 @@ class Snapshot:
     """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted::
 
         snapshot = midepoch.Snapshot("run/snapshot.pt", every=1000, model=model, optimizer=optimizer, data=loader)
-        snapshot.load()
-        for batch in loader:
-            ...
-            snapshot.step()
+        for epoch in snapshot.epochs(90):
+            for batch in loader:
+                ...
+                snapshot.step()
+            validate(model)
 
-    Every process makes one, and calls `load`, `step` and `save` at the same points: the processes communicate there.
+    Every process makes one, and calls its methods at the same points: the processes communicate there.
 
     A name that is a keyword of Snapshot itself goes into `parts`::
 
@@ -118,6 +123,12 @@ class Snapshot:
         self._agreement = Agreement(group)
         self._other_witnesses: set[str] = set()  # parts whose ranks do not see the same data, as was said
         self._due = 0  # the step at which `step` does more than count
+        self._was_loaded = False
+        self._resumed: Bodies | None = None  # of the loaded snapshot, until a body has begun
+        self._epoch: int | None = None  # of the `epochs` loop
+        self._passes: dict[str, Passes] = {}  # in the body that is running, by loader
+        self._in_body = self._owes_a_save = self._told_of_put_off = False
+        self._polling, self._polls = Agreement(group), 0
         self._signals = Signals(signals, self._signalled)
         weakref.finalize(self, self._signals.drop).atexit = False
 
@@ -156,19 +167,45 @@ class Snapshot:
 
     def _act(self, in_flight: int) -> None:
         ranks, agreement = self._agreement.ranks(), self._agreement
+        if self._resumed is not None and not self._in_body:
+            self._tell_of_missing_body(self._resumed)
         stop = bool(self._signals.received)
         if ranks.size > 1:
-            stop = agreement.should_stop(ranks, self.steps, stop)
-        if stop or (self._every is not None and self.steps % self._every == 0):
-            self.save(in_flight)
+            stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")
+        is_due = self._owes_a_save or (self._every is not None and self.steps % self._every == 0)
+        if is_due and not stop and not in_flight and self._is_behind_the_passes:
+            # A run that resumed here would have nothing to train on in this epoch. The body's end is a better place.
+            self._owes_a_save = True
+        elif stop or is_due:
+            self._save(in_flight, by_step=True)
         if stop:
-            if ranks.rank == 0:
-                _logger.warning("a signal was received: saved %s after step %d, leaving", self.path, self.steps)
-            self._leave(alone=ranks.size == 1)
+            self._tell_and_leave(ranks, f"saved {self.path} after step {self.steps}")
         next_save = NEVER if self._every is None else self.steps - self.steps % self._every + self._every
-        self._due = min(next_save, agreement.next_step)
+        self._due = 0 if self._owes_a_save else min(next_save, agreement.next_step)
         if ranks.size == 1 and self._signals.received:  # a signal that arrived after the check above
             self._due = 0
+
+    def poll(self) -> None:
+        """Leave if a signal was received, with the snapshot that there is: nothing is saved.
+
+        Call it in long work between two passes, such as a validation, which `step` does not see. Every process must
+        call it equally often.
+
+        Raises:
+            SystemExit: a signal was received by some process.
+        """
+        ranks, polling = self._polling.ranks(), self._polling
+        self._polls += 1
+        stop = bool(self._signals.received)
+        if ranks.size > 1:
+            stop = polling.should_stop(ranks, self._polls, stop, f"calls poll() after step {self.steps}")
+        if stop:
+            self._tell_and_leave(ranks, f"{self.path} stays as it was saved last")
+
+    def _tell_and_leave(self, ranks: Ranks, what: str) -> None:
+        if ranks.rank == 0:
+            _logger.warning("a signal was received: %s; leaving", what)
+        self._leave(alone=ranks.size == 1)
 
     def _leave(self, alone: bool) -> None:
         """Raise SystemExit. The snapshot is saved, so nothing may stop this process from leaving."""
@@ -186,10 +223,101 @@ class Snapshot:
             atexit.register(end_process, self._exit_status)
         raise SystemExit(self._exit_status)
 
+    # --- epochs ---
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Yield the epochs of the run up to `n`; the first time, load the newest snapshot and go on where it was::
+
+            for epoch in snapshot.epochs(90):
+                for batch in loader:
+                    ...
+                    snapshot.step()
+                validate(model)
+                schedule.step()
+
+        An epoch ends with the loop's body, not with the last batch of a pass. So a run that is killed in `validate`
+        resumes in the same epoch, and the steps that follow the pass are taken. Passes that had come to their end are
+        then empty. The body may make any passes over any of the loaders, in the same order each time.
+
+        Args:
+            n: the number of epochs in all, those before a resume included.
+
+        Raises:
+            TypeError, ValueError: n is not an int of at least 0.
+            MidepochError: such a loop is running already.
+            SnapshotError, StateError: as `load`, when the first epoch is asked for.
+        """
+        check_epochs(n)
+        if self._in_body:
+            raise MidepochError(RUNNING)
+        return self._each_epoch(n)
+
+    def _each_epoch(self, n: int) -> Iterator[int]:
+        if self._in_body:
+            raise MidepochError(RUNNING)
+        if not self._was_loaded:
+            self._load()
+        resumed: Bodies | None = self._resumed or Bodies()
+        self._resumed = None
+        epoch = self._epoch if self._epoch is not None else resumed and resumed.epoch
+        if epoch is None:
+            epoch = next((loader.epoch for loader in self._loaders().values()), 0)
+        if epoch > n:
+            tell_of_done(n, epoch)
+        try:
+            while epoch < n:
+                self._begin_body(epoch, resumed)
+                yield epoch
+                epoch, resumed = epoch + 1, None
+                self._end_body(epoch)
+        finally:
+            if self._in_body:  # the loop was left; another one continues there
+                self._resumed = Bodies.of(self._epoch, self._passes)
+            self._in_body, self._passes = False, {}
+            for loader in self._loaders().values():
+                loader._passes = None
+
+    def _loaders(self) -> dict[str, Loader]:
+        found = {name: loader_of(part) for name, part in self._parts.items()}
+        return {name: loader for name, loader in found.items() if loader is not None}
+
+    def _begin_body(self, epoch: int, resumed: Bodies | None) -> None:
+        loaders = self._loaders()
+        if any(loader._passes is not None for loader in loaders.values()):
+            raise MidepochError(RUNNING)
+        passes = [Passes() if resumed is None else resumed.passes(name) for name in loaders]
+        bring_together(passes)
+        for (name, loader), each in zip(loaders.items(), passes, strict=True):
+            loader._enter_body(each, None if resumed is None else name not in resumed.left)
+        self._in_body, self._epoch, self._passes = True, epoch, dict(zip(loaders, passes, strict=True))
+
+    def _end_body(self, epoch: int) -> None:
+        """The body has ended, and `epoch` is next. Save what was put off."""
+        ranks = self._agreement.ranks()
+        where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
+        stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
+        going_on = [loader._leave_body() for loader in self._loaders().values()]
+        self._in_body, self._epoch, self._passes = False, epoch, {}
+        # Python may free a pass that was left later on one rank than on another.
+        if self._agreement.meet(ranks, where, float(any(going_on)))[0]:
+            # Nobody knows whether the next body goes on with that pass or begins another one; its first step will.
+            self._owes_a_save = self._owes_a_save or stop
+            self._due, self._agreement.next_step = 0, NEVER
+        elif stop or self._owes_a_save:
+            self._save(0)
+            if stop:
+                self._tell_and_leave(ranks, f"saved {self.path} after epoch {epoch - 1}")
+
+    @property
+    def _is_behind_the_passes(self) -> bool:
+        return self._in_body and all_over(list(self._passes.values()))
+
     # --- saving ---
 
     def save(self, in_flight: int = 0) -> None:
         """Save now. Every process must call it, after the same batch.
+
+        Behind the passes in the body of an `epochs` loop, it saves at the end of the body, and says so.
 
         Args:
             in_flight: as in `step`.
@@ -197,8 +325,25 @@ class Snapshot:
         Raises:
             SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
+        if not in_flight and self._is_behind_the_passes:
+            self._owes_a_save = True
+            if not self._told_of_put_off:
+                self._told_of_put_off = True
+                warnings.warn(
+                    "save() behind the last batch of an epoch is put off to the end of the body of snapshot.epochs, "
+                    "which saves what the rest of the body does, too: call save() before the last batch, or leave it "
+                    "out and pass every=",
+                    MidepochWarning,
+                    stacklevel=2,
+                )
+            return
+        self._save(in_flight)
+
+    def _save(self, in_flight: int, by_step: bool = False) -> None:
         ranks = self._agreement.ranks()
-        states, offer = self._collect(in_flight)
+        self._agreement.meet(ranks, f"saves after step {self.steps}")
+        self._owes_a_save = False
+        states, offer = self._collect(in_flight, by_step)
         offers = ranks.gather(offer)
         problem = ""
         if ranks.rank == 0:
@@ -210,14 +355,14 @@ class Snapshot:
                     problem = f"{type(error).__name__}: {error}; {cure_of(error, self.path.parent)}"
                 release_files(error)
                 cause = error
-        if self._agreement.largest(ranks, float(bool(problem)), 0.0)[0]:
+        if self._agreement.meet(ranks, "has saved", float(bool(problem)))[0]:
             problem = ranks.broadcast(problem)
             raise SnapshotError(f"{self.path} was not saved, and the previous snapshot is unchanged: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
         self._file.claimed = True
 
-    def _collect(self, in_flight: int) -> tuple[dict[str, Any], _Contribution]:
+    def _collect(self, in_flight: int, by_step: bool) -> tuple[dict[str, Any], _Contribution]:
         """The states of all parts, and this rank's contribution."""
         states: dict[str, Any] = {}
         loaders: dict[str, Any] = {}
@@ -229,24 +374,29 @@ class Snapshot:
                     states[name] = part.state_dict()
                 else:
                     states[name] = loaders[name] = loader.state_dict(in_flight)
-            return states, _Contribution(loaders, save_generators(), "")
+            ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
+            bodies = Bodies.of(self._epoch, self._passes, ends and self._epoch is None)
+            return states, _Contribution(loaders, save_generators(), bodies, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
-            return states, _Contribution({}, "", f"{name} gave no state: {type(error).__name__}: {error}")
+            problem = f"{name} gave no state: {type(error).__name__}: {error}"
+            return states, _Contribution({}, "", Bodies(), problem)
 
     def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:
         """The content that rank 0 writes, from its own states and all ranks' contributions."""
         for rank, offer in enumerate(offers):
             if offer.problem:
                 raise SnapshotError(f"on rank {rank}, {offer.problem}")
+        bodies = Bodies.joined([offer.bodies for offer in offers])
         for name in offers[0].loaders:
             of_all = [offer.loaders[name] for offer in offers]
             if not is_rank_independent(loader_of(self._parts[name])):
                 states[name] = join_states(of_all) if len(offers) > 1 else of_all[0]
             elif len({(each["epoch"], each["position"]) for each in of_all}) > 1:
                 places = [(each["epoch"], each["position"]) for each in of_all]
+                other = next(rank for rank, place in enumerate(places) if place != places[0])
                 raise SnapshotError(
-                    f"the ranks do not stand at the same place of {name} (epoch, position): {places}; call step() or "
-                    "save() on every rank after the same batch"
+                    f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
+                    f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
                 )
             elif len({each["witness"] for each in of_all}) > 1:
                 self._warn_of_witnesses(name, [each["witness"] for each in of_all])
@@ -264,6 +414,7 @@ class Snapshot:
             "world_size": len(offers),
             "seed": torch.initial_seed() % (1 << 64),
             "generators": [offer.generators for offer in offers],
+            "bodies": bodies.as_content(),
             "parts": states,
             "kinds": kinds_of(self._parts),
         }
@@ -286,7 +437,7 @@ class Snapshot:
     # --- loading ---
 
     def load(self) -> bool:
-        """Load the newest sound snapshot. Every process must call it, with newly made parts.
+        """Load the newest sound snapshot. Every process must call it, with newly made parts. `epochs` does it itself.
 
         Returns:
             True if a snapshot was loaded; False if there is none. Then nothing is changed.
@@ -295,7 +446,29 @@ class Snapshot:
             SnapshotError: all snapshots are damaged, or some process cannot read what rank 0 reads, or a part does not
                 fit. A loader, a model or an optimizer that does not fit is found before anything is changed.
             StateError: a loader does not fit. The parts are unchanged.
+
+        Warns with MidepochWarning if the snapshot was saved after an epoch's last batch, outside `epochs`.
         """
+        loaded = self._load()
+        resumed = self._resumed
+        if resumed is not None and resumed.epoch is None and resumed.ends:
+            self._tell_of_missing_body(resumed)
+        return loaded
+
+    def _tell_of_missing_body(self, resumed: Bodies) -> None:
+        """Warn that the program may leave out what followed the last batch of an epoch."""
+        self._resumed = None
+        if resumed.ends or any(resumed.whole.values()):
+            warnings.warn(
+                f"{self.path} was saved after the last batch of an epoch. If your loop did more in that epoch (a "
+                "validation, schedule.step()), the resumed run leaves it out: write `for epoch in snapshot.epochs(n):` "
+                "around it, which ends an epoch with its body",
+                MidepochWarning,
+                stacklevel=3,
+            )
+
+    def _load(self) -> bool:
+        self._was_loaded = True
         ranks = self._agreement.ranks()
         found: Found | None = None
         problem = ""
@@ -314,7 +487,7 @@ class Snapshot:
             warnings.warn(
                 f"{'; '.join(found.damaged)}: loading the previous snapshot, {found.path}",
                 MidepochWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         content: dict[str, Any] = {}
         generators: dict[str, Any] | None = None
@@ -337,6 +510,12 @@ class Snapshot:
             if told is not None:
                 raise SnapshotError(f"rank {rank} could not load {found.path}: {told}")
         self._apply(content)
+        loaders, bodies = self._loaders().values(), content["bodies"]
+        if bodies is None:
+            # Saved before there was such a record: it may have been by step().
+            self._resumed = Bodies(ends=any(not loader.position and loader.epoch for loader in loaders))
+        else:
+            self._resumed = bodies._replace(ends=bodies.ends or any(loader._is_over for loader in loaders))
         if generators is not None:
             set_generators(generators)
         else:
@@ -344,6 +523,7 @@ class Snapshot:
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
+        self._epoch, self._owes_a_save = None, False
         self._file.take_over(found)
         return True
 
@@ -360,6 +540,7 @@ class Snapshot:
                 f"{found.path} is not the file that rank 0 sees: put it on storage that all processes share"
             )
         check_fits(self._parts, content["parts"], content.get("kinds", {}))
+        content["bodies"] = Bodies.read(content.get("bodies"), content["parts"])
         return content
 
     def _apply(self, content: dict[str, Any]) -> None:

@@ -50,6 +50,8 @@ class CombinedAdapter(Adapter):
         super().__init__(source, options)
         names, loaders, self.keys = names_and_parts(source)
         self.parts = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
+        for part in self.parts:
+            part.retry_errors()
         self.remembers = all(part.remembers for part in self.parts)
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]
@@ -202,6 +204,11 @@ class CombinedAdapter(Adapter):
         if not part.remembers and epoch == state["epoch"] + 1:
             return state  # only its source can lead there
         return part.state_at(state, epoch)
+
+    @property
+    def jumps(self) -> bool:
+        """Never: within an epoch, the parts' places follow only from reading."""
+        return False
 
     def beginning(self, epoch: int, world: World) -> str:
         """The parts' places."""

@@ -354,6 +354,11 @@ class Adapter(ABC):
         """Whether `lead` can find any place. If not, only a state can reach a place within an epoch."""
         return self.rank_independent
 
+    @property
+    def jumps(self) -> bool:
+        """Whether a session can be opened anywhere in an epoch without reading what is before."""
+        return self.can_seek and self.stated_promises.constant_time_resume.holds
+
     @abstractmethod
     def open(self, run: Run) -> Session:
         """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from .adapter import MOST_IN_FLIGHT, Run, Session
 from .place import Place
 
 __all__ = ["Cursor", "History", "Phase", "new_history", "place_before"]
+
+MORE = "pass remember=, the number of batches that may be in flight, to midepoch.wrap"
 
 class Phase(enum.Enum):
     """What a pass answers when it is asked for its next batch."""
@@ -31,12 +34,16 @@ class Cursor:
 
     Attributes:
         phase: what the pass returns when it is asked for its next batch.
-        owned: a pass uses this cursor. `peek` may create one first; the next pass then takes it.
+        user: the pass that uses this cursor, referred to weakly; None before one does. `peek` may create a cursor
+            first; the next pass then takes it.
         resumed: the pass continues from a loaded state.
         steady: the next batch can be taken at once, without the checks of `Loader._next`.
         session, world, seed: the open session, and the world and the seed it was opened with. `session` is None while
             nothing is open.
         opened: the place at which the session was opened.
+        before: the place that holds until the first batch is handed out: `opened`, or that of a batch that failed and
+            was passed over.
+        over: the position at the end of the epoch, while the epoch goes on behind its last batch; otherwise None.
         steps: batches handed out of the session.
         epoch, position: the place after these batches.
         own_steps: batches of this rank in the session; None if unknown.
@@ -46,11 +53,13 @@ class Cursor:
 
     def __init__(self) -> None:
         self.phase = Phase.RUNNING
-        self.owned = self.resumed = self.steady = False
+        self.resumed = self.steady = False
+        self.user: weakref.ref[Any] | None = None
         self.session: Session | None = None
         self.world: World | None = None
         self.seed = 0
-        self.opened = Place(0, 0)
+        self.opened = self.before = Place(0, 0)
+        self.over: int | None = None
         self.steps = self.epoch = self.position = 0
         self.own_steps: int | None = None
         self.last_step: int | None = None
@@ -59,21 +68,40 @@ class Cursor:
         self._global_batch = 1
         self._marks = False
 
-    def open(self, session: Session, run: Run, global_batch: int) -> None:
-        """Start at a session's beginning. Each batch moves the position by `global_batch` units."""
+    @property
+    def owned(self) -> bool:
+        """Whether a pass uses this cursor, or has used it."""
+        return self.user is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether that pass still exists."""
+        return self.user is not None and self.user() is not None
+
+    def open(self, session: Session, run: Run, global_batch: int, before: Place | None, marks: bool) -> None:
+        """Start at a session's beginning.
+
+        Args:
+            session: just opened for `run`.
+            run: where it begins.
+            global_batch: units by which each batch moves the position.
+            before: the place that holds until the first batch is handed out; None for that at which it was opened.
+            marks: ask for a mark before each batch, whether the session sets `marks` or not.
+        """
         share = run.share
         self.session, self.take, self.world, self.seed = session, session.take, run.world, run.seed
         self.opened = Place(run.epoch, run.position, run.detail)
-        self.epoch, self.position, self.steps = run.epoch, run.position, 0
+        self.before = self.opened if before is None else before
+        self.epoch, self.position, self.steps, self.over = run.epoch, self.before.position, 0, None
         self.own_steps = None if share is None else share.steps
         self.last_step = None if share is None else share.global_steps
-        self._global_batch, self._marks = global_batch, session.marks
+        self._global_batch, self._marks = global_batch, session.marks or marks
 
     def taken_over(self) -> Cursor:
         """A cursor for another pass, which continues with this one's open session."""
         other = Cursor()
         other.__dict__.update(self.__dict__)
-        other.phase = Phase.RUNNING
+        other.phase, other.user = Phase.RUNNING, None
         self.session, self.steady, self.take, self.peeked = None, False, _nothing_open, []
         return other
 
@@ -86,7 +114,8 @@ class Cursor:
         if self.steps:
             history.append((self.session, self.epoch, self.position, mark))
         else:
-            history.append((None, self.epoch, self.position, self.opened.detail))
+            history.append((None, self.epoch, self.position, self.before.detail))
+            self.position = self.opened.position
         self.steps += 1
         self.position += self._global_batch
         if self._marks:
@@ -106,9 +135,10 @@ class Cursor:
         session = self.session
         assert session is not None  # callers check first
         if self.phase is Phase.GIVEN:
-            return Place(self.epoch + 1, 0, session.following())
+            following = Place(self.epoch + 1, 0, session.following())
+            return following if self.over is None else following.before(self.over)
         if not self.steps:
-            return self.opened
+            return self.before
         mark = self.peeked[0][1] if self.peeked else session.mark()
         return Place(self.epoch, self.position, session.detail(mark))
 
@@ -135,9 +165,9 @@ History = deque[tuple[Session | None, int, int, Any]]
 """The places before the latest batches: (session, epoch, position, mark), or (None, epoch, position, detail)."""
 
 
-def new_history() -> History:
-    """An empty history. It keeps as many batches as may be in flight."""
-    return deque(maxlen=MOST_IN_FLIGHT)
+def new_history(batches: int = MOST_IN_FLIGHT) -> History:
+    """An empty history of that many batches at most."""
+    return deque(maxlen=batches)
 
 
 def place_before(history: History, batches: int) -> Place:
@@ -147,6 +177,8 @@ def place_before(history: History, batches: int) -> Place:
         StateError: the history does not reach back so far, or the source cannot say what its state was.
     """
     if batches > len(history):
+        if len(history) == history.maxlen:
+            raise StateError(f"in_flight={batches}, but the states of {len(history)} batches are kept: {MORE}")
         raise StateError(
             f"in_flight={batches}, but only {len(history)} batches have been handed out since the start or the last "
             "load: pass the number of batches that were taken and not yet trained on"

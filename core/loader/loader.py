@@ -11,15 +11,25 @@ Rules (docs/design.md tells why):
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self
 
-from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateError, StateMismatchError
+from midepoch.errors import (
+    MidepochError,
+    MidepochWarning,
+    SourceError,
+    StateError,
+    StateMismatchError,
+    UnsupportedSourceError,
+)
 from midepoch.randomness.streams import process_seed
 from midepoch.state import format as states
 from midepoch.state import parts
@@ -27,15 +37,17 @@ from midepoch.state.format import State
 from midepoch.state.witness import Witness
 from midepoch.world import Share, World, mesh_in_use
 
-from .adapter import Adapter, Options, Run
+from .adapter import Adapter, Options, Run, Session
+from .bodies import RUNNING, Passes, check_epochs, tell_of_done
 from .capabilities import Capabilities
-from .cursor import Cursor, Phase, new_history, place_before
+from .cursor import Cursor, History, Phase, new_history, place_before
 from .place import Place
 from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset
 from .verify import verify
 
 __all__ = ["Loader", "when_loaded_by"]
 
+_logger = logging.getLogger("midepoch")
 _loading: dict[str, Callable[[Any, State], None]] = {}
 
 
@@ -84,14 +96,25 @@ class Loader:
         self._lost = ""  # why the place's detail is unknown; empty if it is known
         self._came = _Came.FRESH
         self._loaded: State | None = None  # the loaded state, until a batch is handed out
+        self._unfinished: int | None = None  # the loaded epoch, until the next one begins
+        self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
+        self._failed: list[str] = []  # why the batches behind the place are to be passed over
+        self._retries = False  # a batch that fails is given again, where nothing was stated
+        self._passes: Passes | None = None  # in the body of an `epochs` loop
         self._witnesses: dict[int, str] = {}  # by epoch: of the last two from which was read
         self._expects: Witness | None = None  # of the loaded state, until it has been compared
         self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
+        self._told_of_one = False
         self._tried = False  # whether a sample that is read twice stays the same
         self._world: World | None = None  # of the last pass
         self._mesh_checked = False
         self._cursor = Cursor()
-        self._history = new_history()
+        self._history = self._new_history()
+        if options.on_error == "next" and not adapter.jumps:
+            raise UnsupportedSourceError(
+                f"on_error='next': a {adapter.name} source is read from its start, or from a state of its own, so the "
+                "batch behind a bad one cannot be reached: leave on_error out, and let the source pass over bad samples"
+            )
 
     # --- what it is ---
 
@@ -116,7 +139,7 @@ class Loader:
         cursor = self._cursor
         if cursor.session is None:
             return self._place.epoch
-        return cursor.epoch + (cursor.phase is Phase.GIVEN)
+        return cursor.epoch + (cursor.phase is Phase.GIVEN and cursor.over is None)
 
     @property
     def position(self) -> int:
@@ -124,7 +147,13 @@ class Loader:
         cursor = self._cursor
         if cursor.session is None:
             return self._place.position
-        return 0 if cursor.phase is Phase.GIVEN else cursor.position
+        return (cursor.over or 0) if cursor.phase is Phase.GIVEN else cursor.position
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether this epoch's last batch was handed out, and its body has not ended."""
+        cursor = self._cursor
+        return self._place.over if cursor.session is None else cursor.phase is Phase.GIVEN and cursor.over is not None
 
     @property
     def unit(self) -> Literal["sample", "batch"]:
@@ -215,6 +244,8 @@ class Loader:
     def _steps_left(self) -> int | None:
         """Batches left in this epoch on this rank; None if unknown."""
         cursor = self._cursor
+        if self._is_over:
+            return 0
         if cursor.session is not None and cursor.phase is Phase.RUNNING and not cursor.session.drift:
             return None if cursor.own_steps is None else cursor.own_steps - cursor.steps
         share = self._share(self._current_world(), self.epoch, self.position)
@@ -233,15 +264,21 @@ class Loader:
         """Where a progress bar starts: ``tqdm(loader, initial=loader.batches_done)``.
 
         The batches of this epoch that were delivered before, computed for this world size. It is 0 if this rank has
-        none left, because the next pass then begins the next epoch. If the source's length is unknown, it is a lower
+        none left, because the next pass then begins the next epoch (not in the body of `epochs`: a pass that continues
+        there is empty). If the source's length is unknown, it is a lower
         bound. After a `break` it still refers to the abandoned epoch; the next pass starts at 0.
         """
         left = self._steps_left()
         if left is not None:
-            return len(self) - left if left else 0
+            return len(self) - left if left or self._continues_over else 0
         if self._cursor.phase is Phase.EXHAUSTED:
             return 0
         return -(-self.position // self._adapter.units_per_step(self._current_world()))
+
+    @property
+    def _continues_over(self) -> bool:
+        """Whether the next pass is empty, because the body of its epoch goes on behind its last batch."""
+        return self._passes is not None and self._came is _Came.PUT and self.position > 0
 
     # --- state ---
 
@@ -275,14 +312,14 @@ class Loader:
     def _built(self, place: Place, seed: int, world: World) -> State:
         adapter, detail = self._adapter, place.detail
         self._refresh()
-        if not detail and not place.position:
-            detail = adapter.beginning(place.epoch, world)
+        if not detail and (place.over or not place.position):
+            detail = adapter.beginning(place.epoch + place.over, world)
         fields = {
             "adapter": adapter.name,
             "epoch": place.epoch,
             "position": place.position,
             "seed": seed,
-            "size": adapter.size(seed, place.epoch, world, detail),
+            "size": place.position if place.over else adapter.size(seed, place.epoch, world, detail),
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
@@ -306,7 +343,8 @@ class Loader:
         checked, detail = self._check_state(state)
         if (tell := _loading.get(sys._getframe(1).f_globals.get("__name__", ""))) is not None:
             tell(self, checked)
-        self._move(Place(checked["epoch"], checked["position"], detail))
+        self._move(Place(checked["epoch"], checked["position"], detail, over=_is_over(checked)))
+        self._unfinished = checked["epoch"] if checked["position"] else None
         self._seed, self._seed_is_private = checked["seed"], False
         self._loaded = checked
         self._world = None
@@ -333,12 +371,13 @@ class Loader:
                 world.world_size,
                 f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})",
             )
-        detail = self._detail_in(checked, world)
+        detail, over = self._detail_in(checked, world), _is_over(checked)
         adapter.prepare(checked["seed"], checked["epoch"])
         size = adapter.size(checked["seed"], checked["epoch"], world, detail)
-        if checked["size"] != size:
+        if checked["size"] != size and not (over and size is None):
             _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
-        adapter.check_detail(detail, checked["seed"], checked["epoch"], checked["position"], world)
+        epoch, position = (checked["epoch"] + 1, 0) if over else (checked["epoch"], checked["position"])
+        adapter.check_detail(detail, checked["seed"], epoch, position, world)
         Witness.parse(checked["witness"])
         return checked, detail
 
@@ -357,10 +396,14 @@ class Loader:
         """The place at (epoch, position), which no session need have reached."""
         adapter, there = self._adapter, (epoch, position)
         here = Place(self.epoch, self.position)
-        if adapter.leads or here[:2] == there:
+        if adapter.leads or here[:2] == there or self._is_over:
             here = self._here()
         if here[:2] == there:
             return here
+        if here.over:
+            here = here.after()
+            if here[:2] == there:
+                return here
         world = self._current_world()
         return Place(epoch, position, adapter.lead(here, there, self._current_seed(world), world))
 
@@ -368,14 +411,16 @@ class Loader:
         """Give up the rest of this epoch."""
         following = self._lead(self.epoch + 1, 0)
         self._close_session(keep=False)
-        self._place, self._lost, self._loaded = following, "", None
+        self._place, self._lost, self._loaded, self._unfinished = following, "", None, None
+        self._failed.clear()
 
     def _move(self, place: Place) -> None:
         """Stand at `place`. The running pass, or else the next one, continues from there."""
         cursor = self._cursor
         self._close_session(keep=False)
         self._place, self._lost = place, ""
-        self._came, self._loaded = _Came.PUT, None
+        self._came, self._loaded, self._unfinished = _Came.PUT, None, None
+        self._failed.clear()
         self._history.clear()
         cursor.resumed = False
         if cursor.phase is Phase.GIVEN:
@@ -405,17 +450,39 @@ class Loader:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         if not self._adapter.can_seek:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        self._move(self._lead(epoch, position))
+        if size and position == size:
+            self._move(self._lead(epoch + 1, 0).before(size))
+        else:
+            self._move(self._lead(epoch, position))
+        self._ahead = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Trainers call this before each epoch. The current epoch has no effect; a later one ends this one.
 
         An earlier epoch is ignored after a load or after the first batch, because trainers often pass the epoch of a
         checkpoint.
+
+        What is left of a loaded epoch is never given up: until the next epoch begins, another number only causes a
+        warning. Later numbers are taken to be apart from the loader's by as much, until the two agree.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
         came, cursor = self._came, self._cursor
+        if epoch == self.epoch:
+            self._ahead = 0
+        elif self._unfinished == self.epoch:
+            if self._ahead != epoch - self.epoch:
+                self._ahead = epoch - self.epoch
+                warnings.warn(
+                    f"set_epoch({epoch}) is not followed: the loaded state is within epoch {self.epoch}, whose rest "
+                    f"would be lost. Later numbers are taken to be {abs(self._ahead)} too "
+                    f"{'high' if self._ahead > 0 else 'low'}, until they agree with loader.epoch. To leave this epoch, "
+                    f"call loader.seek(epoch={epoch})",
+                    MidepochWarning,
+                    stacklevel=2,
+                )
+            return
+        epoch = max(epoch - self._ahead, 0)
         if epoch > self.epoch or (epoch < self.epoch and came is _Came.FRESH):
             self._move(self._lead(epoch, 0))
             if came is _Came.FRESH:
@@ -435,7 +502,7 @@ class Loader:
         is a new epoch, and starts with that epoch's first batch.
 
         Raises:
-            StopIteration: this epoch has ended (only if its length is unknown).
+            StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
         """
         cursor = self._cursor
         if cursor.peeked:
@@ -443,8 +510,8 @@ class Loader:
         if cursor.phase is not Phase.RUNNING:
             self._close_session()  # its epoch has ended; the next batch is the next epoch's first
             cursor = self._cursor = Cursor()
-        if cursor.session is None:
-            self._open(cursor)  # may find that this epoch is over
+        if cursor.session is None and not self._open(cursor):
+            raise StopIteration
         session = cursor.session
         assert session is not None  # _open has opened it
         mark = session.mark() if cursor.steps else None
@@ -479,13 +546,13 @@ class Loader:
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
-        attributes = {**self.__dict__, "_place": self._here(), "_world": None}
+        attributes = {**self.__dict__, "_place": self._here(), "_world": None, "_passes": None, "_failed": []}
         del attributes["_cursor"], attributes["_history"]
         return attributes
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
-        self._cursor, self._history = Cursor(), new_history()
+        self._cursor, self._history = Cursor(), self._new_history()
 
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
@@ -495,8 +562,16 @@ class Loader:
         twin.__dict__.update(attributes)
         return twin
 
-    def _open(self, cursor: Cursor) -> None:
-        """Open a session at the loader's place, in the world as it is now."""
+    def _new_history(self) -> History:
+        remembered = 0 if self._adapter.remembers else self._options.remember
+        return new_history(remembered) if remembered else new_history()
+
+    def _open(self, cursor: Cursor) -> bool:
+        """Open a session at the loader's place, in the world as it is now.
+
+        Returns:
+            False if the epoch has no batches left and goes on all the same, in the body of `epochs`.
+        """
         world = self._current_world()
         if self._world is not None and (self._world.rank, self._world.world_size) != (world.rank, world.world_size):
             raise MidepochError(
@@ -507,19 +582,30 @@ class Loader:
         if self._world is None and not self._mesh_checked and world.world_size > 1:
             self._check_mesh()
         adapter, seed, place = self._adapter, self._current_seed(world), self._here()
-        adapter.prepare(seed, place.epoch)
-        share = adapter.share(seed, place.epoch, place.position, world, place.detail)
-        if share is not None and share.global_steps == 0 and place.position > 0:
-            # Less than one global batch is left: the epoch is over.
+        before: Place | None = None
+        if self._failed:
+            before, passed_over = place, len(self._failed) * adapter.units_per_step(world)
+            place = self._lead(place.epoch, place.position + passed_over)
+        share: Share | None = None
+        if not place.over:
+            adapter.prepare(seed, place.epoch)
+            share = adapter.share(seed, place.epoch, place.position, world, place.detail)
+        if place.over or (share is not None and share.global_steps == 0 and place.position > 0):
+            # Less than one global batch is left.
+            if self._passes is not None or before is not None:
+                return False
             place = self._place = self._lead(place.epoch + 1, 0)
+            self._unfinished = None
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
         looks = self._looks(place.epoch)
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, self._expects)
-        cursor.open(adapter.open(run), run, adapter.units_per_step(world))
+        marks = self._options.remember > 0 and not adapter.remembers
+        cursor.open(adapter.open(run), run, adapter.units_per_step(world), before, marks)
         cursor.resumed = cursor.resumed or self._loaded is not None
         self._seed, self._world = seed, world
+        return True
 
     # --- what the first sample of an epoch looks like ---
 
@@ -602,24 +688,13 @@ class Loader:
         """The next batch, where the pass has to be checked or a session opened first."""
         cursor = current.cursor
         if cursor is None:
-            cursor = current.cursor = self._begin()
-        elif cursor.phase is Phase.EXHAUSTED:
-            raise StopIteration
-        elif cursor.phase is Phase.CLOSED:
-            raise MidepochError("the loader was closed while this pass ran: start a new pass")
-        elif cursor.phase is Phase.GIVEN:
-            if cursor is self._cursor:
-                self._close_session()
-            cursor.phase = Phase.EXHAUSTED
-            raise StopIteration
-        elif cursor is not self._cursor:
-            raise MidepochError(
-                "this pass ended when another pass over the loader started: use one iterator at a time, or wrap the "
-                "source twice"
-            )
+            cursor = current.cursor = self._begin(current)
+        if cursor.phase is not Phase.RUNNING or cursor is not self._cursor:
+            self._refuse(cursor)
         while True:
-            if cursor.session is None:
-                self._open(cursor)
+            if cursor.session is None and not self._open(cursor):
+                self._leave_empty(cursor)
+                raise StopIteration
             mark = None
             try:
                 if cursor.peeked:
@@ -635,31 +710,68 @@ class Loader:
                 continue
             break
         self._loaded, self._came = None, _Came.READ
+        if self._failed:
+            self._tell_of_failed(cursor.epoch, cursor.before.position, cursor.opened.position)
         cursor.steady = True
         cursor.handed_out(self._history, mark)
         if cursor.steps == cursor.last_step:
             self._roll(cursor)
         return batch
 
-    def _begin(self) -> Cursor:
+    def _refuse(self, cursor: Cursor) -> NoReturn:
+        """What a pass answers that has no next batch."""
+        if cursor.phase is Phase.EXHAUSTED:
+            raise StopIteration
+        if cursor.phase is Phase.CLOSED:
+            raise MidepochError("the loader was closed while this pass ran: start a new pass")
+        if cursor.phase is Phase.GIVEN:
+            if cursor is self._cursor:
+                self._close_session()
+            cursor.phase = Phase.EXHAUSTED
+            raise StopIteration
+        raise MidepochError(
+            "this pass ended when another pass over the loader started: use one iterator at a time, or wrap the source "
+            "twice"
+        )
+
+    def _begin(self, current: _Pass) -> Cursor:
         """The cursor of a pass that asks for its first batch."""
-        before = self._cursor
-        if self._came is _Came.READ and self.position > 0:
-            if before.resumed and before.phase is not Phase.EXHAUSTED:
-                warnings.warn(
-                    f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
-                    "to continue instead, keep the iterator, or load loader.state_dict()",
-                    MidepochWarning,
-                    stacklevel=4,
-                )
+        before, passes = self._cursor, self._passes
+        if passes is not None and passes.leave_empty():
+            ended = Cursor()
+            ended.phase = Phase.EXHAUSTED
+            return ended
+        if self._came is _Came.READ and (self.position > 0 or self._is_over):
+            if before.phase is Phase.RUNNING:
+                self._tell_of_dropped(before)
             self._end_epoch()
         elif before.phase is Phase.GIVEN:
             self._close_session()
         if before.owned:
             self._cursor = before.taken_over()
             self._cursor.resumed = before.resumed and self._came is not _Came.READ
-        self._cursor.owned = True
+        self._cursor.user = weakref.ref(current)
+        if passes is not None:
+            passes.begin(self._cursor)
         return self._cursor
+
+    def _tell_of_dropped(self, before: Cursor) -> None:
+        """Warn of a new pass that drops what was hardly meant to be dropped."""
+        if before.resumed:
+            warnings.warn(
+                f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
+                "to continue instead, keep the iterator, or load loader.state_dict()",
+                MidepochWarning,
+                stacklevel=5,
+            )
+        elif before.steps == 1 and not self._told_of_one:
+            self._told_of_one = True
+            warnings.warn(
+                f"a pass over epoch {self.epoch} was given up after its first batch, and a new pass begins epoch "
+                f"{self.epoch + 1}: to look at a batch, use loader.peek(), which gives nothing up",
+                MidepochWarning,
+                stacklevel=5,
+            )
 
     def _goes_on(self, cursor: Cursor, error: BaseException, mark: Any) -> bool:
         """Handle a session that ended or failed. True if the pass continues, False if the error is to be raised."""
@@ -667,8 +779,11 @@ class Loader:
         if session is None:
             return False
         if not isinstance(error, StopIteration):
-            # The loader stays after the last good batch; the next `next()` tries this one again.
+            # The loader stays after the last good batch, whether the next `next()` tries this one again or not.
             self._close_session(mark)
+            if self._passes_over(error):
+                # A worker's error has its whole traceback in its message; the last line says what it was.
+                self._failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)
             return False
         cursor.catch_up()
         if cursor.last_step is not None:
@@ -686,8 +801,14 @@ class Loader:
             cursor.phase = Phase.RUNNING if goes_on else Phase.EXHAUSTED
             return goes_on
         nothing = cursor.position == 0
-        self._close_session()
-        if resumed:
+        if self._passes is not None:
+            self._end_pass(cursor, session, self._passes)
+            if resumed:
+                self._tell_of_empty()
+        else:
+            self._close_session()
+        if resumed and self._passes is None:
+            self._unfinished = None
             self._place = self._lead(self._place.epoch + 1, 0)
             if not session.others_go_on:
                 return True
@@ -703,7 +824,149 @@ class Loader:
     def _roll(self, cursor: Cursor) -> None:
         """Note that the epoch's last batch was handed out: the state is now the next epoch's beginning."""
         self._loaded, self._came = None, _Came.READ
+        if self._passes is not None and self._passes.end():
+            assert cursor.world is not None  # it is open
+            size = self._adapter.size(cursor.seed, cursor.epoch, cursor.world, cursor.opened.detail)
+            cursor.over = cursor.position if size is None else size
+        else:
+            self._unfinished = None
         cursor.phase, cursor.steady = Phase.GIVEN, False
+
+    # --- errors that are passed over ---
+
+    def _passes_over(self, error: BaseException) -> bool:
+        """Whether the caller who goes on after an error gets the next batch. Not if a worker died."""
+        if not isinstance(error, Exception) or isinstance(error, MidepochError) or not self._adapter.jumps:
+            return False
+        stated = self._options.on_error
+        return stated == "next" or (stated is None and not self._retries and self._current_world().world_size == 1)
+
+    def _tell_of_failed(self, epoch: int, start: int, stop: int) -> None:
+        """Name the positions that were passed over, now that the caller has gone on behind them."""
+        failed = "; ".join(dict.fromkeys(self._failed))
+        self._failed.clear()
+        warnings.warn(
+            f"positions {start} to {stop - 1} of epoch {epoch} were passed over, because reading them failed "
+            f"({failed:.300}): mend the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
+            MidepochWarning,
+            stacklevel=4,
+        )
+
+    # --- the body of an epoch ---
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Yield the epochs from the loader's own up to `n`, each of which ends with the body of your loop::
+
+            for epoch in loader.epochs(90):
+                for batch in loader:
+                    ...
+                validate(model)
+                schedule.step()
+
+        In the body, a state saved after the last batch still stands at the end of that epoch. A run that resumes there
+        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body.
+        `Snapshot.epochs` is the same for several loaders.
+
+        Args:
+            n: the number of epochs in all, those before a resume included.
+
+        Raises:
+            TypeError, ValueError: n is not an int of at least 0.
+            MidepochError: such a loop is running already.
+        """
+        check_epochs(n)
+        if self._passes is not None:
+            raise MidepochError(RUNNING)
+        return self._each_epoch(n)
+
+    def _each_epoch(self, n: int) -> Iterator[int]:
+        if self._passes is not None:
+            raise MidepochError(RUNNING)
+        if self.epoch > n:
+            tell_of_done(n, self.epoch)
+        continues: bool | None = True  # also if an earlier loop was left
+        try:
+            while self.epoch < n:
+                self._enter_body(Passes(alone=True), continues)
+                yield self.epoch
+                self._leave_body(alone=True)
+                continues = None
+        finally:
+            self._passes = None
+
+    def _enter_body(self, passes: Passes, continues: bool | None = None) -> None:
+        """An epoch has been yielded.
+
+        `continues`: whether its first pass continues where the loader stands; None: as if there were no body.
+        """
+        self._passes = passes
+        if continues is False:
+            self._came = _Came.READ
+        elif continues and self._came is _Came.READ:
+            self._came = _Came.PUT
+
+    def _leave_body(self, alone: bool = False) -> bool:
+        """End the epoch with its body.
+
+        Args:
+            alone: the loop is over the epochs of this loader, so its epoch ends whatever was read.
+
+        Returns:
+            Whether a pass is in the middle of its epoch, and may go on in the next body.
+        """
+        passes, self._passes = self._passes, None
+        if passes is None:
+            return False
+        cursor = self._cursor
+        if passes.going_on and not alone:
+            return True
+        ended = self._is_over or (self._came is _Came.READ and self.position > 0 and cursor.phase is Phase.EXHAUSTED)
+        if ended or (passes.left and self._adapter.can_seek) or (alone and not (passes.begun and not self.position)):
+            self._end_epoch()
+            self._came = _Came.READ
+            if cursor.phase is Phase.RUNNING and cursor.owned:
+                cursor.phase = Phase.GIVEN  # a pass that is kept has ended
+        return False
+
+    def _end_pass(self, cursor: Cursor, session: Session, passes: Passes) -> None:
+        """Note where the next epoch begins, now that the source has ended this one."""
+        following: Place | None = None
+        if not self._adapter.can_seek:
+            with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
+                following = Place(cursor.epoch + 1, 0, session.following())
+        self._close_session()
+        if following is None and not self._lost:
+            following = self._lead(cursor.epoch + 1, 0)
+        held = passes.end()
+        if held:
+            cursor.over = cursor.position
+        if following is not None:
+            self._place = following.before(cursor.position) if held else following
+        self._came = _Came.READ
+
+    def _leave_empty(self, cursor: Cursor) -> None:
+        """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
+        passes = self._passes
+        if self._failed:
+            place, world = self._place, self._current_world()
+            size = self._adapter.size(self._current_seed(world), place.epoch, world, place.detail)
+            self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
+            following = self._lead(place.epoch + 1, 0)
+            if passes is not None and passes.end() and size is not None:
+                cursor.over = size
+                self._place = following.before(size)
+            else:
+                self._place, self._unfinished = following, None
+            self._loaded = None
+        else:
+            if passes is not None and passes.end():
+                cursor.over = self.position
+            self._tell_of_empty()
+        self._came, cursor.phase = _Came.READ, Phase.EXHAUSTED
+
+    def _tell_of_empty(self) -> None:
+        if self._current_world().rank == 0:
+            _logger.warning("all batches of epoch %d are done: going on with the rest of its body", self.epoch)
 
 
 class _Pass:
@@ -713,7 +976,7 @@ class _Pass:
     wait for worker processes before anything has told them to end.
     """
 
-    __slots__ = ("_loader", "cursor")
+    __slots__ = ("__weakref__", "_loader", "cursor")
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -740,3 +1003,8 @@ class _Pass:
 
 def _mismatch(what: str, saved: object, current: object, cure: str) -> NoReturn:
     raise StateMismatchError(f"{what} differs: the state was saved with {saved!r}, this loader has {current!r}; {cure}")
+
+
+def _is_over(state: State) -> bool:
+    """Whether a state stands behind the last batch of its epoch, in the body of `epochs`."""
+    return bool(state["size"] and state["position"] == state["size"])

@@ -37,6 +37,10 @@ class Part:
         """Whether it still knows its state of some batches ago, as `in_flight` needs."""
         return self.loader._adapter.remembers
 
+    def retry_errors(self) -> None:
+        """Give a batch that failed again, unless the user states otherwise: the other parts wait for it."""
+        self.loader._retries = True
+
     @property
     def promises(self) -> Capabilities:
         """Its `Capabilities`."""

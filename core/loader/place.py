@@ -14,8 +14,19 @@ class Place(NamedTuple):
         epoch: counted from 0.
         position: units of this epoch that all ranks together have received.
         detail: the adapter's own part, if these two numbers are not enough to find the place; empty for most sources.
+        over: the epoch's last batch was handed out, but the epoch has not ended. The detail is then that of the next
+            epoch's beginning.
     """
 
     epoch: int
     position: int
     detail: str = ""
+    over: bool = False
+
+    def before(self, size: int) -> Place:
+        """The end of the epoch before, if this is the beginning of one."""
+        return Place(self.epoch - 1, size, self.detail, over=True)
+
+    def after(self) -> Place:
+        """The beginning of the next epoch, after a place that is `over`."""
+        return Place(self.epoch + 1, 0, self.detail)

@@ -30,7 +30,19 @@ from .examine import Examination
 from .law import Law, law
 from .naming import UNNAMED
 from .proofs import honesty, witness
-from .record import Finding, Pass, Recording, Seen, Settings, Trial, from_midepoch, length_of, open_loader, see
+from .record import (
+    Finding,
+    Pass,
+    Recording,
+    Seen,
+    Settings,
+    Trial,
+    from_midepoch,
+    length_of,
+    open_loader,
+    see,
+    state_of,
+)
 from .refusal import refusal
 from .report import HOLDS, InapplicableError, LawError, Outcome, Report, Verdict, combined
 from .worlds import partition, topology
@@ -364,7 +376,7 @@ def _same_next(
     cure="let the last batch move the state to (epoch + 1, 0), and give every state the same keys",
 )
 def boundary(examination: Examination) -> Outcome:
-    """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
+    """The state after the last batch starts the next epoch, or ends a body; that before the first equals fresh."""
     inexact = examination.inexact()
     if inexact:
         return inexact
@@ -401,7 +413,41 @@ def boundary(examination: Examination) -> Outcome:
                     epoch=epoch + 1,
                 )
     examination.raise_first(examination.investigate(_start_quietly, examination.options()))
+    behind = examination.investigate(_behind_the_last_batch, examination.options())
+    if behind is not None:
+        recording = examination.sound(
+            examination.resume([examination.trial(examination.options(), state=behind)])[0], "a resume", epoch=0
+        )
+        what = "from the state behind the last batch, in the body of epochs()"
+        examination.same(head.passes[1].batches, recording.passes[0].batches, what, epoch=1)
+        left, following = examination.investigate(_resume_in_the_body, examination.options(), behind)
+        if left:
+            raise examination.error("an empty pass in the body of the epoch that is over", f"{left} batches", epoch=0)
+        examination.same(head.passes[1].batches, following, f"{what}, once that body has ended", epoch=1)
     return HOLDS
+
+
+def _behind_the_last_batch(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state in the body of `epochs`, behind the pass; None for a loader without such loops."""
+    with open_loader(settings, options) as loader:
+        if not hasattr(loader, "epochs"):
+            return None
+        state: dict[str, Any] = {}
+        for _ in loader.epochs(1):
+            for _ in loader:
+                pass
+            state = state_of(settings, loader)
+    return state
+
+
+def _resume_in_the_body(
+    settings: Settings, options: Mapping[str, Any], state: dict[str, Any]
+) -> tuple[int, list[Seen]]:
+    """The batches left of the epoch in whose body the state was saved, and those of the next epoch."""
+    with open_loader(settings, options, later=True) as loader:
+        loader.load_state_dict(state)
+        passes = [[see(settings, batch) for batch in loader] for _ in loader.epochs(2)]
+    return len(passes[0]), passes[1]
 
 
 def _start_quietly(settings: Settings, options: Mapping[str, Any]) -> list[Finding]:

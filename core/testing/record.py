@@ -41,6 +41,7 @@ __all__ = [
     "record",
     "record_many",
     "see",
+    "state_of",
 ]
 
 Result = TypeVar("Result")
@@ -259,16 +260,16 @@ def record_many(trials: Sequence[Trial]) -> list[Recording]:
 
 def _record_pass(trial: Trial, loader: Any, into: Pass) -> None:
     if trial.states:
-        into.states.append(copy.deepcopy(_state_of(trial.settings, loader)))
+        into.states.append(copy.deepcopy(state_of(trial.settings, loader)))
     for batch in loader:
         into.batches.append(see(trial.settings, batch))
         if trial.states:
-            into.states.append(copy.deepcopy(_state_of(trial.settings, loader)))
+            into.states.append(copy.deepcopy(state_of(trial.settings, loader)))
         if len(into.batches) >= trial.limit:
             break
 
 
-def _state_of(settings: Settings, loader: Any) -> dict[str, Any]:
+def state_of(settings: Settings, loader: Any) -> dict[str, Any]:
     """The state of all ranks: gathered if there is a process group and each rank knows only its part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return dict(loader.state_dict())

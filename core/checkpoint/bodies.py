@@ -1,0 +1,98 @@
+"""What a snapshot knows of the `epochs` loop that it was saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from midepoch.errors import SnapshotError
+from midepoch.loader.bodies import Passes
+
+__all__ = ["Bodies"]
+
+_MOST = 1 << 62
+
+
+class Bodies(NamedTuple):
+    """Where an `epochs` loop stands.
+
+    Attributes:
+        epoch: whose body is running, or will be next; None without such a loop.
+        whole: for each loader over which a pass had begun, the passes that had ended and would be made again.
+        left: the loaders whose latest pass was left before its end, so that the next one begins a new epoch, and
+            whether that pass would be made again.
+        ends: without such a loop: the snapshot was saved after an epoch's last batch, by `step`.
+    """
+
+    epoch: int | None = None
+    whole: Mapping[str, int] = MappingProxyType({})
+    left: Mapping[str, bool] = MappingProxyType({})
+    ends: bool = False
+
+    @classmethod
+    def of(cls, epoch: int | None, passes: Mapping[str, Passes], ends: bool = False) -> Bodies:
+        """Those of a loop in whose body there were these passes."""
+        left = {name: not each.inner for name, each in passes.items() if each.left}
+        return cls(epoch, {name: each.whole for name, each in passes.items() if each.begun}, left, ends)
+
+    @classmethod
+    def joined(cls, of_ranks: Sequence[Bodies]) -> Bodies:
+        """What the ranks say together.
+
+        A pass that was left is found out when python frees it, which may be later on one rank than on another.
+
+        Raises:
+            SnapshotError: they do not run the same body.
+        """
+        first = of_ranks[0]
+        for rank, each in enumerate(of_ranks):
+            if (each.epoch, dict(each.whole)) != (first.epoch, dict(first.whole)):
+                raise SnapshotError(
+                    f"the ranks do not run the same body of epochs(): rank 0 is {first}, rank {rank} is {each}; let "
+                    "every rank make the same passes in an epoch"
+                )
+        return first._replace(left={name: again for each in of_ranks for name, again in each.left.items()})
+
+    def passes(self, name: str) -> Passes:
+        """The passes over a loader in a body that is run again."""
+        return Passes(self.whole.get(name, 0) + self.left.get(name, False), interrupted=name in self.whole)
+
+    def as_content(self) -> dict[str, Any]:
+        """Built-in types, which `read` takes."""
+        return {"epoch": self.epoch, "whole": dict(self.whole), "left": dict(self.left), "ends": self.ends}
+
+    @classmethod
+    def read(cls, content: Any, names: Iterable[str]) -> Bodies | None:
+        """What was saved; None in a snapshot from before there were such loops.
+
+        Raises:
+            SnapshotError: it is of another form.
+        """
+        if content is None:
+            return None
+        known = set(names)
+        try:
+            epoch, whole, left, ends = content["epoch"], content["whole"], content["left"], content["ends"]
+            sound = (
+                (epoch is None or _is_count(epoch))
+                and whole.keys() | left.keys() <= known
+                and all(map(_is_count, whole.values()))
+                and all(type(each) is bool for each in (ends, *left.values()))
+            )
+        except (KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise SnapshotError(f"the snapshot's record of its epochs is damaged ({content!r:.200}): restore a copy")
+        return cls(epoch, dict(whole), dict(left), ends)
+
+    def __str__(self) -> str:
+        """For messages."""
+        if self.epoch is None:
+            return "outside a loop over epochs"
+        made = ", ".join(f"{count} whole passes over {name}" for name, count in sorted(self.whole.items()) if count)
+        return f"in epoch {self.epoch}{f', after {made}' if made else ''}"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST

@@ -1,0 +1,433 @@
+"""The end of an epoch is part of the epoch: `loader.epochs`, `Snapshot.epochs`, programs that are killed in them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bodies
+import own_state_sources
+import sources
+from forking import Program
+
+import midepoch
+from midepoch import MidepochError, MidepochWarning, Snapshot
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+
+class KilledError(Exception):
+    pass
+
+
+class Plain(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(10)
+
+
+class Exposing(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(18))
+
+    def __iter__(self) -> Exposing:
+        self.indices = iter(self.sampler)
+        return self
+
+    def __next__(self) -> int:
+        return next(self.indices)
+
+
+def numbers() -> Iterator[Any]:
+    for index in range(7):
+        yield index, random.random()
+
+
+def shuffled(seed: int = 3, **settings: Any) -> Any:
+    source = DataLoader(sources.Noisy(22), batch_size=4, shuffle=True, drop_last=settings.pop("drop_last", False))
+    return midepoch.wrap(source, seed=seed, **settings)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled,
+    "drop_last": functools.partial(shuffled, drop_last=True),
+    "rank 1 of 3": functools.partial(shuffled, world=midepoch.World(1, 3)),
+    "listed": lambda: midepoch.wrap(
+        DataLoader(sources.Noisy(22), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 20)), seed=3
+    ),
+    "list of batches": lambda: midepoch.wrap([[each] for each in range(5)], seed=3),
+    "generator function": lambda: midepoch.wrap(numbers, seed=3),
+    "iterable dataset": lambda: midepoch.wrap(DataLoader(Plain(), batch_size=4), seed=3),
+    "exposed samplers": lambda: midepoch.wrap(DataLoader(Exposing(), batch_size=4), seed=3),
+    "own state": lambda: midepoch.wrap(StatefulDataLoader(sources.Noisy(22), batch_size=4, shuffle=True), seed=3),
+    "own state, unknown length": lambda: midepoch.wrap(StatefulDataLoader(Plain(), batch_size=4), seed=3),
+    "combination": lambda: midepoch.combine([shuffled(1), shuffled(2)]),
+    "combination, unknown length": lambda: midepoch.combine([midepoch.wrap(numbers, seed=1), shuffled(2)]),
+    "Grain": own_state_sources.WRAPPED["Grain DataLoader"],
+}
+
+
+def epochs_of(loader: Any, first: int, last: int) -> list[Any]:
+    """The batches of each epoch, and the epochs."""
+    with loader:
+        found = [(epoch, [sources.plain(batch) for batch in loader]) for epoch in loader.epochs(last)]
+    assert [epoch for epoch, _ in found] == list(range(first, last))
+    return [batches for _, batches in found]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_state_stays_at_the_end_of_the_epoch_until_the_body_has_ended(kind: str) -> None:
+    make, ends, whole = LOADERS[kind], [], []
+    with make() as loader:
+        for epoch in loader.epochs(3):
+            whole.append([sources.plain(batch) for batch in loader])
+            assert (loader.epoch, loader.position) == (epoch, loader.state_dict()["size"])
+            ends.append(json.loads(json.dumps(loader.state_dict())))
+        assert (loader.epoch, loader.position) == (3, 0)
+    with make() as loader:
+        assert whole == [sources.taken(loader) for _ in range(3)]
+    for epoch, state in enumerate(ends):
+        loader = make()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert epochs_of(loader, epoch, 3) == [[], *whole[epoch + 1 :]]
+    assert sources.resumed(make, ends[0]) == whole[1]
+
+
+def test_an_empty_pass_says_what_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    first = shuffled()
+    for _ in first.epochs(1):
+        list(first)
+        state = first.state_dict()
+    loader = shuffled()
+    loader.load_state_dict(state)
+    with caplog.at_level(logging.WARNING):
+        for epoch in loader.epochs(2):
+            assert loader.batches_done == (6 if epoch == 0 else 0)
+            assert loader.batches_left == (0 if epoch == 0 else 6)
+            list(loader)
+    assert [record.message for record in caplog.records] == [
+        "all batches of epoch 0 are done: going on with the rest of its body"
+    ]
+
+
+def test_a_body_without_a_pass_or_with_a_part_of_one() -> None:
+    loader = shuffled()
+    seen = []
+    for epoch in loader.epochs(4):
+        if epoch == 1:
+            continue
+        for batch in loader:
+            seen.append((epoch, loader.epoch, sources.plain(batch)))
+            if epoch == 2:
+                break
+    whole = shuffled()
+    expected = [sources.taken(whole) for _ in range(4)]
+    assert [(epoch, batch) for epoch, _, batch in seen] == [
+        *((0, batch) for batch in expected[0]), (2, expected[2][0]), *((3, batch) for batch in expected[3])
+    ]  # fmt: skip
+    assert all(epoch == place for epoch, place, _ in seen)
+
+
+def test_a_loop_that_is_left_goes_on_in_the_next_one() -> None:
+    loader, whole = shuffled(), sources.taken(shuffled())
+    got = []
+    for _ in loader.epochs(2):
+        for batch in loader:
+            got.append(sources.plain(batch))
+            if len(got) == 2:
+                break
+        break
+    for epoch in loader.epochs(1):
+        assert epoch == 0
+        got += [sources.plain(batch) for batch in loader]
+    assert got == whole
+
+
+def test_numbers_of_epochs(tmp_path: Path) -> None:
+    loader = shuffled()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    for each in (loader, snapshot):
+        with pytest.raises(TypeError, match="number of epochs in all"):
+            each.epochs(2.0)
+        with pytest.raises(ValueError, match="at least 0"):
+            each.epochs(-1)
+        running = each.epochs(2)
+        assert next(running) == 0
+        with pytest.raises(MidepochError, match="running already"):
+            each.epochs(2)
+        del running
+    for _ in snapshot.epochs(2):
+        list(loader)
+    for each in (loader, snapshot):
+        with pytest.warns(MidepochWarning, match=r"epochs\(1\) runs nothing, because 2 epochs are done"):
+            assert list(each.epochs(1)) == []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert list(each.epochs(2)) == []
+
+
+def test_a_second_pass_in_a_body_is_told_where_no_state_can_say_so() -> None:
+    loader = shuffled()
+    with pytest.warns(MidepochWarning, match="a second pass over the loader in one body"):
+        for _ in loader.epochs(1):
+            list(loader)
+            list(loader)
+
+
+# --- programs that are killed ---
+
+
+def run(name: str, path: Path, every: int, limit: int | None) -> tuple[list[Any], int]:
+    """The log of a program that is killed after so many lines, one more in each life; and the number of lives."""
+    for lives in range(1, 200):
+        log = bodies.Log()
+        log.limit = None if limit is None else limit + lives
+
+        def kill() -> None:
+            raise KilledError
+
+        log.kill = kill
+        try:
+            bodies.BODIES[name](lambda **parts: Snapshot(path, every=every, signals=(), **parts), log, 3)
+        except KilledError:
+            continue
+        return json.loads(json.dumps(log.lines)), lives
+    raise AssertionError("it does not get on")
+
+
+@functools.cache
+def undisturbed(name: str, folder: Path) -> list[Any]:
+    return run(name, folder / f"{name}.pt", 1_000_000, None)[0]
+
+
+FAST = [name for name in bodies.BODIES if "workers" not in name]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_program_that_is_killed_anywhere_does_what_an_undisturbed_one_does(name: str, tmp_path: Path) -> None:
+    logging.disable(logging.WARNING)
+    try:
+        expected = undisturbed(name, tmp_path)
+        assert len(expected) > 9
+        every_cut = bool(os.environ.get("MIDEPOCH_CHAOS"))
+        for every in (1, 2, 3):
+            for limit in range(every + 2, len(expected) - 1, 1 if every_cut else 4):
+                got, lives = run(name, tmp_path / f"{every}-{limit}.pt", every, limit)
+                assert lives > 1
+                assert got == expected, (every, limit)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", ["usual_with_workers", pytest.param("several_passes", marks=pytest.mark.long)])
+def test_a_program_killed_by_sigkill(name: str, tmp_path: Path) -> None:
+    path, lives = tmp_path / "snapshot.pt", 0
+    for limit in range(6, 40, 3):
+        lives += 1
+        process = Program([bodies.__file__, name, str(path), "2", str(limit)])
+        errors = process.communicate(120)[1]
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0, errors
+            break
+    assert lives > 2
+    assert json.loads(path.with_suffix(".json").read_text()) == undisturbed(name, tmp_path)
+
+
+# --- when it is saved ---
+
+
+class Counter:
+    """A part whose state is a number."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def places(path: Path) -> tuple[int, int, int, int | None]:
+    """Steps, and the loader's epoch and position, and the epoch of the loop."""
+    content = torch.load(path, weights_only=True)
+    state = content["parts"]["data"]
+    return content["steps"], state["epoch"], state["position"], content["bodies"]["epoch"]
+
+
+def test_a_save_at_the_last_batch_is_put_off_to_the_end_of_the_body(tmp_path: Path) -> None:
+    path, loader, ended = tmp_path / "snapshot.pt", shuffled(), Counter()
+    snapshot = Snapshot(path, every=6, signals=(), data=loader, ended=ended)
+    for _ in snapshot.epochs(2):
+        for _ in loader:
+            snapshot.step()
+        assert not path.exists() or places(path)[0] == 6
+        ended.value += 1
+    assert places(path) == (12, 2, 0, 2)
+    assert torch.load(path, weights_only=True)["parts"]["ended"] == {"value": 2}
+    assert torch.load(f"{path}.1", weights_only=True)["parts"]["ended"] == {"value": 1}
+
+
+def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, signals=(), data=loader)
+    with pytest.warns(MidepochWarning, match="put off to the end of the body") as told:
+        for epoch in snapshot.epochs(2):
+            snapshot.save()
+            assert places(path)[1:3] == (epoch, 0)
+            for _ in loader:
+                snapshot.step()
+            before = path.read_bytes()
+            snapshot.save()
+            assert path.read_bytes() == before
+    assert len([each for each in told if "put off" in str(each.message)]) == 1
+    assert places(path) == (12, 2, 0, 2)
+
+
+def test_a_signal_at_the_last_batch_saves_that_place(tmp_path: Path) -> None:
+    path, loader, ended = tmp_path / "snapshot.pt", shuffled(), Counter()
+    snapshot = Snapshot(path, data=loader, ended=ended)
+    with snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(2):
+            for number, _ in enumerate(loader):
+                if number == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.step()
+            ended.value += 1
+    assert places(path) == (6, 0, 22, 0)
+    loader, ended = shuffled(), Counter()
+    seen = []
+    for epoch in Snapshot(path, signals=(), data=loader, ended=ended).epochs(2):
+        seen.append((epoch, len(list(loader))))
+        ended.value += 1
+    assert (seen, ended.value) == ([(0, 0), (1, 6)], 2)
+
+
+def test_a_signal_in_the_rest_of_the_body_is_answered_at_its_end(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot, done = Snapshot(path, data=loader), []
+    with snapshot, pytest.raises(SystemExit):
+        for epoch in snapshot.epochs(2):
+            for _ in loader:
+                snapshot.step()
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append(epoch)
+    assert done == [0]
+    assert places(path) == (6, 1, 0, 1)
+
+
+def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, every=4, data=loader)
+    with snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(2):
+            for _ in loader:
+                snapshot.step()
+            snapshot.poll()
+            os.kill(os.getpid(), signal.SIGTERM)
+            snapshot.poll()
+            raise AssertionError("it has not left")
+    assert places(path) == (4, 0, 16, 0)
+
+
+# --- without epochs ---
+
+
+def test_a_snapshot_at_a_boundary_is_told_without_epochs(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, every=6, signals=(), data=loader)
+    for _ in loader:
+        snapshot.step()
+    with pytest.warns(MidepochWarning, match=r"after the last batch of an epoch.*snapshot\.epochs"):
+        assert Snapshot(path, signals=(), data=shuffled()).load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(Snapshot(path, signals=(), data=shuffled()).epochs(1)) == []
+        # Whoever saves there means that place.
+        snapshot.save()
+        assert Snapshot(path, signals=(), data=shuffled()).load()
+    content = torch.load(path, weights_only=True)
+    del content["bodies"]  # as older versions saved it
+    torch.save(content, path)
+    with pytest.warns(MidepochWarning, match="after the last batch of an epoch"):
+        Snapshot(path, signals=(), data=shuffled()).load()
+
+
+def test_the_end_of_a_body_is_told_where_no_loop_ends_it(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, data=loader)
+    with snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(2):
+            for number, _ in enumerate(loader):
+                if number == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.step()
+    whole = shuffled()
+    expected = [sources.taken(whole) for _ in range(2)]
+    loader = shuffled()
+    snapshot = Snapshot(path, signals=(), data=loader)
+    assert snapshot.load()
+    with pytest.warns(MidepochWarning, match="after the last batch of an epoch"):
+        got = []
+        for batch in loader:
+            got.append(sources.plain(batch))
+            snapshot.step()
+    assert got == expected[1]
+
+
+@pytest.mark.parametrize("content", [3, {}, {"epoch": -1, "whole": {}, "left": {}, "ends": False},
+                                     {"epoch": 0, "whole": {"other": 1}, "left": {}, "ends": False},
+                                     {"epoch": 0, "whole": {"data": "1"}, "left": {}, "ends": False},
+                                     {"epoch": 0, "whole": {}, "left": {"data": 1}, "ends": False},
+                                     {"epoch": 0, "whole": {}, "left": {}, "ends": None}])  # fmt: skip
+def test_a_damaged_record_is_refused_with_everything_as_it_was(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    Snapshot(path, signals=(), data=shuffled()).save()
+    saved = torch.load(path, weights_only=True)
+    torch.save({**saved, "bodies": content}, path)
+    loader = shuffled()
+    before = loader.state_dict()
+    with pytest.raises(midepoch.SnapshotError, match="record of its epochs is damaged"):
+        next(Snapshot(path, signals=(), data=loader).epochs(2))
+    assert loader.state_dict() == before
+
+
+def _other_bodies(rank: int, path: str, kind: str) -> str:
+    loader = shuffled(world=midepoch.World(rank, 2))
+    snapshot = Snapshot(path, every=2, signals=(), data=loader)
+    try:
+        for epoch in snapshot.epochs(3):
+            for number, _ in enumerate(loader):
+                if kind == "left early" and (rank, epoch, number) == (1, 1, 1):
+                    break
+                snapshot.step()
+            if kind == "one pass more" and (rank, epoch) == (1, 1):
+                for _ in loader:
+                    pass
+    except MidepochError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["left early", "one pass more"])
+def test_ranks_whose_bodies_differ_are_told_by_name(kind: str, tmp_path: Path) -> None:
+    told = sources.in_gloo_world(_other_bodies, 2, str(tmp_path / "snapshot.pt"), kind)
+    assert all("rank 0" in each and "rank 1" in each for each in told), told
+    assert len(set(told)) == 1
