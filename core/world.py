@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed
 
-from .errors import MidepochError
+from .errors import MidepochError, MidepochWarning
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Share", "Tail", "World", "check_tail", "mesh_in_use"]
+__all__ = ["Share", "Tail", "World", "check_tail", "mesh_in_use", "warn_of_mesh"]
 
 Tail = Literal["pad", "drop", "uneven"]
 """What to do with the last samples if their number is not divisible by the world size.
@@ -136,6 +137,21 @@ def mesh_in_use() -> DeviceMesh | None:
         return None
     meshes = (each for each in gc.get_objects() if type(each) is module.DeviceMesh)
     return next((mesh for mesh in meshes if mesh.ndim > 1), None)
+
+
+def warn_of_mesh() -> None:
+    """Warn if tensor-parallel peers would receive different batches because no world was stated."""
+    mesh = mesh_in_use()
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ("dp", "...")
+        warnings.warn(
+            f"a DeviceMesh of shape {tuple(mesh.mesh.shape)} with dimensions {', '.join(names)} is in use, and "
+            "this loader gives every rank other batches. Where ranks share a batch (tensor, pipeline or context "
+            f"parallelism), pass world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all "
+            "dimensions are data-parallel, pass world=midepoch.World.current()",
+            MidepochWarning,
+            stacklevel=5,
+        )
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import sys
 import warnings
@@ -27,15 +26,11 @@ from midepoch.errors import (
     MidepochWarning,
     SourceError,
     StateError,
-    StateMismatchError,
     UnsupportedSourceError,
 )
 from midepoch.randomness.streams import process_seed
-from midepoch.state import format as states
-from midepoch.state import parts
 from midepoch.state.format import State
-from midepoch.state.witness import Witness
-from midepoch.world import Share, World, mesh_in_use
+from midepoch.world import Share, World, warn_of_mesh
 
 from .adapter import Adapter, Options, Run, Session
 from .bodies import RUNNING, Passes, check_epochs, tell_of_done
@@ -43,7 +38,8 @@ from .capabilities import Capabilities
 from .cursor import Cursor, History, Phase, new_history, place_before
 from .place import Place
 from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset
-from .verify import verify
+from .states import States
+from .witnesses import Witnesses
 
 __all__ = ["Loader", "when_loaded_by"]
 
@@ -87,11 +83,7 @@ class Loader:
         self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.seed
         self._seed_is_private = options.seed is None and not adapter.seed_is_shared
-        self._fingerprint = json.dumps(
-            {**adapter.describe(), **({"fingerprint": options.fingerprint} if options.fingerprint is not None else {})},
-            separators=(",", ":"),
-            sort_keys=True,
-        )
+        self._states = States(adapter, options)
         self._place = Place(0, 0)  # valid while no session is open
         self._lost = ""  # why the place's detail is unknown; empty if it is known
         self._came = _Came.FRESH
@@ -101,11 +93,8 @@ class Loader:
         self._failed: list[str] = []  # why the batches behind the place are to be passed over
         self._retries = False  # a batch that fails is given again, where nothing was stated
         self._passes: Passes | None = None  # in the body of an `epochs` loop
-        self._witnesses: dict[int, str] = {}  # by epoch: of the last two from which was read
-        self._expects: Witness | None = None  # of the loaded state, until it has been compared
-        self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
+        self._witnesses = Witnesses(adapter, options)
         self._told_of_one = False
-        self._tried = False  # whether a sample that is read twice stays the same
         self._world: World | None = None  # of the last pass
         self._mesh_checked = False
         self._cursor = Cursor()
@@ -299,7 +288,9 @@ class Loader:
         place = place_before(self._history, in_flight) if in_flight else self._here()
         world = self._cursor.world if self._cursor.session is not None else None
         world = world or self._current_world()
-        return self._built(place, self._current_seed(world), world)
+        self._refresh()
+        last_read = place.epoch if place.position else place.epoch - 1
+        return self._states.build(place, self._current_seed(world), world, self._witnesses.text(last_read))
 
     def _here(self) -> Place:
         """Where the loader stands. Raises StateError if the source cannot say."""
@@ -308,28 +299,6 @@ class Loader:
         if self._lost:
             raise StateError(self._lost)
         return self._place
-
-    def _built(self, place: Place, seed: int, world: World) -> State:
-        adapter, detail = self._adapter, place.detail
-        self._refresh()
-        if not detail and (place.over or not place.position):
-            detail = adapter.beginning(place.epoch + place.over, world)
-        fields = {
-            "adapter": adapter.name,
-            "epoch": place.epoch,
-            "position": place.position,
-            "seed": seed,
-            "size": place.position if place.over else adapter.size(seed, place.epoch, world, detail),
-            "world_size": world.world_size,
-            "batch_size": adapter.batch_size,
-            "fingerprint": self._fingerprint,
-        }
-        own = not adapter.rank_independent
-        if adapter.seals_detail:
-            detail = parts.seal_detail(detail, world.rank if own else 0, fields)
-        detail = parts.single_part(world.rank, detail) if detail and own else detail
-        last_read = place.epoch if place.position else place.epoch - 1
-        return states.build(**fields, detail=detail, witness=self._witnesses.get(last_read, ""))
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state` at the next ``next()``, wherever the loader stands now.
@@ -340,55 +309,19 @@ class Loader:
             StateError: the state is damaged, of another version, or of another source. The message says what differs
                 and what to do. The loader is unchanged.
         """
-        checked, detail = self._check_state(state)
+        checked, place = self._check_state(state)
         if (tell := _loading.get(sys._getframe(1).f_globals.get("__name__", ""))) is not None:
             tell(self, checked)
-        self._move(Place(checked["epoch"], checked["position"], detail, over=_is_over(checked)))
+        self._move(place)
         self._unfinished = checked["epoch"] if checked["position"] else None
         self._seed, self._seed_is_private = checked["seed"], False
         self._loaded = checked
         self._world = None
-        self._expects = Witness.parse(checked["witness"]) if self._options.verify != "off" else None
-        self._witnesses = {} if self._expects is None else {self._expects.epoch: checked["witness"]}
+        self._witnesses.load(checked["witness"])
 
-    def _check_state(self, state: State) -> tuple[State, str]:
-        """A copy of `state`, if this loader can continue from it, and this rank's detail."""
-        checked = states.check(state)
-        adapter = self._adapter
-        if checked["adapter"] != adapter.name:
-            _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
-        if self._options.seed is not None and checked["seed"] != self._options.seed:
-            _mismatch(
-                "the seed", checked["seed"], self._options.seed, "pass that seed, or none to take over the saved one"
-            )
-        states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
-        world = self._current_world()
-        inside = checked["position"] > 0 or checked["detail"]
-        if inside and not adapter.elastic and checked["world_size"] != world.world_size:
-            _mismatch(
-                "the world size",
-                checked["world_size"],
-                world.world_size,
-                f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})",
-            )
-        detail, over = self._detail_in(checked, world), _is_over(checked)
-        adapter.prepare(checked["seed"], checked["epoch"])
-        size = adapter.size(checked["seed"], checked["epoch"], world, detail)
-        if checked["size"] != size and not (over and size is None):
-            _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
-        epoch, position = (checked["epoch"] + 1, 0) if over else (checked["epoch"], checked["position"])
-        adapter.check_detail(detail, checked["seed"], epoch, position, world)
-        Witness.parse(checked["witness"])
-        return checked, detail
-
-    def _detail_in(self, state: State, world: World) -> str:
-        """This rank's detail in a state."""
-        adapter, detail = self._adapter, state["detail"]
-        if adapter.seals_detail:
-            detail = parts.unseal_detail(state, adapter.rank_independent)
-        if detail and not adapter.rank_independent:
-            return adapter.part(detail, state["world_size"], world)
-        return str(detail)
+    def _check_state(self, state: State) -> tuple[State, Place]:
+        """A copy of `state`, if this loader can continue from it, and its place."""
+        return self._states.check(state, self._current_world())
 
     # --- going elsewhere ---
 
@@ -518,7 +451,7 @@ class Loader:
         try:
             batch = cursor.take()
             if not cursor.steps:
-                self._see(cursor)
+                self._witnesses.see(cursor)
         except StopIteration:
             raise
         except BaseException:
@@ -580,7 +513,9 @@ class Loader:
                 "in use, or load a state to continue in another world"
             )
         if self._world is None and not self._mesh_checked and world.world_size > 1:
-            self._check_mesh()
+            self._mesh_checked = True
+            if self._options.world is None and self._adapter.world is None:
+                warn_of_mesh()
         adapter, seed, place = self._adapter, self._current_seed(world), self._here()
         before: Place | None = None
         if self._failed:
@@ -599,74 +534,13 @@ class Loader:
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
-        looks = self._looks(place.epoch)
-        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, self._expects)
+        looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
+        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
         marks = self._options.remember > 0 and not adapter.remembers
         cursor.open(adapter.open(run), run, adapter.units_per_step(world), before, marks)
         cursor.resumed = cursor.resumed or self._loaded is not None
         self._seed, self._world = seed, world
         return True
-
-    # --- what the first sample of an epoch looks like ---
-
-    def _looks(self, epoch: int) -> int:
-        """How often the first sample of an epoch is to be looked at."""
-        options = self._options
-        if options.verify == "off" or not options.streams or options.shard is False:
-            return 0
-        return 2 if not self._tried else int(self._expects is not None or epoch not in self._witnesses)
-
-    def _see(self, cursor: Cursor) -> None:
-        """Compare what was seen with the loaded state's witness, and keep it for states to come.
-
-        Raises:
-            StateMismatchError: the data differ from those that the state was saved with.
-        """
-        seen, epoch = None if cursor.session is None else cursor.session.seen, cursor.opened.epoch
-        if seen is None:
-            return
-        if self._expects is not None:
-            verify(self._expects, seen, epoch, strict=self._options.verify)
-            self._expects = None
-        look = seen.look
-        if look is None:
-            return
-        if look.unseen:
-            self._adapter.cannot_see(look.unseen)
-        if seen.again is not None:
-            self._tried = True
-            self._left_out = look.differing(seen.again)
-            if self._left_out:
-                why = f"two reads of sample {seen.index!r:.80} differ in {look.names(self._left_out)}"
-                self._adapter.found(why, look.holds_most(self._left_out))
-                warnings.warn(
-                    f"{why}, so a resumed run does not get the same data: make each sample a function of its index and "
-                    "of python's, numpy's or torch's generators, or of midepoch.sample_generator(). "
-                    "loader.capabilities says what still holds",
-                    MidepochWarning,
-                    stacklevel=6,
-                )
-        self._witnesses = {
-            **{each: text for each, text in self._witnesses.items() if each == epoch - 1},
-            epoch: str(Witness.of(epoch, seen.index, look, self._left_out)),
-        }
-
-    def _check_mesh(self) -> None:
-        """Warn if tensor-parallel peers would receive different batches because no `world` was given."""
-        self._mesh_checked = True
-        if self._options.world is not None or self._adapter.world is not None:
-            return
-        mesh = mesh_in_use()
-        if mesh is not None:
-            names = mesh.mesh_dim_names or ("dp", "...")
-            warnings.warn(
-                f"a DeviceMesh of shape {tuple(mesh.mesh.shape)} with dimensions {', '.join(names)} is in use, and "
-                "this loader gives every rank other batches. Where ranks share a batch (tensor, pipeline or context "
-                f"parallelism), pass world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all "
-                "dimensions are data-parallel, pass world=midepoch.World.current()",
-                MidepochWarning,
-                stacklevel=5,
-            )
 
     def _close_session(self, mark: Any = None, keep: bool = True) -> None:
         """Close the open session. `mark`: taken before a batch that failed. `keep`: keep the session's place."""
@@ -703,7 +577,7 @@ class Loader:
                     mark = cursor.mark()
                     batch = cursor.take()
                     if not cursor.steps:
-                        self._see(cursor)
+                        self._witnesses.see(cursor)
             except BaseException as error:
                 if not self._goes_on(cursor, error, mark):
                     raise
@@ -999,12 +873,3 @@ class _Pass:
         if cursor.steps == cursor.last_step:
             loader._roll(cursor)
         return batch
-
-
-def _mismatch(what: str, saved: object, current: object, cure: str) -> NoReturn:
-    raise StateMismatchError(f"{what} differs: the state was saved with {saved!r}, this loader has {current!r}; {cure}")
-
-
-def _is_over(state: State) -> bool:
-    """Whether a state stands behind the last batch of its epoch, in the body of `epochs`."""
-    return bool(state["size"] and state["position"] == state["size"])

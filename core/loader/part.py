@@ -88,7 +88,7 @@ class Part:
     # --- where it stands ---
 
     def _place_in(self, state: State) -> Place:
-        return Place(state["epoch"], state["position"], self.loader._detail_in(state, self.world))
+        return self.loader._states.place(state, self.world)
 
     @property
     def position(self) -> int:
@@ -122,8 +122,13 @@ class Part:
         adapter = self.loader._adapter
         if not adapter.can_seek and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        detail = adapter.lead(self._place_in(state), (epoch, 0), state["seed"], self.world)
-        return self.loader._built(Place(epoch, 0, detail), state["seed"], self.world)
+        here = self._place_in(state)
+        if here.over:
+            here = here.after()
+        if here[:2] != (epoch, 0):
+            here = Place(epoch, 0, adapter.lead(here, (epoch, 0), state["seed"], self.world))
+        self.loader._refresh()
+        return self.loader._states.build(here, state["seed"], self.world)
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""

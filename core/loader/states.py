@@ -1,0 +1,96 @@
+"""From a place to a state, and back: what is built, what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+from midepoch.errors import StateMismatchError
+from midepoch.state import format as states
+from midepoch.state import parts
+from midepoch.state.format import State
+from midepoch.state.witness import Witness
+from midepoch.world import World
+
+from .adapter import Adapter, Options
+from .place import Place
+
+__all__ = ["States"]
+
+
+class States:
+    """The states of one source."""
+
+    def __init__(self, adapter: Adapter, options: Options) -> None:
+        self._adapter, self._options = adapter, options
+        own = {} if options.fingerprint is None else {"fingerprint": options.fingerprint}
+        self._fingerprint = json.dumps({**adapter.describe(), **own}, separators=(",", ":"), sort_keys=True)
+
+    def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
+        """The state at a place."""
+        adapter, detail = self._adapter, place.detail
+        if not detail and (place.over or not place.position):
+            detail = adapter.beginning(place.epoch + place.over, world)
+        fields = {
+            "adapter": adapter.name,
+            "epoch": place.epoch,
+            "position": place.position,
+            "seed": seed,
+            "size": place.position if place.over else adapter.size(seed, place.epoch, world, detail),
+            "world_size": world.world_size,
+            "batch_size": adapter.batch_size,
+            "fingerprint": self._fingerprint,
+        }
+        own = not adapter.rank_independent
+        if adapter.seals_detail:
+            detail = parts.seal_detail(detail, world.rank if own else 0, fields)
+        detail = parts.single_part(world.rank, detail) if detail and own else detail
+        return states.build(**fields, detail=detail, witness=witness)
+
+    def check(self, state: State, world: World) -> tuple[State, Place]:
+        """A copy of `state`, if this source can continue from it, and its place.
+
+        Raises:
+            StateError: it cannot. The message says what differs and what to do.
+        """
+        checked = states.check(state)
+        adapter = self._adapter
+        if checked["adapter"] != adapter.name:
+            _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
+        if self._options.seed is not None and checked["seed"] != self._options.seed:
+            _mismatch(
+                "the seed", checked["seed"], self._options.seed, "pass that seed, or none to take over the saved one"
+            )
+        states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
+        inside = checked["position"] > 0 or checked["detail"]
+        if inside and not adapter.elastic and checked["world_size"] != world.world_size:
+            _mismatch(
+                "the world size",
+                checked["world_size"],
+                world.world_size,
+                f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})",
+            )
+        place = self.place(checked, world)
+        adapter.prepare(checked["seed"], place.epoch)
+        size = adapter.size(checked["seed"], place.epoch, world, place.detail)
+        if checked["size"] != size and not (place.over and size is None):
+            _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
+        begins = place.after() if place.over else place
+        adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
+        Witness.parse(checked["witness"])
+        return checked, place
+
+    def place(self, state: State, world: World) -> Place:
+        """The place of a state, with this rank's detail."""
+        adapter, detail = self._adapter, state["detail"]
+        if adapter.seals_detail:
+            detail = parts.unseal_detail(state, adapter.rank_independent)
+        if detail and not adapter.rank_independent:
+            detail = adapter.part(detail, state["world_size"], world)
+        # Only a body of `epochs` saves the end of an epoch; otherwise the state is that of the next one's beginning.
+        over = bool(state["size"] and state["position"] == state["size"])
+        return Place(state["epoch"], state["position"], str(detail), over)
+
+
+def _mismatch(what: str, saved: object, current: object, cure: str) -> NoReturn:
+    raise StateMismatchError(f"{what} differs: the state was saved with {saved!r}, this loader has {current!r}; {cure}")

@@ -1,0 +1,80 @@
+"""What the first sample of an epoch looks like: compared with a loaded state's witness, kept for states to come."""
+
+from __future__ import annotations
+
+import warnings
+
+from midepoch.errors import MidepochWarning
+from midepoch.state.witness import Witness
+
+from .adapter import Adapter, Options
+from .cursor import Cursor
+from .verify import verify
+
+__all__ = ["Witnesses"]
+
+
+class Witnesses:
+    """The witnesses of one loader.
+
+    Attributes:
+        expected: of the loaded state, until it has been compared.
+    """
+
+    def __init__(self, adapter: Adapter, options: Options) -> None:
+        self._adapter, self._options = adapter, options
+        self.expected: Witness | None = None
+        self._known: dict[int, str] = {}  # by epoch: of the last two from which was read
+        self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
+        self._tried = False  # whether a sample that is read twice stays the same
+
+    def text(self, epoch: int) -> str:
+        """The witness of an epoch, for a state; empty if it is not known."""
+        return self._known.get(epoch, "")
+
+    def load(self, text: str) -> None:
+        """Expect a loaded state's witness."""
+        self.expected = Witness.parse(text) if self._options.verify != "off" else None
+        self._known = {} if self.expected is None else {self.expected.epoch: text}
+
+    def looks(self, epoch: int) -> int:
+        """How often the first sample of an epoch is to be looked at."""
+        options = self._options
+        if options.verify == "off" or not options.streams or options.shard is False:
+            return 0
+        return 2 if not self._tried else int(self.expected is not None or epoch not in self._known)
+
+    def see(self, cursor: Cursor) -> None:
+        """Compare what the reader of a session's first batch saw with the loaded state's witness, and keep it.
+
+        Raises:
+            StateMismatchError: the data differ from those that the state was saved with.
+        """
+        seen, epoch = None if cursor.session is None else cursor.session.seen, cursor.opened.epoch
+        if seen is None:
+            return
+        if self.expected is not None:
+            verify(self.expected, seen, epoch, strict=self._options.verify)
+            self.expected = None
+        look = seen.look
+        if look is None:
+            return
+        if look.unseen:
+            self._adapter.cannot_see(look.unseen)
+        if seen.again is not None:
+            self._tried = True
+            self._left_out = look.differing(seen.again)
+            if self._left_out:
+                why = f"two reads of sample {seen.index!r:.80} differ in {look.names(self._left_out)}"
+                self._adapter.found(why, look.holds_most(self._left_out))
+                warnings.warn(
+                    f"{why}, so a resumed run does not get the same data: make each sample a function of its index and "
+                    "of python's, numpy's or torch's generators, or of midepoch.sample_generator(). "
+                    "loader.capabilities says what still holds",
+                    MidepochWarning,
+                    stacklevel=6,
+                )
+        self._known = {
+            **{each: text for each, text in self._known.items() if each == epoch - 1},
+            epoch: str(Witness.of(epoch, seen.index, look, self._left_out)),
+        }
