@@ -409,6 +409,48 @@ def test_a_damaged_record_is_refused_with_everything_as_it_was(content: Any, tmp
     assert loader.state_dict() == before
 
 
+def test_going_back_to_the_snapshot_leaves_the_loop_first(tmp_path: Path) -> None:
+    loader, log = shuffled(), bodies.Log()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", every=2, signals=(), data=loader, log=log)
+    went_back = False
+    while True:
+        for epoch in snapshot.epochs(2):
+            for batch in loader:
+                log(epoch, batch)
+                snapshot.step()
+                if len(log.lines) == 9 and not went_back:
+                    with pytest.raises(MidepochError, match="leave the loop, call load"):
+                        snapshot.load()
+                    went_back = True
+                    break
+            else:
+                continue
+            break
+        else:
+            break
+        assert snapshot.load()
+        assert len(log.lines) == 8
+    assert [line[1] for line in log.lines] == [batch for epoch in epochs_of(shuffled(), 0, 2) for batch in epoch]
+
+
+def test_a_loader_that_is_closed_in_its_body_has_left_the_epoch(tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 2)
+
+    def train(limit: int) -> list[Any]:
+        loader, seen = shuffled(), []
+        snapshot = Snapshot(path, signals=(), data=loader)
+        for epoch in snapshot.epochs(limit):
+            for batch in loader:
+                seen.append(sources.plain(batch))
+                if epoch == 0 and len(seen) == 2:
+                    break
+            loader.close()
+        snapshot.save()
+        return seen
+
+    assert train(1) + train(2) == whole[0][:2] + whole[1]
+
+
 def _other_bodies(rank: int, path: str, kind: str) -> str:
     loader = shuffled(world=midepoch.World(rank, 2))
     snapshot = Snapshot(path, every=2, signals=(), data=loader)

@@ -446,9 +446,15 @@ class Snapshot:
             SnapshotError: all snapshots are damaged, or some process cannot read what rank 0 reads, or a part does not
                 fit. A loader, a model or an optimizer that does not fit is found before anything is changed.
             StateError: a loader does not fit. The parts are unchanged.
+            MidepochError: this is the body of an `epochs` loop, which would go on with another epoch.
 
         Warns with MidepochWarning if the snapshot was saved after an epoch's last batch, outside `epochs`.
         """
+        if self._in_body:
+            raise MidepochError(
+                "load() in the body of snapshot.epochs: leave the loop, call load(), and begin the loop again, which "
+                "goes on where the snapshot stands"
+            )
         loaded = self._load()
         resumed = self._resumed
         if resumed is not None and resumed.epoch is None and resumed.ends:

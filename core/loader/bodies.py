@@ -78,7 +78,9 @@ class Passes:
         cursor = self.cursor
         if cursor is None:
             return self._interrupted and not self.begun
-        return cursor.phase is Phase.RUNNING and cursor.steps > 0 and not cursor.in_use
+        return cursor.steps > 0 and (
+            cursor.phase is Phase.CLOSED or (cursor.phase is Phase.RUNNING and not cursor.in_use)
+        )
 
     @property
     def going_on(self) -> bool:

@@ -491,8 +491,9 @@ class Loader:
         # With an adapter of its own, because worker processes cannot be shared.
         twin = type(self)(self._adapter.twin(), self._options)
         attributes = self.__getstate__()
-        del attributes["_adapter"]
+        del attributes["_adapter"], attributes["_states"]
         twin.__dict__.update(attributes)
+        twin._witnesses = self._witnesses.of_twin(twin._adapter)
         return twin
 
     def _new_history(self) -> History:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 from midepoch.errors import MidepochWarning
@@ -27,6 +28,12 @@ class Witnesses:
         self._known: dict[int, str] = {}  # by epoch: of the last two from which was read
         self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
         self._tried = False  # whether a sample that is read twice stays the same
+
+    def of_twin(self, adapter: Adapter) -> Witnesses:
+        """The same for another adapter of the same source."""
+        twin = copy.copy(self)
+        twin._adapter = adapter
+        return twin
 
     def text(self, epoch: int) -> str:
         """The witness of an epoch, for a state; empty if it is not known."""
