@@ -7,6 +7,7 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -154,6 +155,10 @@ class MapDataLoaderAdapter(Adapter):
         alone = Share(size, position, self.batch_size, World(), share.tail, self.drop_last)
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())
 
+    def holding(self) -> AbstractContextManager[None]:
+        """Leave worker processes to the next session."""
+        return self._server.holding()
+
     def close(self) -> None:
         """End persistent worker processes."""
         self._server.close()
@@ -184,6 +189,10 @@ class IterableDataLoaderAdapter(IterableAdapter):
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """Read in the loader's worker processes."""
         return self._server(reader, requests, run)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Leave worker processes to the next session."""
+        return self._server.holding()
 
     def close(self) -> None:
         """End persistent worker processes."""

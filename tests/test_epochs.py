@@ -164,7 +164,7 @@ def test_numbers_of_epochs(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
     for each in (loader, snapshot):
         with pytest.raises(TypeError, match="number of epochs in all"):
-            each.epochs(2.0)
+            each.epochs(2.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="at least 0"):
             each.epochs(-1)
         running = each.epochs(2)

@@ -798,8 +798,9 @@ def test_the_caller_who_goes_on_after_an_error_gets_the_batch_behind(
     whole = epochs(shuffled, 2)
     dataset = sources.Failing(22, [int(whole[0][number][1][0]) for number in bad], marker)
     loader = midepoch.wrap(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers), seed=5)
-    batches, got, states = iter(loader), [], [loader.state_dict()]
-    told = []
+    batches, states = iter(loader), [loader.state_dict()]
+    got: list[Any] = []
+    told: list[str] = []
     while len(got) < 6:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -6,10 +6,12 @@ open a session at a place. The rules of iteration (the end of an epoch, loading,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -362,6 +364,10 @@ class Adapter(ABC):
     @abstractmethod
     def open(self, run: Run) -> Session:
         """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Around closing a session that another one follows at once: worker processes may be left to that one."""
+        return contextlib.nullcontext()
 
     def beginning(self, epoch: int, world: World) -> str:
         """The detail of a state saved at an epoch's beginning, before a session is opened."""

@@ -91,11 +91,15 @@ class Loader:
         self._unfinished: int | None = None  # the loaded epoch, until the next one begins
         self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
         self._failed: list[str] = []  # why the batches behind the place are to be passed over
+        self._ends_early = False  # the running pass was resharded, and ends with this epoch
         self._retries = False  # a batch that fails is given again, where nothing was stated
         self._passes: Passes | None = None  # in the body of an `epochs` loop
         self._witnesses = Witnesses(adapter, options)
         self._told_of_one = False
         self._world: World | None = None  # of the last pass
+        self._resharded: World | None = None  # the last one given to `reshard`
+        self._origin = Place(0, 0)  # where `rollback` leads before the first commit
+        self._committed: State | None = None
         self._mesh_checked = False
         self._cursor = Cursor()
         self._history = self._new_history()
@@ -178,6 +182,8 @@ class Loader:
     # --- the world, the seed, the share ---
 
     def _current_world(self) -> World:
+        if self._resharded is not None:
+            return self._resharded
         stated, by_source = self._options.world, self._adapter.world
         if stated is None and by_source is None:
             return World.current()
@@ -283,9 +289,16 @@ class Loader:
         """
         if type(in_flight) is not int or in_flight < 0:
             raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
+        committed = self._committed
+        if committed is not None:
+            if in_flight:
+                raise MidepochError("commit() says which batches were trained on: leave in_flight out")
+            return dict(committed)
         if self._loaded is not None and not in_flight:
             return dict(self._loaded)
-        place = place_before(self._history, in_flight) if in_flight else self._here()
+        return self._state_at(place_before(self._history, in_flight) if in_flight else self._here())
+
+    def _state_at(self, place: Place) -> State:
         world = self._cursor.world if self._cursor.session is not None else None
         world = world or self._current_world()
         self._refresh()
@@ -353,6 +366,7 @@ class Loader:
         self._close_session(keep=False)
         self._place, self._lost = place, ""
         self._came, self._loaded, self._unfinished = _Came.PUT, None, None
+        self._origin, self._committed, self._ends_early = place, None, False
         self._failed.clear()
         self._history.clear()
         cursor.resumed = False
@@ -422,6 +436,67 @@ class Loader:
                 self._came = came
             if came is _Came.READ and cursor.owned and cursor.phase is Phase.RUNNING:
                 cursor.phase = Phase.GIVEN  # its epoch is over
+
+    # --- ranks that leave and join while training goes on ---
+
+    def reshard(self, world: World) -> None:
+        """Share the rest of the epoch among another world, from the next batch on.
+
+        Every rank that stays calls it after the same batch, with its rank in the new world; a rank that joins loads a
+        state of that place. Worker processes go on; what they have read ahead is dropped.
+
+        Raises:
+            TypeError: it is no World.
+            UnsupportedSourceError: `capabilities.elastic_world` says no. The loader is unchanged.
+            StateError: the source cannot say where it stands. The loader is unchanged.
+        """
+        if not isinstance(world, World):
+            raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
+        adapter = self._adapter
+        if not adapter.elastic:
+            raise UnsupportedSourceError(
+                f"this source cannot be shared by another number of ranks ({adapter.promises.elastic_world.reason}): "
+                "stop all ranks, and start them again in a world that it supports"
+            )
+        if adapter.world is not None:
+            raise UnsupportedSourceError(
+                f"the source's sampler is for rank {adapter.world.rank} of {adapter.world.world_size}: make it for one "
+                "process (num_replicas=1, rank=0), and let midepoch shard"
+            )
+        self._here()  # raises if it is not known
+        with adapter.holding():
+            self._close_session()
+        self._resharded, self._world = world, None
+        self._ends_early = self._cursor.phase is Phase.RUNNING and self._cursor.owned and self.position > 0
+
+    def commit(self) -> None:
+        """Declare that the batches handed out so far were trained on. From now on, states say what is committed.
+
+        The state is built here, so another thread may call `state_dict` at any time.
+
+        Raises:
+            MidepochError: no batch was handed out since the last commit or load.
+            StateError: the source cannot say where it stands.
+        """
+        place = self._here()
+        if place[:2] == self._origin[:2]:
+            raise MidepochError(
+                f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
+                "call commit() once after each step"
+            )
+        self._committed, self._origin = self._state_at(place), place
+
+    def rollback(self) -> None:
+        """Give the batches again that were handed out since the last commit (without one: since the last load).
+
+        They come in the world that there is then: the same samples, each with its random numbers. The running pass, or
+        else the next one, continues with them.
+        """
+        origin, committed, ahead = self._origin, self._committed, self._ahead
+        if self._here()[:2] != origin[:2]:
+            with self._adapter.holding():
+                self._move(origin)
+            self._committed, self._ahead = committed, ahead
 
     # --- iteration ---
 
@@ -528,7 +603,7 @@ class Loader:
             share = adapter.share(seed, place.epoch, place.position, world, place.detail)
         if place.over or (share is not None and share.global_steps == 0 and place.position > 0):
             # Less than one global batch is left.
-            if self._passes is not None or before is not None:
+            if self._passes is not None or before is not None or self._ends_early:
                 return False
             place = self._place = self._lead(place.epoch + 1, 0)
             self._unfinished = None
@@ -584,7 +659,7 @@ class Loader:
                     raise
                 continue
             break
-        self._loaded, self._came = None, _Came.READ
+        self._loaded, self._came, self._ends_early = None, _Came.READ, False
         if self._failed:
             self._tell_of_failed(cursor.epoch, cursor.before.position, cursor.opened.position)
         cursor.steady = True
@@ -822,10 +897,11 @@ class Loader:
     def _leave_empty(self, cursor: Cursor) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
         passes = self._passes
-        if self._failed:
+        if self._failed or (self._ends_early and not self._place.over):
             place, world = self._place, self._current_world()
             size = self._adapter.size(self._current_seed(world), place.epoch, world, place.detail)
-            self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
+            if self._failed:
+                self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
             following = self._lead(place.epoch + 1, 0)
             if passes is not None and passes.end() and size is not None:
                 cursor.over = size
@@ -837,7 +913,7 @@ class Loader:
             if passes is not None and passes.end():
                 cursor.over = self.position
             self._tell_of_empty()
-        self._came, cursor.phase = _Came.READ, Phase.EXHAUSTED
+        self._came, self._ends_early, cursor.phase = _Came.READ, False, Phase.EXHAUSTED
 
     def _tell_of_empty(self) -> None:
         if self._current_world().rank == 0:

@@ -442,7 +442,9 @@ class _SharedStreamSession(_ReplaySession):
             )
         if isinstance(answer, End):
             self._ended = True
-            self.drift += answer.units  # other ranks have received them
+            if answer.units:  # other ranks have received them
+                self.drift += answer.units
+                self._chain = answer.chain
             raise StopIteration
         self._chain = answer.chain
         self.drift = -answer.missing

@@ -20,11 +20,13 @@ from midepoch.errors import UnsupportedSourceError
 
 __all__ = [
     "alive",
+    "drop_requested",
     "end_when_collected",
     "iterates_as_torch",
     "keep_iterator",
     "kept_iterator",
     "let_go",
+    "request_again",
     "show_dataset",
     "shut_down",
     "workers_of",
@@ -44,6 +46,7 @@ def _check(part: str, there: bool) -> None:
 _check("DataLoader._get_iterator", hasattr(DataLoader, "_get_iterator"))
 _WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
+_check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
 
 
 def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
@@ -73,6 +76,24 @@ def shut_down(iterator: Any) -> None:
     """End the worker processes of a DataLoader's iterator, if it has any. May be called twice."""
     if workers_of(iterator):
         iterator._shutdown_workers()
+
+
+def drop_requested(iterator: Any) -> None:
+    """Take the answers that a DataLoader's iterator has asked for and not returned, and drop them.
+
+    Its sampler must be at its end meanwhile. Afterwards, `request_again` asks for what the sampler yields then.
+    """
+    for _ in range(iterator._send_idx - iterator._rcvd_idx):
+        with contextlib.suppress(Exception):  # nobody asked for these batches; a worker that died is noticed below
+            next(iterator)
+        if not alive(iterator):
+            return
+
+
+def request_again(iterator: Any) -> None:
+    """Ask for as many batches ahead as a DataLoader's iterator does when it starts."""
+    for _ in range(iterator._prefetch_factor * iterator._num_workers):
+        iterator._try_put_index()
 
 
 def kept_iterator(loader: DataLoader[Any]) -> Any:

@@ -137,11 +137,13 @@ class End(NamedTuple):
         first: as in `Replayed`.
         units: units of the last global batch that other ranks have received.
         found: as in `Replayed`.
+        chain: up to these units.
     """
 
     first: str
     units: int = 0
     found: Found | None = None
+    chain: str = ""
 
 
 class ReplayReader:
@@ -314,7 +316,8 @@ class ReplayReader:
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
-            return End(self._first, len(units) if request.tail == "uneven" and not self._drop_last else 0)
+            others = len(units) if request.tail == "uneven" and not self._drop_last else 0
+            return End(self._first, others, chain=chain)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         return Replayed(self._collated(own, key), chain, self._first, global_batch - len(units))
 

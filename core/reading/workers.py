@@ -32,7 +32,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -42,7 +42,16 @@ from midepoch.loader.adapter import Options, Run
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose
 
-from .private import alive, end_when_collected, kept_iterator, show_dataset, shut_down, workers_of
+from .private import (
+    alive,
+    drop_requested,
+    end_when_collected,
+    kept_iterator,
+    request_again,
+    show_dataset,
+    shut_down,
+    workers_of,
+)
 
 __all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
@@ -67,6 +76,17 @@ class Server:
         self._loader = loader
         self._streams = options.streams
         self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process: a forked one has no workers
+        self._holds = False  # a session that is closed leaves its workers to the next one
+        self._held: _Held | None = None
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keep the workers of a session that is closed in this block, for the session that is opened next."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
 
     def __call__(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """The answers of `reader`, in the order of `requests`, and a function that stops."""
@@ -74,6 +94,11 @@ class Server:
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
         here = os.getpid(), id(reader)
+        held, self._held = self._held, None
+        if held is not None:
+            if held.here == here and held.asks(requests):
+                return self._answering(held, run)
+            held.close()
         ours = self._persistent.get(here)
         if ours is not None and not alive(kept := kept_iterator(ours)):
             shut_down(kept)
@@ -91,8 +116,19 @@ class Server:
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
         with _starting(ours):
             answers = iter(ours)
-        stop = _nothing if theirs.persistent_workers else functools.partial(shut_down, answers)
-        return WorkerAnswers(answers, requests=asked), stop
+        return self._answering(_Held(here, ours, answers, asked), run)
+
+    def _answering(self, running: _Held, run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
+        stop = functools.partial(self._stop, running, run.session)
+        return WorkerAnswers(running.answers, requests=running.asked), stop
+
+    def _stop(self, running: _Held, session: int) -> None:
+        if self._holds and workers_of(running.answers):
+            running.loader.dataset.leave_out(session)  # type: ignore[attr-defined]  # _make's
+            running.asked.requests = iter(())  # they may refer to the adapter, which refers to this object
+            self._held = running
+        elif not self._loader.persistent_workers:
+            shut_down(running.answers)
 
     def _make(self, reader: Any) -> DataLoader[Any]:
         theirs = self._loader
@@ -113,14 +149,46 @@ class Server:
         )
 
     def close(self) -> None:
-        """End persistent worker processes."""
+        """End worker processes that outlive a session."""
+        held, self._held = self._held, None
+        if held is not None and held.here[0] == os.getpid():
+            held.close()
         for (process, _), ours in self._persistent.items():
             if process == os.getpid():
                 shut_down(kept_iterator(ours))
         self._persistent = {here: ours for here, ours in self._persistent.items() if here[0] != os.getpid()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_persistent": {}}
+        return {**self.__dict__, "_persistent": {}, "_held": None}
+
+
+class _Held(NamedTuple):
+    """Worker processes between two sessions.
+
+    Attributes:
+        here: the process and the reader that they serve.
+        loader: ours.
+        answers: torch's iterator.
+        asked: the requests that it sends.
+    """
+
+    here: tuple[int, int]
+    loader: DataLoader[Any]
+    answers: Any
+    asked: _SessionRequests
+
+    def asks(self, requests: Iterator[Any]) -> bool:
+        """Send these requests from now on. False if the workers have ended."""
+        drop_requested(self.answers)
+        if not alive(self.answers):
+            return False
+        self.asked.requests = requests
+        request_again(self.answers)
+        return True
+
+    def close(self) -> None:
+        """End the worker processes."""
+        shut_down(self.answers)
 
 
 class _WorkerError(SourceError, RuntimeError):
@@ -356,9 +424,14 @@ class _ReaderDataset(Dataset[Any]):
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
+        self._left_out = RawValue("q", -1)  # shared with the worker processes
+
+    def leave_out(self, session: int) -> None:
+        """Answer no more requests of a session: what was read ahead for it is not wanted."""
+        self._left_out.value = session
 
     def __getitem__(self, request: Any) -> Any:
-        return self.reader(request)
+        return None if getattr(request, "session", None) == self._left_out.value else self.reader(request)
 
 
 _LEAVING = 5.0  # seconds for a worker to end when its parent process does

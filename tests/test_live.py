@@ -1,0 +1,320 @@
+"""Ranks leave and join in mid-epoch: `reshard`, `commit` and `rollback`, over any sequence of worlds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sources
+
+import midepoch
+from midepoch import MidepochError, UnsupportedSourceError, World
+from midepoch.loader.loader import Loader
+
+SIZE = 61
+
+
+class Exposing(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(SIZE))
+
+    def __iter__(self) -> Exposing:
+        self.indices = iter(self.sampler)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.indices), random.random()
+
+
+def by_index(world: World, **settings: Any) -> Loader:
+    source = DataLoader(sources.Noisy(SIZE), batch_size=3, shuffle=True, **settings)
+    return midepoch.wrap(source, seed=3, world=world, tail="uneven")
+
+
+def driven(world: World, **settings: Any) -> Loader:
+    return midepoch.wrap(DataLoader(Exposing(), batch_size=3, **settings), seed=3, world=world, tail="uneven")
+
+
+def batches(world: World) -> Loader:
+    return midepoch.wrap([[number] for number in range(23)], seed=3, world=world, tail="uneven")
+
+
+def replayed(world: World) -> Loader:
+    return midepoch.wrap(_stream, seed=3, world=world, shard=True, tail="uneven")
+
+
+def _stream() -> Iterator[Any]:
+    for number in range(23):
+        yield [number, random.random()]
+
+
+def samples(batch: Any) -> list[str]:
+    if isinstance(batch, torch.Tensor):
+        return [str(row) for row in batch.tolist()]
+    if isinstance(batch[0], torch.Tensor):
+        return [str(each) for each in zip(*sources.plain(batch), strict=True)]
+    return [str(batch)]
+
+
+class Group:
+    """Some ranks in one process that train, lose steps, leave and join as a seed has it."""
+
+    def __init__(self, make: Callable[[World], Loader], seed: int) -> None:
+        self.make, self.random = make, random.Random(seed)
+        self.loaders: list[Loader] = []
+        self.passes: list[Iterator[Any]] = []
+        self.ended: list[bool] = []
+        self.become(self.random.randint(1, 3))
+        self.trained: list[str] = []
+        self.pending: list[str] = []
+        self.worlds = 0
+
+    def become(self, ranks: int) -> None:
+        """Ranks leave, or join with a state of a rank that is there."""
+        while len(self.loaders) > ranks:
+            self.loaders.pop().close()
+            self.passes.pop()
+            self.ended.pop()
+        for rank, loader in enumerate(self.loaders):
+            loader.reshard(World(rank, ranks))
+        while len(self.loaders) < ranks:
+            loader = self.make(World(len(self.loaders), ranks))
+            if self.loaders:
+                loader.load_state_dict(self.loaders[0].state_dict())
+            self.loaders.append(loader)
+            self.passes.append(iter(loader))
+            self.ended.append(False)
+
+    def roll_back(self) -> None:
+        for rank, loader in enumerate(self.loaders):
+            before = loader.position
+            loader.rollback()
+            if loader.position != before and self.ended[rank]:
+                self.passes[rank], self.ended[rank] = iter(loader), False
+        self.pending.clear()
+
+    def step(self) -> bool:
+        """A step of all ranks; False at the end of the epoch."""
+        got = []
+        for rank, each in enumerate(self.passes):
+            try:
+                got += samples(next(each))
+            except StopIteration:
+                self.ended[rank] = True
+        self.pending += got
+        if got and (self.random.random() < 0.7 or not self.loaders[0].position):
+            for loader in self.loaders:
+                loader.commit()
+            states = [loader.state_dict() for loader in self.loaders]
+            assert len({(state["epoch"], state["position"]) for state in states}) == 1
+            self.trained += self.pending
+            self.pending.clear()
+        return bool(got)
+
+    def epoch(self) -> list[str]:
+        self.passes, self.ended = [iter(loader) for loader in self.loaders], [False] * len(self.loaders)
+        while self.step():
+            chance = self.random.random() if self.loaders[0].position else 1.0
+            if chance < 0.4:
+                self.roll_back()
+            if chance < 0.25:
+                self.become(self.random.randint(1, 4))
+                self.worlds += 1
+        assert not self.pending
+        trained, self.trained = self.trained, []
+        return sorted(trained)
+
+    def close(self) -> None:
+        for loader in self.loaders:
+            loader.close()
+
+
+MAKERS: dict[str, tuple[Callable[..., Loader], dict[str, Any]]] = {
+    "by index": (by_index, {}),
+    "by index, workers": (by_index, {"num_workers": 2}),
+    "by index, persistent workers": (by_index, {"num_workers": 2, "persistent_workers": True}),
+    "driven by samplers": (driven, {}),
+    "driven by samplers, workers": (driven, {"num_workers": 2}),
+    "list of batches": (batches, {}),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_any_sequence_of_worlds_trains_each_sample_once_with_its_random_numbers(kind: str) -> None:
+    make, settings = MAKERS[kind]
+    whole = make(World())
+    expected = [sorted(each for batch in whole for each in samples(batch)) for _ in range(2)]
+    rounds, worlds = (3 if settings else 40) * (20 if os.environ.get("MIDEPOCH_CHAOS") else 1), 0
+    for seed in range(rounds):
+        group = Group(functools.partial(make, **settings) if settings else make, seed)
+        assert [group.epoch() for _ in range(2)] == expected, seed
+        worlds += group.worlds
+        group.close()
+    assert worlds >= rounds
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_outlive_a_change_of_the_world(persistent: bool) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    loader = by_index(World(0, 2), num_workers=2, persistent_workers=persistent)
+    each = iter(loader)
+    next(each)
+    workers = {child.pid for child in psutil.Process().children()} - before
+    assert len(workers) == 2
+    for world in (World(0, 3), World(), World(1, 2)):
+        loader.reshard(world)
+        next(each)
+        loader.rollback()
+        next(each)
+        assert {child.pid for child in psutil.Process().children()} - before == workers
+    loader.close()
+    assert not {child.pid for child in psutil.Process().children()} - before
+
+
+class Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.1)
+        return index
+
+
+def test_what_was_read_ahead_for_the_old_world_is_not_waited_for() -> None:
+    loader = midepoch.wrap(DataLoader(Slow(), batch_size=2, num_workers=1, prefetch_factor=10), world=World(0, 2))
+    each = iter(loader)
+    next(each)
+    loader.reshard(World(0, 3))
+    start = time.monotonic()
+    assert next(each).tolist() == [4, 5]
+    assert time.monotonic() - start < 1.2  # ten batches of 0.2 s were asked for
+    loader.close()
+
+
+def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:
+    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
+    each = iter(loader)
+    for _ in range(4):
+        next(each)
+    loader.reshard(World(1, 3))
+    assert list(each) == []
+    assert (loader.epoch, loader.position) == (1, 0)
+    assert [batch.tolist() for batch in loader] == [[2, 3], [7]]
+
+
+def test_a_replay_is_shared_anew() -> None:
+    whole = [samples(batch)[0] for batch in replayed(World())]
+    loaders = [replayed(World(rank, 2)) for rank in range(2)]
+    passes = [iter(loader) for loader in loaders]
+    got = [samples(next(each))[0] for _ in range(3) for each in passes]
+    newcomer = replayed(World(2, 3))
+    newcomer.load_state_dict(loaders[0].state_dict())
+    for rank, loader in enumerate(loaders):
+        loader.reshard(World(rank, 3))
+    with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
+        got += [samples(batch)[0] for each in (*passes, iter(newcomer)) for batch in each]
+    assert sorted(got) == sorted(whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_states_of_ranks_without_a_part_of_the_last_batches_of_a_replay_are_the_others(ranks: int) -> None:
+    loaders = [replayed(World(rank, ranks)) for rank in range(ranks)]
+    for each in [iter(loader) for loader in loaders]:
+        for _ in range(-(-23 // ranks)):
+            next(each, None)
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+
+
+def test_states_say_what_is_committed() -> None:
+    loader = by_index(World())
+    each = iter(loader)
+    first = sources.plain(next(each))
+    assert loader.state_dict()["position"] == 3
+    loader.rollback()  # nothing was committed: to the beginning
+    assert sources.plain(next(each)) == first
+    loader.commit()
+    committed = loader.state_dict()
+    second = sources.plain(next(each))
+    assert loader.position == 6
+    assert loader.state_dict() == committed
+    with pytest.raises(MidepochError, match="leave in_flight out"):
+        loader.state_dict(1)
+    told: list[Any] = []
+    thread = threading.Thread(target=lambda: told.append(loader.state_dict()))
+    thread.start()
+    thread.join()
+    assert told == [committed]
+    loader.rollback()
+    assert loader.position == 3
+    assert sources.plain(next(each)) == second
+    resumed = by_index(World())
+    resumed.load_state_dict(committed)
+    assert sources.plain(next(iter(resumed))) == second
+
+
+def test_the_last_batch_of_an_epoch_is_given_again() -> None:
+    loader = by_index(World())
+    each = iter(loader)
+    whole = [sources.plain(batch) for batch in each]
+    assert loader.epoch == 1
+    loader.seek(epoch=0, position=57)
+    assert [sources.plain(batch) for batch in loader] == whole[19:]
+    loader.rollback()
+    assert (loader.epoch, loader.position) == (0, 57)
+    assert [sources.plain(batch) for batch in loader] == whole[19:]
+
+
+def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
+    loader = by_index(World(0, 2))
+    each = iter(loader)
+    next(each)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\)"):
+        loader.reshard(World(2, 2))
+    with pytest.raises(TypeError, match=r"reshard takes a midepoch\.World"):
+        loader.reshard(2)  # type: ignore[arg-type]
+    loader.commit()
+    with pytest.raises(MidepochError, match=r"nothing to commit.*once after each step"):
+        loader.commit()
+    assert loader.state_dict() == before
+    own = midepoch.wrap(StatefulDataLoader(sources.Noisy(12), batch_size=3), seed=1, world=World(0, 2))
+    next(iter(own))
+    with pytest.raises(UnsupportedSourceError, match="cannot be shared by another number of ranks"):
+        own.reshard(World(0, 3))
+
+
+def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch() -> None:
+    loader = by_index(World())
+    loader.reshard(World(1, 2))
+    assert sources.plain(next(iter(loader))) == sources.plain(next(iter(by_index(World(1, 2)))))
+
+
+def test_resharding_takes_no_time() -> None:
+    loader = by_index(World(0, 2))
+    each = iter(loader)
+    next(each)
+    took = []
+    for number in range(100):
+        world = World(number % 2, 2 + number % 3)
+        start = time.perf_counter()
+        loader.reshard(world)
+        took.append(time.perf_counter() - start)
+        loader.rollback()
+        next(each)
+    assert sorted(took)[50] < 0.001
