@@ -349,7 +349,7 @@ def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
     if canonical < nodes:  # which pads it by another number of samples
         sequence = get_partitions("relaxed", size, canonical, nodes, 1, 1, 1).transpose(3, 2, 0, 1, 4).flatten()
     plan = get_partitions("relaxed", size, canonical, nodes, ranks_per_node, workers, batch_size, behind, nodes)
-    draws: Any = _KeyedPass(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"))
+    draws: Any = _KeyedPass(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"), None)
     found: dict[int, int] = {}
     for worker in range(nodes * ranks_per_node * workers):
         world = World(nodes, ranks_per_node, workers, worker)
