@@ -61,7 +61,7 @@ class Stored:
         )
 
     def _of_index(self) -> bytes:
-        """The sizes and hashes of all shards; not their names and compression, which are not the samples'."""
+        """The sizes and hashes of all shards as they are when decompressed; not their names."""
         if not self._index:
             crc = 0
             for shard in self._dataset.shards:
