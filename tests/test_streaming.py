@@ -33,6 +33,7 @@ import numpy as np
 import streaming.base.format
 import streaming_sources as sources
 import torch
+import witness_sources
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import flat
@@ -57,6 +58,7 @@ from midepoch import (
 )
 from midepoch.adapters.streaming.adapter import _KeyedPass
 from midepoch.loader.loader import Loader
+from midepoch.state.witness import LONGEST
 from midepoch.testing import ResumableTests
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -349,7 +351,7 @@ def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
     if canonical < nodes:  # which pads it by another number of samples
         sequence = get_partitions("relaxed", size, canonical, nodes, 1, 1, 1).transpose(3, 2, 0, 1, 4).flatten()
     plan = get_partitions("relaxed", size, canonical, nodes, ranks_per_node, workers, batch_size, behind, nodes)
-    draws: Any = _KeyedPass(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"))
+    draws: Any = _KeyedPass(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"), None)
     found: dict[int, int] = {}
     for worker in range(nodes * ranks_per_node * workers):
         world = World(nodes, ranks_per_node, workers, worker)
@@ -887,6 +889,202 @@ def test_replicated_samples_count_once(tmp_path: Path) -> None:
     assert sorted(got) == list(range(24))
     with pytest.raises(AssertionError, match="replication differs"):
         ranks(tmp_path / "other", 2, 24, 2, state=head[0]["state"])
+
+
+# --- data that changed ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data; the same copied at another time; others of equal sizes; and all three with hashes in their index."""
+    folder = tmp_path_factory.mktemp("mds")
+    kinds: dict[str, dict[str, Any]] = {"": {}, "hashed-": {"hashes": ["sha1"]}, "zipped-": {"compression": "zstd"}}
+    for name, keywords in kinds.items():
+        witness_sources.write_mds(f"{folder}/{name}first", **keywords)
+        witness_sources.write_mds(f"{folder}/{name}changed", content=1, **keywords)
+        shutil.copytree(folder / f"{name}first", folder / f"{name}copied", copy_function=shutil.copyfile)
+    return folder
+
+
+def state_after(batches: int, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+    """A state, and the labels of the rest of its pass; of the next pass if nothing is left."""
+    with witness_sources.make_streaming(**arguments) as loader:
+        iterator = iter(loader)
+        for _ in range(batches):
+            if next(iterator, None) is None:
+                iterator = iter(loader)
+                next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [label for batch in iterator for label in witness_sources.labels_of(batch)]
+        return state, rest or [label for batch in loader for label in witness_sources.labels_of(batch)]
+
+
+def found_in_new_process(
+    tmp_path: Path, state: dict[str, Any], cases: dict[str, tuple[dict[str, Any], str]]
+) -> dict[str, dict[str, Any]]:
+    asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for arguments, _ in cases.values()]
+    modules = ("cpu_torchvision", "streaming")
+    return dict(zip(cases, witness_sources.in_new_process(tmp_path, asked, modules), strict=True))
+
+
+def ends(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: witness_sources.outcome(each) for name, each in found.items()}
+
+
+@pytest.mark.parametrize("batches", [3, 12, 15], ids=["in mid-epoch", "at the boundary", "in a later epoch"])
+def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path, tmp_path: Path) -> None:
+    first, changed, copied = (str(folders / name) for name in ("first", "changed", "copied"))
+    state, rest = state_after(batches, local=first)
+    assert state["witness"].split("/")[1] == "0" and len(state["witness"]) <= LONGEST and len(json.dumps(state)) <= 512
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "nothing": ({"local": first}, "exact"),
+        "workers": ({"local": first, "workers": 2}, "exact"),
+        "batch size": ({"local": first, "batch": 4}, "exact"),
+        "elsewhere, at other times": ({"local": copied}, "exact"),
+        "strictly": ({"local": copied, "options": {"verify": "strict"}}, "exact"),
+        "content": ({"local": changed}, "StateMismatchError"),
+        "content, workers": ({"local": changed, "workers": 2}, "StateMismatchError"),
+        "content, workers that persist": ({"local": changed, "workers": 2, "persistent": True}, "StateMismatchError"),
+        "content, strictly": ({"local": changed, "options": {"verify": "strict"}}, "StateMismatchError"),
+        "content, gone on with": ({"local": changed, "options": {"verify": "warn"}}, "told"),
+        "content, not looked at": ({"local": changed, "options": {"verify": "off"}}, "exact"),
+    }
+    found = found_in_new_process(tmp_path, state, cases)
+    assert ends(found) == {name: end for name, (_, end) in cases.items()}
+    for name in ("nothing", "workers", "batch size", "elsewhere, at other times"):
+        assert found[name]["rest"] == rest, name
+    assert "the dataset's first sample" in found["content"]["error"]
+    assert found["content"]["batches"] == found["content, workers"]["batches"] == 0
+    assert len(found["content, gone on with"]["warnings"]) == 1
+    assert found["nothing"]["opened"] and not found["workers"]["opened"] and not found["content, workers"]["opened"]
+
+
+def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_path: Path) -> None:
+    caches = (str(tmp_path / f"cache-{number}") for number in itertools.count())
+
+    def of(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"local": next(caches), "remote": str(folders / name), **arguments}
+
+    plain, _ = state_after(3, **of("first"))
+    hashed, rest = state_after(3, **of("hashed-first"))
+    zipped, _ = state_after(3, **of("zipped-first"))
+    local, _ = state_after(3, local=str(folders / "first"))
+    assert all(state["witness"].startswith("0//") for state in (plain, hashed, zipped))
+    cases = [
+        (hashed, of("hashed-first"), "exact"),
+        (hashed, of("hashed-copied", workers=2), "exact"),
+        (hashed, of("hashed-copied", options={"verify": "strict"}), "exact"),
+        (hashed, of("hashed-changed"), "StateMismatchError"),
+        (hashed, of("hashed-changed", workers=2), "StateMismatchError"),
+        (hashed, of("hashed-changed", options={"verify": "warn"}), "told"),
+        (hashed, of("hashed-changed", options={"verify": "off"}), "exact"),
+        # Equal sizes and no hashes: nothing that is known without a download differs (docs/limits.md).
+        (plain, of("changed"), "exact"),
+        (plain, of("copied"), "exact"),
+        (plain, {"local": str(folders / "copied")}, "exact"),  # downloaded or not, the shards are the same
+        (zipped, of("zipped-copied", workers=2), "exact"),
+        (zipped, {"local": str(folders / "zipped-copied")}, "exact"),
+        # A sample was compared, and cannot be now.
+        (local, of("first"), "told"),
+        (local, of("first", options={"verify": "strict"}), "StateMismatchError"),
+    ]
+    asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for state, arguments, _ in cases]
+    found = witness_sources.in_new_process(tmp_path, asked, ("cpu_torchvision", "streaming"))
+    assert [witness_sources.outcome(each) for each in found] == [end for *_, end in cases]
+    assert found[0]["rest"] == found[1]["rest"] == rest
+    assert "cannot be read without a download" in found[-2]["warnings"][0]
+
+
+def test_nothing_is_downloaded_for_the_witness(folders: Path, tmp_path: Path) -> None:
+    """The shard of the first sample is gone from the remote. A resume behind it does not miss it."""
+    remote = tmp_path / "remote"
+    shutil.copytree(folders / "first", remote)
+    state, rest = state_after(6, remote=str(remote), local=str(tmp_path / "before"), shuffle=False)
+    (remote / "shard.00000.mds").unlink()
+    arguments = {"remote": str(remote), "local": str(tmp_path / "after"), "shuffle": False}
+    options = {"verify": "strict"}
+    found = found_in_new_process(tmp_path, state, {"": ({**arguments, "options": options}, "exact")})
+    assert found[""]["rest"] == rest and not found[""]["error"] and not found[""]["warnings"]
+    assert not (tmp_path / "after" / "shard.00000.mds").exists()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_every_epoch_has_its_witness_and_no_batch_is_another(persistent: bool, folders: Path) -> None:
+    copies = [a_copy_of(folders / "first") for _ in range(3)]
+    states = []
+    for workers, local in zip((0, 2), copies, strict=False):
+        with witness_sources.make_streaming(local=local, workers=workers, persistent=persistent and workers > 0) as one:
+            found = []
+            for _ in range(3):
+                found.append([witness_sources.labels_of(batch) for batch in one])
+                states.append(one.state_dict()["witness"])
+            if persistent and workers:
+                # Workers that persist are not told of a loaded state.
+                one.load_state_dict(one.state_dict())
+                next(iter(one))
+    assert states[:3] == states[3:] and [each.split("/")[0] for each in states[:3]] == ["0", "1", "2"]
+    with witness_sources.make_streaming(local=copies[2], options={"verify": "off"}) as off:
+        assert [[witness_sources.labels_of(batch) for batch in off] for _ in range(3)] == found
+        assert off.state_dict()["witness"] == ""
+
+
+def a_copy_of(folder: Path) -> str:
+    copy = sources.new_folder()
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    return copy
+
+
+def test_a_state_that_another_data_set_saved_is_refused_by_workers_that_persist(folders: Path) -> None:
+    with witness_sources.make_streaming(local=a_copy_of(folders / "first")) as other:
+        next(iter(other))
+        state = other.state_dict()
+    local = a_copy_of(folders / "changed")
+    with witness_sources.make_streaming(local=local, workers=2, persistent=True) as loader:
+        list(loader)
+        loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="the dataset's first sample"):
+            next(iter(loader))
+        assert loader.state_dict() == state
+
+
+@pytest.mark.parametrize("old", [{"version": 1}, {"witness": ""}], ids=str)
+def test_states_without_a_witness_load(old: dict[str, Any], folders: Path) -> None:
+    state, rest = state_after(3, local=a_copy_of(folders / "first"))
+    names = [name for name in state if name != "witness" or "witness" in old]
+    with witness_sources.make_streaming(local=a_copy_of(folders / "copied")) as loader:
+        loader.load_state_dict(midepoch.reseal({**{name: state[name] for name in names}, **old}))
+        assert [label for batch in loader for label in witness_sources.labels_of(batch)] == rest
+
+
+def test_an_edited_witness_never_crashes(folders: Path) -> None:
+    state, rest = state_after(9, local=a_copy_of(folders / "first"))
+    loader, text = witness_sources.make_streaming(local=a_copy_of(folders / "first")), state["witness"]
+    told = 0
+    for place in range(len(text)):
+        for edited in (text[:place], text[:place] + "7" + text[place + 1 :], text[:place] + text[place + 1 :]):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MidepochWarning)
+                try:
+                    loader.load_state_dict(midepoch.reseal({**state, "witness": edited}))
+                    assert next(iter(loader))["label"].tolist() == rest[:2]
+                except (StateCorruptError, StateMismatchError):
+                    told += 1
+    assert told > len(text)
+    loader.close()
+
+
+def test_a_first_sample_that_cannot_be_read_has_no_witness(folders: Path) -> None:
+    local = a_copy_of(folders / "first")
+    state, rest = state_after(6, local=local, shuffle=False)
+    (Path(local) / "shard.00000.mds").unlink()
+    with witness_sources.make_streaming(local=local, shuffle=False) as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(MidepochWarning, match="cannot be compared"):
+            assert [label for batch in loader for label in witness_sources.labels_of(batch)] == rest
+    with witness_sources.make_streaming(local=a_copy_of(Path(local)), shuffle=False) as loader:
+        loader.seek(epoch=0, position=12)
+        next(iter(loader))
+        assert loader.state_dict()["witness"] == ""
 
 
 def test_the_example() -> None:

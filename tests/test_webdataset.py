@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import gzip
 import io
@@ -14,8 +13,6 @@ import os
 import random
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 import tarfile
 import time
@@ -40,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 
 import forking  # noqa: E402
 import webdataset_sources as sources  # noqa: E402
+from object_server import nginx  # noqa: E402
 from webdataset_sources import compress, encoded, make_shards, write_shard  # noqa: E402
 
 pytestmark = [
@@ -1267,44 +1265,6 @@ def test_states_of_counted_epochs_are_validated(urls: list[str]) -> None:
 
 
 # --- object stores ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def nginx(folder: Path, root: Path, ranges: bool = True) -> Iterator[str]:
-    """A real server of objects on this machine, and its url."""
-    program = shutil.which("nginx") or "/usr/sbin/nginx"
-    if not Path(program).exists():
-        pytest.skip("nginx is not installed: apt-get install nginx-light")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder.mkdir()
-    temporary = "".join(
-        f"{name}_temp_path {folder}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    user = "user root;" if os.getuid() == 0 else ""
-    configuration = f"""
-        daemon off; {user} pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
-        events {{ worker_connections 256; }}
-        http {{ access_log {folder}/access.log; {temporary}
-            server {{ listen 127.0.0.1:{port}; root {root}; {"" if ranges else "max_ranges 0;"} }} }}
-    """
-    (folder / "nginx.conf").write_text(configuration)
-    arguments = [program, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE)
-    try:
-        for _ in range(100):
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, (folder / "error.log").read_text()
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 def remote(base: str, urls: list[str], workers: int, **arguments: Any) -> Any:

@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import forking
 import witness_sources
-from witness_sources import SIZE, as_it_is, make
+from witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
@@ -48,19 +47,6 @@ def saved(batches: int, **arguments: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def states() -> dict[str, dict[str, Any]]:
     return {name: saved(batches) for name, batches in PLACES.items()}
-
-
-def in_new_process(tmp_path: Path, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What comes of states in a process that has not read them before."""
-    (tmp_path / "asked.json").write_text(json.dumps(asked))
-    run = forking.run([witness_sources.__file__, tmp_path / "asked.json"], check=True)
-    return list(json.loads(run.stdout.splitlines()[-1]))
-
-
-def outcome(found: dict[str, Any]) -> str:
-    if found["error"]:
-        return str(found["error"]).partition(":")[0]
-    return "told" if found["warnings"] else "exact"
 
 
 # What has changed when the state is loaded, and what comes of it.

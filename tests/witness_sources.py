@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import midepoch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 SIZE = 32
 
 
@@ -96,20 +98,126 @@ def make(workers: int = 0, batch: int = 4, options: dict[str, Any] | None = None
     return midepoch.wrap(loader, seed=3, **(options or {}))
 
 
-def resume(state: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """What comes of the state in this process: the rest's labels, or the error, and the warnings."""
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def write_shards(folder: str, content: int = 0, time: float | None = 1, count: int = 4, size: int = 3000) -> list[str]:
+    """Tar archives of five samples each. Other contents have equal names and sizes. `time` None: of now."""
+    import webdataset as wds
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = [f"{folder}/shard-{shard:04d}.tar" for shard in range(count)]
+    for shard, path in enumerate(paths):
+        with wds.TarWriter(path, mtime=time) as writer:
+            for number in range(5 * shard, 5 * shard + 5):
+                data = np.random.default_rng([content, number]).bytes(size)
+                writer.write({"__key__": f"s{number:04d}", "bin": data, "cls": f"{number}".encode()})
+    return paths
+
+
+def of_shard(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"label": int(sample["cls"])}
+
+
+def make_webdataset(
+    urls: list[str], workers: int = 0, batch: int = 2, world: tuple[int, int] = (0, 1),
+    options: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A wrapped loader of shards."""
+    import webdataset as wds
+
+    dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(9).map(of_shard)
+    loader = DataLoader(dataset.batched(batch, collation_fn=list), batch_size=None, num_workers=workers)
+    world_of_it = midepoch.World(*world)
+    return midepoch.wrap(loader, seed=3, world=world_of_it, tail="uneven", progress=False, **(options or {}))
+
+
+def write_mds(folder: str, content: int = 0, **keywords: Any) -> str:
+    """Streaming's own format, 24 samples in many shards. Other contents have equal sizes."""
+    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+    from streaming import MDSWriter
+
+    with MDSWriter(out=folder, columns={"label": "int", "data": "bytes"}, size_limit=600, **keywords) as writer:
+        for number in range(24):
+            data = np.random.default_rng([content, number]).bytes(100)
+            writer.write({"label": number, "data": data})
+    return folder
+
+
+def make_streaming(
+    local: str | None = None, remote: str | None = None, workers: int = 0, batch: int = 2, shuffle: bool = True,
+    persistent: bool = False, options: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A wrapped StreamingDataLoader."""
+    import streaming_sources
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    with streaming_sources.one_at_a_time():
+        dataset = StreamingDataset(local=local, remote=remote, batch_size=batch, shuffle=shuffle, shuffle_seed=3)
+    loader = StreamingDataLoader(dataset, batch_size=batch, num_workers=workers, persistent_workers=persistent)
+    return midepoch.wrap(loader, **(options or {}))
+
+
+def labels_of(batch: Any) -> list[int]:
+    return batch["label"].tolist() if isinstance(batch, dict) else [item["label"] for item in batch]
+
+
+MAKERS: dict[str, Callable[..., Any]] = {"files": make, "webdataset": make_webdataset, "streaming": make_streaming}
+
+
+# --- in a process that has read nothing yet ---------------------------------------------------------------------------
+
+_opened: list[str] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and str(arguments[0]).endswith((".tar", ".mds")):
+        _opened.append(str(arguments[0]))
+
+
+def resume(state: dict[str, Any], arguments: dict[str, Any], kind: str = "files") -> dict[str, Any]:
+    """What comes of the state in this process.
+
+    Returns:
+        rest: labels; error; warnings; batches: that were given before the error; opened: shards that this process, not
+        a worker, opened while it read.
+    """
+    rest: list[int] = []
+    error, batches = "", 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with make(**arguments) as loader:
-            loader.load_state_dict(state)
+        with MAKERS[kind](**arguments) as loader:
             try:
-                rest, error = [item["label"] for batch in loader for item in batch], ""
+                loader.load_state_dict(state)
+                _opened.clear()
+                for batch in loader:
+                    rest, batches = rest + labels_of(batch), batches + 1
             except midepoch.MidepochError as raised:
                 rest, error = [], f"{type(raised).__name__}: {raised}"
+            opened = sorted(set(_opened))
     told = [str(each.message) for each in caught if issubclass(each.category, midepoch.MidepochWarning)]
-    return {"rest": rest, "error": error, "warnings": told}
+    return {"rest": rest, "error": error, "warnings": told, "batches": batches, "opened": opened}
+
+
+def in_new_process(
+    folder: Path, asked: list[dict[str, Any]], modules: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """What comes of states in a process that has not read them before, and has imported these modules."""
+    import forking
+
+    (folder / "asked.json").write_text(json.dumps(asked))
+    run = forking.run([__file__, folder / "asked.json"], check=True, modules=modules)
+    return list(json.loads(run.stdout.splitlines()[-1]))
+
+
+def outcome(found: dict[str, Any]) -> str:
+    """The error's name, "told" or "exact"."""
+    if found["error"]:
+        return str(found["error"]).partition(":")[0]
+    return "told" if found["warnings"] else "exact"
 
 
 if __name__ == "__main__":
+    sys.addaudithook(_note)
     asked = json.loads(Path(sys.argv[1]).read_text())
-    print(json.dumps([resume(each["state"], each["arguments"]) for each in asked]))
+    print(json.dumps([resume(each["state"], each["arguments"], each.get("kind", "files")) for each in asked]))

@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 from streaming import Stream, StreamingDataLoader, StreamingDataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from midepoch.adapters.streaming import private
+from midepoch.adapters.streaming.stored import Stored
 from midepoch.errors import MidepochError, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import draws_nothing
+from midepoch.reading.indexed import First, SeeingSession, draws_nothing
 from midepoch.reading.private import alive, keep_iterator, kept_iterator, shut_down
 from midepoch.reading.workers import WorkerAnswers, raise_if_worker_died, workers_outlive_signals
 from midepoch.world import World
@@ -87,7 +88,8 @@ class StreamingAdapter(Adapter):
         self.batch_size, self.drop_last = source.batch_size, source.drop_last
         self.seed = dataset.shuffle_seed
         self._opening = Streams()
-        self._reads, self._draws = _CheckedPass(dataset), _KeyedPass(dataset)
+        self._stored = None if options.verify == "off" or not options.streams else Stored(dataset)
+        self._reads, self._draws = _CheckedPass(dataset, self._stored), _KeyedPass(dataset, self._stored)
         self._kept_workers: Any = None  # the iterator with persistent workers
         self._last: _StreamingSession | None = None
 
@@ -309,7 +311,7 @@ class StreamingAdapter(Adapter):
         finally:
             self._kept_workers = kept_iterator(loader)
             keep_iterator(loader, theirs)
-        self._last = _StreamingSession(loader, iterator, str(parameters), reads, back)
+        self._last = _StreamingSession(loader, iterator, str(parameters), reads, back, run)
         return self._last
 
     def _begun(self) -> Iterator[Any]:
@@ -366,19 +368,42 @@ class _CheckedPass:
 
     Streaming ends silently if one of its threads fails or another pass over the dataset begins. To detect this, a
     method of the dataset is overridden while a pass begins. Copies of the dataset in worker processes keep it.
+
+    The first batch of a pass comes with what `stored` sees, if there is one. In a worker process that persists, later
+    passes do the same without being asked.
     """
 
-    def __init__(self, dataset: StreamingDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: StreamingDataset, stored: Stored | None) -> None:
+        self.dataset, self.stored = dataset, stored
+        self._looks = False  # at the next batch
+        self._collate: Callable[[Any], Any]
 
     @contextlib.contextmanager
     def attached(self, loader: DataLoader[Any]) -> Iterator[None]:
         """Overrides the methods while the loader's iterator is made, or takes its first batch."""
-        with private.overridden(self.dataset, _each_sample_id=self._each, **private.resume_override(self.dataset)):
-            yield
+        self._collate, loader.collate_fn = loader.collate_fn, self._collated
+        try:
+            with private.overridden(self.dataset, _each_sample_id=self._each, **private.resume_override(self.dataset)):
+                yield
+        finally:
+            loader.collate_fn = self._collate
+
+    def _collated(self, samples: list[Any]) -> Any:
+        """Replaces ``collate_fn``."""
+        batch = self._collate(samples)
+        return self._looking(batch) if self._looks else batch
+
+    def _looking(self, batch: Any) -> Any:
+        """The pass's first batch in this process. That of the first worker is the first of all."""
+        self._looks = False
+        worker = get_worker_info()
+        if self.stored is None or (worker is not None and worker.id):
+            return batch
+        return First(batch, self.stored.see())
 
     def _each(self, it: Any) -> Iterator[int]:
         """Replaces ``_each_sample_id``."""
+        self._looks = self.stored is not None
         needed = private.RETRIES.needed()  # in worker processes too
         private.use_own_end_pass(self.dataset, it)
         yield from private.each_sample(self.dataset, it)
@@ -401,10 +426,9 @@ class _KeyedPass(_CheckedPass):
     Both are the same on other numbers of ranks, workers and nodes.
     """
 
-    def __init__(self, dataset: StreamingDataset) -> None:
-        super().__init__(dataset)
+    def __init__(self, dataset: StreamingDataset, stored: Stored | None) -> None:
+        super().__init__(dataset, stored)
         self.streams = Streams(type(dataset))
-        self._collate: Callable[[Any], Any]
         self._plain_collate = False
         self._sample_key = self._batch_key = 0
         self._start = self._stride = 0  # position of this process's first step, and distance to its next
@@ -417,13 +441,9 @@ class _KeyedPass(_CheckedPass):
     @contextlib.contextmanager
     def attached(self, loader: DataLoader[Any]) -> Iterator[None]:
         """Overrides the methods while the loader's iterator is made, or takes its first batch."""
-        self._collate, loader.collate_fn = loader.collate_fn, self._collated
-        self._plain_collate = draws_nothing(self._collate)
-        try:
-            with super().attached(loader), private.overridden(self.dataset, _get_work=self._begin):
-                yield
-        finally:
-            loader.collate_fn = self._collate
+        self._plain_collate = draws_nothing(loader.collate_fn)
+        with super().attached(loader), private.overridden(self.dataset, _get_work=self._begin):
+            yield
 
     def end(self) -> None:
         """Restore the caller's generators, also after a sample has failed."""
@@ -489,7 +509,7 @@ class _KeyedPass(_CheckedPass):
             finally:
                 streams.end()
         self._read.clear()
-        return batch
+        return self._looking(batch) if self._looks else batch
 
     def _collated_under(self, key: int, samples: list[Any]) -> Any:
         if not self._plain_collate:
@@ -504,21 +524,23 @@ class _KeyedPass(_CheckedPass):
         return samples
 
 
-class _StreamingSession(Session):
+class _StreamingSession(SeeingSession):
     """This rank's batches, without the first `back`. A dataset has one session at a time, as Streaming requires."""
 
     def __init__(
-        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _CheckedPass, back: int
+        self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _CheckedPass, back: int, run: Run
     ) -> None:
+        super().__init__()
         # torch's own iterator, without Streaming's guess of the number of samples in a batch.
         self._loader, self._detail, self._reads = loader, detail, reads
         self._answers = WorkerAnswers(iterator, _raise_for_worker)
+        self._batches, self._run = self.unwrapped(self._answers), run
         self.failed = False  # whether a worker that may be persistent has failed
         self._began, self._back = False, back
         self._reading: Any = None  # Streaming's own record of a pass in this process
         self._needed = private.RETRIES.needed()
         if loader.num_workers and not back:
-            self.take = self._answers.__next__  # type: ignore[method-assign]
+            self.take = self._batches.__next__  # type: ignore[method-assign]
         _sessions[_here(loader.dataset)] = self
 
     def take(self) -> Any:
@@ -531,11 +553,11 @@ class _StreamingSession(Session):
     def _take_one(self) -> Any:
         try:
             if self._began:
-                return next(self._answers)
+                return next(self._batches)
             self._began = True
             try:
                 with self._reads.attached(self._loader):
-                    return next(self._answers)
+                    return next(self._batches)
             finally:
                 self._reading = private.pass_of(self._loader.dataset)
         except RuntimeError:  # Streaming's own, before it reads the next sample
@@ -544,6 +566,14 @@ class _StreamingSession(Session):
             raise
         finally:
             self._reads.end()
+
+    @property
+    def seen(self) -> Seen | None:  # type: ignore[override]
+        """What the process that read the first batch saw of the data."""
+        seen, stored = super().seen, self._reads.stored
+        if seen is None or stored is None or not self._run.looks:
+            return None
+        return stored.compared(seen, self._run.expects)
 
     def detail(self, mark: Any) -> str:
         """The parameters of the order."""
@@ -562,6 +592,7 @@ class _StreamingSession(Session):
         """End the threads that prefetch. torch ends its worker processes."""
         self.failed = self.failed or self._answers.failed
         self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))  # type: ignore[method-assign]
+        self._batches = iter(())
         self._end_threads()
         self._needed.end()
         if _sessions.get(here := _here(self._loader.dataset)) is self:

@@ -21,13 +21,14 @@ from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import spans
+from midepoch.reading.indexed import First, LookRequest, SeeingSession, spans
+from midepoch.reading.stored import seen_as_stored
 from midepoch.reading.tar import parse_members
 from midepoch.reading.workers import Server
 from midepoch.world import Share, World
@@ -38,6 +39,7 @@ _FEWEST_SHARDS = 16  # mixed at a time: more than most loaders have workers, eac
 _WIDER = 4  # times webdataset's buffer, so that samples move at least as far
 _ENDLESS_PASSES = 1 << 16  # length of an epoch that has no end
 _UNITS = 1 << 60  # limit of positions, counted from the first epoch on
+_MOST_LOOKED_AT = 256 << 10  # bytes of a sample, which may come over a network: they tell it from others
 
 
 def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
@@ -59,6 +61,7 @@ class _Request(NamedTuple):
         first, last: the positions of all ranks at this step, for a rank left without a sample.
         session: identifies the run.
         left: number of that run's requests that are still to come.
+        run: that asks to look at the first sample of its epoch; None for all but its first request.
     """
 
     seed: int
@@ -70,6 +73,7 @@ class _Request(NamedTuple):
     last: int
     session: int
     left: int
+    run: Run | None = None
 
 
 class _Samples:
@@ -122,8 +126,33 @@ class IndexedReader:
         self._orders: dict[tuple[int, int], EpochOrder] = {}
         self._session: int | None = None
 
-    def __call__(self, request: _Request) -> Answer:
+    def __call__(self, request: _Request) -> Answer | First:
         """Read a batch. The answer has no value if the stages dropped all of it."""
+        answer = self._answer(request)
+        return answer if request.run is None else First(answer, self._seen(request, request.run))
+
+    def _seen(self, request: _Request, run: Run) -> Seen:
+        """The first sample of the epoch as it is stored, read by its range: never more of a shard than that."""
+        index, ranges = self._index, self._ranges
+
+        def where(sample: int) -> tuple[int, int, int]:
+            return index.ranges(np.array([sample]))[0]
+
+        def stored(sample: int) -> bytes:
+            number, start, length = where(sample)
+            count = min(length, _MOST_LOOKED_AT)
+            (take,) = ranges.takers([(number, start, count)])
+            return take(0, count) + b"%d" % length
+
+        def name(sample: int) -> str:
+            number, start, _ = where(sample)
+            return f"sample {sample}, from byte {start} of {index.shards[number].url} on,"
+
+        look = LookRequest.of(run, int(self._places(request, 0, 1)[0][0]))
+        assert look is not None  # a request has a run only if that looks
+        return seen_as_stored(look, index.size, stored, name)
+
+    def _answer(self, request: _Request) -> Answer:
         streams = self._streams
         if streams is not None and self._session != request.session:
             self._session = request.session
@@ -373,7 +402,7 @@ class IndexedAdapter(Adapter):
         self._finish.begin_pass()
         return _IndexedSession(answers, close, self._finish, share, (detail, after), run, base)
 
-    def _serve(self, requests: Iterator[_Request], run: Run) -> tuple[Iterator[Answer], Callable[[], None]]:
+    def _serve(self, requests: Iterator[_Request], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         if self._server is None:
             return map(self._reader, requests), _nothing
         return self._server(self._reader, requests, run)
@@ -402,13 +431,14 @@ def _nothing() -> None:
 
 def _requests(run: Run, base: int, share: Share) -> Iterator[_Request]:
     first, ranks, left = share.start, range(share.world.world_size), share.steps
+    asks = run if run.looks else None
     for step, (start, stop) in enumerate(spans(share)):
         last = first + share.global_batch
         if step >= share.full_steps:
             last = max(replace(share, world=World(rank, len(ranks))).span(step)[1] for rank in ranks)
         left -= 1
-        yield _Request(run.seed, base, share.size, start, stop, first, last, run.session, left)
-        first += share.global_batch
+        yield _Request(run.seed, base, share.size, start, stop, first, last, run.session, left, asks)
+        first, asks = first + share.global_batch, None
 
 
 _COUNTED = re.compile(r"base=(\d{1,18});size=(\d{1,18})")
@@ -433,12 +463,12 @@ def _parse_refill(detail: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class _IndexedSession(Session):
+class _IndexedSession(SeeingSession):
     marks = True
 
     def __init__(
         self,
-        answers: Iterator[Answer],
+        answers: Iterator[Any],
         close: Callable[[], None],
         finish: Finish,
         share: Share,
@@ -446,7 +476,8 @@ class _IndexedSession(Session):
         run: Run,
         base: int,
     ) -> None:
-        self._answers, self._close, self._finish = answers, close, finish
+        super().__init__()
+        self._answers, self._close, self._finish = self.unwrapped(answers), close, finish
         self._share, self._details, self._run, self._base = share, details, run, base
         self._taken = self._passed_over = 0
 
@@ -505,14 +536,14 @@ class _IndexedSession(Session):
         self._close()
 
 
-class _RefilledSession(Session):
+class _RefilledSession(SeeingSession):
     """Full batches: this rank reads on to replace dropped samples, into the next pass if necessary."""
 
     marks = True
 
     def __init__(
         self,
-        answers: Iterator[Answer],
+        answers: Iterator[Any],
         close: Callable[[], None],
         finish: Finish,
         run: Run,
@@ -521,7 +552,8 @@ class _RefilledSession(Session):
         left: int | None,
         index: Index,
     ) -> None:
-        self._answers, self._close, self._finish, self._run = answers, close, finish, run
+        super().__init__()
+        self._answers, self._close, self._finish, self._run = self.unwrapped(answers), close, finish, run
         self._batch_size, self._left = batch_size, left
         self._turn, self._skip = cursor  # the next span, or the one whose rest is held
         self._held: deque[tuple[int, Any]] = deque()

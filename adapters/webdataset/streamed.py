@@ -13,6 +13,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
+import io
 import itertools
 import logging
 import lzma
@@ -32,6 +33,7 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
+from midepoch.loader.verify import Verify, tell_of_another
 from midepoch.order import Sequential, Shuffled
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
@@ -46,6 +48,7 @@ _LOG = logging.getLogger("midepoch.webdataset")
 _FIRST_STRETCH = 128  # samples; the first stretches are short, so that a pass begins soon
 _SHUFFLE = int.from_bytes(b"stretch", "big")
 _PIECE = 1 << 20  # bytes read at once when skipping
+_BEGINNING = 64 << 10  # bytes of a shard that its mark covers at most
 
 _nonces = itertools.count(1)
 
@@ -60,6 +63,7 @@ class _Cursor(NamedTuple):
         ordinal: number of samples of that shard before the stretch.
         stretch: number of stretches of this pass before this one.
         done: number of its samples that were taken.
+        mark: of the shard in which it begins, as `_mark_of` gives it; 0 if this shard has not been read.
     """
 
     passes: int
@@ -68,6 +72,7 @@ class _Cursor(NamedTuple):
     ordinal: int = 0
     stretch: int = 0
     done: int = 0
+    mark: int = 0
 
     def __str__(self) -> str:
         return ".".join(map(str, self))
@@ -77,9 +82,14 @@ class _Cursor(NamedTuple):
 
 
 class _Bytes:
-    """Reads exactly as many decompressed bytes of a stream as requested, in whatever pieces they come."""
+    """Reads exactly as many decompressed bytes of a stream as requested, in whatever pieces they come.
+
+    Attributes:
+        beginning: those of the first `_BEGINNING` bytes that have been read.
+    """
 
     def __init__(self, stream: Any) -> None:
+        self.beginning = bytearray()
         self._raw = stream
         self._head = b""
         self._head = self._exactly(stream.read, 6)
@@ -107,6 +117,12 @@ class _Bytes:
 
     def read(self, count: int) -> bytes:
         """Read `count` bytes, fewer at the end."""
+        data = self._take(count)
+        if len(self.beginning) < _BEGINNING:
+            self.beginning += data[: _BEGINNING - len(self.beginning)]
+        return data
+
+    def _take(self, count: int) -> bytes:
         if self._decompressed:
             return self._exactly(self._stream.read, count)
         if self._head:
@@ -126,6 +142,27 @@ class _Bytes:
         # A pipe's process may fail because nobody reads on. That is not an error.
         with contextlib.suppress(OSError):
             self._raw.close()
+
+
+def _mark_of(beginning: bytearray, keys: Keys) -> int:
+    """A checksum of a shard's first sample, as far as `beginning` goes: of the names, sizes and contents of its files.
+
+    Not of their times and owners: a pipe may write the archive anew each time.
+    """
+    file, mark, first = io.BytesIO(beginning), 0, None
+
+    def skip(count: int) -> None:
+        file.seek(count, io.SEEK_CUR)
+
+    with contextlib.suppress(TarError):  # the beginning may end anywhere
+        for member, _ in walk(file.read, skip, ""):
+            prefix = keys.prefix(member.name)
+            first = prefix if first is None else first
+            if prefix != first:
+                break
+            mark = zlib.crc32(f"{member.name}/{member.size}/".encode("utf-8", "surrogateescape"), mark)
+            mark = zlib.crc32(beginning[member.offset : member.offset + member.size], mark)
+    return mark
 
 
 class _Prefixed:
@@ -155,22 +192,28 @@ _BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class _Raw(NamedTuple):
-    """A sample as stored in the shard, and its position."""
+    """A sample as stored in the shard, its position, and the shard's mark."""
 
     place: int
     offset: int
     ordinal: int
     shard: int
+    mark: int
     sample: dict[str, Any]
 
 
 class _Shards:
-    """Reads the samples of shards one after another, as webdataset makes them."""
+    """Reads the samples of shards one after another, as webdataset makes them.
+
+    Attributes:
+        marks: by the number of the shard, for those of which a sample was read here.
+    """
 
     def __init__(self, pipeline: Pipeline, keys: Keys) -> None:
         self._urls, self._opener, self._keys = pipeline.urls, pipeline.opener, keys
         self._handler = pipeline.reading.get("handler", reraise_exception)
         self._grouping = pipeline.grouping
+        self.marks: dict[int, int] = {}
 
     def samples(self, number: int, offset: int, ordinal: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Offset, ordinal and content of each sample, starting at a byte where one begins."""
@@ -190,7 +233,12 @@ class _Shards:
             _LOG.warning("%s: the shard is lost", url)
             return
         try:
-            yield from self._grouped(data, source, url, offset, ordinal)
+            found = self._grouped(data, source, url, offset, ordinal)
+            first = next(found, None)
+            if first is not None:
+                self.marks[number] = _mark_of(data.beginning, self._keys)
+                yield first
+            yield from found
         finally:
             data.close()
 
@@ -306,7 +354,11 @@ class _Layout(NamedTuple):
 
 
 class _Stream:
-    """Reads one stream from a cursor on. `last_pass`: where it ends, None for no end."""
+    """Reads one stream from a cursor on. `last_pass`: where it ends, None for no end.
+
+    Attributes:
+        began: the mark of the shard in which it began; 0 if no sample of it was read.
+    """
 
     def __init__(
         self, shards: _Shards, layout: _Layout, seed: int, stream: int, cursor: _Cursor, last_pass: int | None
@@ -314,6 +366,7 @@ class _Stream:
         self._shards, self._layout, self._seed, self._stream = shards, layout, seed, stream
         self._last_pass = last_pass
         self.cursor = cursor
+        self.began = 0
         self._stretch: list[_Raw] = []
         self._order: list[int] = []
         self._source: Iterator[_Raw] = iter(())
@@ -336,11 +389,14 @@ class _Stream:
 
     def _read(self, cursor: _Cursor) -> Iterator[_Raw]:
         numbers, every, remainder = self._layout.dealt(self._seed, cursor.passes, self._stream)
-        offset, ordinal = cursor.offset, cursor.ordinal
+        offset, ordinal, marks, begins = cursor.offset, cursor.ordinal, self._shards.marks, bool(cursor.mark)
         for place in range(cursor.place, len(numbers)):
-            for begin, count, sample in self._shards.samples(numbers[place], offset, ordinal):
+            number = numbers[place]
+            for begin, count, sample in self._shards.samples(number, offset, ordinal):
+                if begins and place == cursor.place:
+                    self.began, begins = marks[number], False
                 if count % every == remainder:
-                    yield _Raw(place, begin, count, numbers[place], sample)
+                    yield _Raw(place, begin, count, number, marks[number], sample)
             offset = ordinal = 0
 
     def _fill(self) -> None:
@@ -352,7 +408,9 @@ class _Stream:
         self._ahead = None
         if self._stretch:
             first = self._stretch[0]
-            self.cursor = cursor._replace(place=first.place, offset=first.offset, ordinal=first.ordinal)
+            self.cursor = cursor._replace(
+                place=first.place, offset=first.offset, ordinal=first.ordinal, mark=first.mark
+            )
             key = derive_key(_SHUFFLE, self._seed, cursor.passes, self._stream, cursor.stretch)
             self._order = Shuffled(len(self._stretch)).epoch(key, 0)[:].tolist()
         if cursor.done >= len(self._stretch):
@@ -364,7 +422,7 @@ class _Stream:
         first = self._ahead = next(self._source, None)
         if first is not None:
             stretch = self.cursor.stretch + 1
-            self.cursor = _Cursor(self.cursor.passes, first.place, first.offset, first.ordinal, stretch, 0)
+            self.cursor = _Cursor(self.cursor.passes, first.place, first.offset, first.ordinal, stretch, 0, first.mark)
         for _ in range(_MOST_EMPTY_PASSES):
             if self._ahead is not None or self.ended:
                 return
@@ -419,11 +477,17 @@ class _Request(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The answer to a request, and the stream's position after it. `ended`: nothing was left."""
+    """The answer to a request, and the stream's position after it.
+
+    Attributes:
+        ended: nothing was left.
+        began: the mark of the shard in which the stream began.
+    """
 
     answer: Answer
     cursor: _Cursor
     ended: bool
+    began: int
 
 
 class StreamedReader:
@@ -473,13 +537,13 @@ class StreamedReader:
             if not raws:
                 break
             if len(raws) < self._batch_size and self._drop_last and not self._refill:
-                return _Batch(Answer([], []), stream.cursor, True)
+                return _Batch(Answer([], []), stream.cursor, True, stream.began)
             self._run(raws, survivors, keys)
             read += raws
             if survivors and (not self._refill or len(survivors) >= self._batch_size):
                 break
         if not survivors:
-            return _Batch(Answer([], []), stream.cursor, True)
+            return _Batch(Answer([], []), stream.cursor, True, stream.began)
         answer = self._batched(survivors, keys)
         if self._random_streams is not None and self._random_streams.made_late():
             if self._refill:  # how far it reads may depend on what was drawn
@@ -488,7 +552,7 @@ class StreamedReader:
                 survivors, keys = [], []
                 self._run(read, survivors, keys)
                 answer = self._batched(survivors, keys)
-        return _Batch(answer, stream.cursor, False)
+        return _Batch(answer, stream.cursor, False, stream.began)
 
     def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:
         with self._random_streams or contextlib.nullcontext() as start:
@@ -546,7 +610,8 @@ class _Cursors(NamedTuple):
         return f"next={self.following};size={self.size};{cursors}"
 
 
-_PLACE = re.compile(r"next=(\d{1,9});size=(\d{1,18});((?:\d{1,3}:\d{1,18}(?:\.\d{1,18}){5}(?:,|$))*)")
+# Cursors of older states have no mark.
+_PLACE = re.compile(r"next=(\d{1,9});size=(\d{1,18});((?:\d{1,3}:\d{1,18}(?:\.\d{1,18}){5,6}(?:,|$))*)")
 
 
 def _parse_cursors(detail: str) -> _Cursors:
@@ -696,7 +761,8 @@ class StreamedAdapter(Adapter):
         cursors = {stream: place.cursors.get(stream, _Cursor(run.epoch)) for stream in own}
         others = any(cursor.passes == run.epoch for cursor in place.cursors.values())
         place = _Cursors(place.following, size, cursors)
-        session = _StreamedSession(self._finish, place, streams, world, left)
+        known = _Known(self._pipeline.urls, self._layout, run.seed, place.cursors, self.options.verify)
+        session = _StreamedSession(self._finish, place, streams, world, left, known)
         session.others_go_on = limit is None and others
         self._finish.begin_pass()
         requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
@@ -749,15 +815,39 @@ def _requests(run: Run, place: _Cursors, streams: int, last_pass: int | None, le
         yield _Request(session, run.seed, stream, place.cursors[stream], count, last_pass)
 
 
+class _Known:
+    """Compares the shards in which streams began with the marks in their cursors, before a batch of them is given."""
+
+    def __init__(
+        self, urls: list[str], layout: _Layout, seed: int, cursors: dict[int, _Cursor], verify: Verify
+    ) -> None:
+        self._urls, self._layout, self._seed, self._verify = urls, layout, seed, verify
+        marked = {} if verify == "off" else cursors
+        self.left = {stream: cursor for stream, cursor in marked.items() if cursor.mark}
+        self._told = False
+
+    def compare(self, stream: int, began: int) -> None:
+        """Raise StateMismatchError, or warn once, if the stream's shard has another content now."""
+        cursor = self.left.get(stream)
+        if cursor is not None and began not in (0, cursor.mark) and not self._told:
+            number = self._layout.dealt(self._seed, cursor.passes, stream)[0][cursor.place]
+            tell_of_another(f"the beginning of {self._urls[number]}", self._verify)
+            self._told = True
+        self.left.pop(stream, None)
+
+
 class _StreamedSession(Session):
     """This rank's batches. A mark holds the cursors of its streams, and which stream is next."""
 
     marks = True
 
-    def __init__(self, finish: Finish, place: _Cursors, streams: int, world: World, left: int | None) -> None:
+    def __init__(
+        self, finish: Finish, place: _Cursors, streams: int, world: World, left: int | None, known: _Known
+    ) -> None:
         self._finish, self._size, self._streams, self._world, self._left = finish, place.size, streams, world, left
         self._cursors = dict(place.cursors)
         self._following = place.following
+        self._known = known
         self._ended_in_a_row = 0
 
     def begin(self, answers: Iterator[_Batch], close: Callable[[], None]) -> None:
@@ -779,6 +869,8 @@ class _StreamedSession(Session):
                 raise StopIteration
             batch = next(self._answers)
             stream = (self._following + self._world.rank) % self._streams
+            if self._known.left:
+                self._known.compare(stream, batch.began)
             self._following = (self._following + self._world.world_size) % self._streams
             self._cursors[stream] = batch.cursor
             if not batch.ended:

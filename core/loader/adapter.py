@@ -129,7 +129,8 @@ class Seen:
         error: why not; empty if it was read.
         missing: the source has no such sample.
         renews: the data are told the epoch, so the same index may be another sample in each.
-        what: in place of a sample, what was looked at, which is the same in every epoch: for messages.
+        what: was looked at, for messages; empty for the first sample of an epoch, which its index names. Without an
+            index, it is the same in every epoch.
     """
 
     index: Any

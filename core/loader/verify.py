@@ -10,12 +10,24 @@ from midepoch.state.witness import Witness
 
 from .adapter import Seen
 
-__all__ = ["verify"]
+__all__ = ["Verify", "tell_of_another", "verify"]
+
+Verify = Literal["sample", "strict", "warn", "off"]
+"""`wrap`'s setting of this name."""
 
 _GO_ON = "pass verify='warn' to midepoch.wrap to go on all the same"
 
 
-def verify(witness: Witness, seen: Seen, epoch: int, strict: Literal["sample", "strict", "warn", "off"]) -> None:
+def tell_of_another(which: str, strict: Verify) -> None:
+    """What follows when the data that `which` names are not those that the state was saved with."""
+    _tell(
+        f"{which} has another content than before: the samples to come may be others; restore "
+        f"it, or {_GO_ON}",
+        strict in ("sample", "strict"),
+    )
+
+
+def verify(witness: Witness, seen: Seen, epoch: int, strict: Verify) -> None:
     """Compare a sample with a loaded state's witness.
 
     Args:

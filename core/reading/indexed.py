@@ -31,6 +31,7 @@ __all__ = [
     "LookRequest",
     "MapReader",
     "MapRequest",
+    "SeeingSession",
     "as_list",
     "draws_nothing",
     "map_requests",
@@ -46,21 +47,33 @@ _KEY_BLOCK = 512
 _drawless = {default_collate.__module__}
 
 
-class IteratorSession(Session):
-    """A session that hands out an iterator's batches as they are."""
+class SeeingSession(Session):
+    """A session whose first answer may be a `First`."""
 
-    def __init__(self, answers: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._seen: list[Seen] = []
-        # The first answer may be a `First`. The iterator must not refer to the session: worker processes in a cycle
-        # would outlive a loader that is dropped.
-        self.take = itertools.chain(_first_batch(answers, self._seen), answers).__next__
-        self._detail = detail
-        self._close = close
+
+    def unwrapped(self, answers: Iterator[Any]) -> Iterator[Any]:
+        """The answers; of a `First` the batch alone, while `seen` keeps the rest.
+
+        The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
+        """
+        return itertools.chain(_first_batch(answers, self._seen), answers)
 
     @property
     def seen(self) -> Seen | None:  # type: ignore[override]
         """What the reader saw of the samples that the run asked to look at."""
         return self._seen[0] if self._seen else None
+
+
+class IteratorSession(SeeingSession):
+    """A session that hands out an iterator's batches as they are."""
+
+    def __init__(self, answers: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.take = self.unwrapped(answers).__next__
+        self._detail = detail
+        self._close = close
 
     def detail(self, mark: Any) -> str:
         """The same throughout the epoch: the CRC of the epoch's list, if the order is listed."""

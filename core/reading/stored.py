@@ -17,7 +17,9 @@ MOST_STORED = 1 << 20
 """Bytes of a sample that are read at most. It begins with them, so they tell it from others."""
 
 
-def seen_as_stored(request: LookRequest, size: int, stored: Callable[[int], bytes]) -> Seen:
+def seen_as_stored(
+    request: LookRequest, size: int, stored: Callable[[int], bytes], name: Callable[[int], str] | None = None
+) -> Seen:
     """Look at samples before any code has a part in them. Each is read once, since what is stored stays the same.
 
     Args:
@@ -25,6 +27,7 @@ def seen_as_stored(request: LookRequest, size: int, stored: Callable[[int], byte
         size: number of samples that there are.
         stored: from an index to the sample's bytes, all as one: any difference makes it another sample, since nothing
             in a file varies by itself. May raise any error.
+        name: from an index to where the sample is stored, for messages.
     """
 
     def look(index: int) -> Look:
@@ -43,7 +46,9 @@ def seen_as_stored(request: LookRequest, size: int, stored: Callable[[int], byte
             expected = look(request.expected[1])
         except Exception as failure:  # noqa: BLE001  # of another library
             error, missing = f"{type(failure).__name__}: {failure}", isinstance(failure, IndexError)
-    return Seen(request.index, one, one, expected, error, missing)
+    compared = request.index if request.expected is None else request.expected[1]
+    what = name(compared) if name is not None and not missing else ""
+    return Seen(request.index, one, one, expected, error, missing, what=what)
 
 
 def file_as_stored(path: str | bytes) -> bytes:
