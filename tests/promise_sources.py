@@ -153,7 +153,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "samples mix with their neighbours": (lambda: loader_of(MixesNeighbours), "samples", r"\['value'\]"),
     "augmentations are kept": (lambda: loader_of(KeepsAugmentations), "samples", "between processes"),
     "samples know their process": (lambda: loader_of(KnowsItsProcess), "samples", "between processes"),
-    "a list wanders from the second epoch on": (lambda: loader_of(Numbers, WandersLater), "lists", "epoch 1"),
+    "a list wanders from the second epoch on": (lambda: loader_of(Numbers, WandersLater), "lists", "does not repeat itself"),
     "a list follows a set": (lambda: loader_of(Numbers, InHashOrder), "lists", "begins with"),
     "passes differ after their beginning": (RepeatsItsBeginning, "passes", "pass 2 over epoch 0"),
     "a state is wrong in the middle": (WrongLater, "states", "after 5 batches"),
@@ -171,3 +171,20 @@ def make(name: str) -> Any:
 def sound() -> Any:
     """Keeps everything: two epochs of augmented samples under a sampler of its own."""
     return midepoch.wrap(loader_of(Numbers, lambda: torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)), seed=5)
+
+
+def own_up_order() -> Any:
+    """A source that a job tells of: its order follows a counter of passes from the first unit on."""
+    import test_trials
+
+    return midepoch.wrap(test_trials.CountsPasses(), seed=5)
+
+
+class AllEntropy(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return {"index": np.full(8, index), "value": os.urandom(4)}
+
+
+def own_up_augmentations() -> Any:
+    """A source that a job tells of: a part of each sample is drawn from the operating system."""
+    return midepoch.wrap(loader_of(AllEntropy), seed=5)

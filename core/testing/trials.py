@@ -116,6 +116,49 @@ class _DeclinedError(InapplicableError):
     """The loader promises nothing of what would be tried."""
 
 
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+@_trial(
+    "lists", "exact_order",
+    cause="the sampler's order depends on the process, on earlier passes, or on a generator that midepoch cannot seed",
+    cure="derive it from the epoch (set_epoch) or from torch's, numpy's or python's generators, and sort what comes "
+    "from sets",
+)  # fmt: skip
+def _lists(examination: Examination, seconds: float) -> Outcome:
+    """A sampler's lists of several epochs, from five samplers made anew in two processes, in other orders of epochs."""
+    _promised(examination, "exact_order")
+    lists: list[dict[int, tuple[str, str]]] = []
+    deadline = time.monotonic() + seconds
+    for process, epochs in ((0, 1), (1, -1), (0, -1), (1, 1), (0, 1)):
+        asked = list(range(_LISTED_EPOCHS))[::epochs]
+        lists.append(examination.investigate(_list, examination.options(), asked, process > 0, process=process))
+        if time.monotonic() > deadline:
+            break
+    if not lists[0]:
+        return Outcome("not applicable", "no sampler lists its order")
+    for other in lists[1:]:
+        for epoch, (crc, first) in lists[0].items():
+            if other[epoch][0] != crc:
+                raise examination.error(
+                    f"the same list of epoch {epoch} from each sampler: {first}", other[epoch][1], epoch=epoch
+                )
+    return Outcome("holds", f"{len(lists[0])} epochs, each listed {len(lists)} times in {min(len(lists), 2)} processes")
+
+
+def _list(settings: Settings, options: Mapping[str, Any], epochs: list[int], later: bool) -> dict[int, tuple[str, str]]:
+    """Epoch -> the CRC of its list, and how it begins."""
+    found = {}
+    with open_loader(settings, options, later=later) as loader:
+        wrapped = loader_of(loader)
+        for epoch in epochs if wrapped is not None else ():
+            samples = Part("", wrapped).samples(epoch) if wrapped is not None else None
+            if samples is not None and samples.listed:
+                first = [samples.indices(unit) for unit in range(min(samples.units, 6))]
+                found[epoch] = samples.listed, f"it begins with {', '.join(map(str, itertools.chain(*first)))!s:.200}"
+    return found
+
+
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -243,49 +286,6 @@ def _spread(count: int, most: int) -> range:
     return range(0, count, -(-count // most))
 
 
-# --- lists ------------------------------------------------------------------------------------------------------------
-
-
-@_trial(
-    "lists", "exact_order",
-    cause="the sampler's order depends on the process, on earlier passes, or on a generator that midepoch cannot seed",
-    cure="derive it from the epoch (set_epoch) or from torch's, numpy's or python's generators, and sort what comes "
-    "from sets",
-)  # fmt: skip
-def _lists(examination: Examination, seconds: float) -> Outcome:
-    """A sampler's lists of several epochs, from five samplers made anew in two processes, in other orders of epochs."""
-    _promised(examination, "exact_order")
-    lists: list[dict[int, tuple[str, str]]] = []
-    deadline = time.monotonic() + seconds
-    for process, epochs in ((0, 1), (1, -1), (0, -1), (1, 1), (0, 1)):
-        asked = list(range(_LISTED_EPOCHS))[::epochs]
-        lists.append(examination.investigate(_list, examination.options(), asked, process > 0, process=process))
-        if time.monotonic() > deadline:
-            break
-    if not lists[0]:
-        return Outcome("not applicable", "no sampler lists its order")
-    for other in lists[1:]:
-        for epoch, (crc, first) in lists[0].items():
-            if other[epoch][0] != crc:
-                raise examination.error(
-                    f"the same list of epoch {epoch} from each sampler: {first}", other[epoch][1], epoch=epoch
-                )
-    return Outcome("holds", f"{len(lists[0])} epochs, each listed {len(lists)} times in {min(len(lists), 2)} processes")
-
-
-def _list(settings: Settings, options: Mapping[str, Any], epochs: list[int], later: bool) -> dict[int, tuple[str, str]]:
-    """Epoch -> the CRC of its list, and how it begins."""
-    found = {}
-    with open_loader(settings, options, later=later) as loader:
-        wrapped = loader_of(loader)
-        for epoch in epochs if wrapped is not None else ():
-            samples = Part("", wrapped).samples(epoch) if wrapped is not None else None
-            if samples is not None and samples.listed:
-                first = [samples.indices(unit) for unit in range(min(samples.units, 6))]
-                found[epoch] = samples.listed, f"it begins with {', '.join(map(str, itertools.chain(*first)))!s:.200}"
-    return found
-
-
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +329,9 @@ def _repeat(
                 passes += 1
                 count = 0
                 what = f"in pass {number} over epoch {epoch}, batch"
-                for batch in itertools.islice(loader, _MOST_BATCHES):
+                for batch in _told(loader, _MOST_BATCHES):
+                    if isinstance(batch, Exception):
+                        return [], passes, batches, f"{type(batch).__name__}: {batch}"
                     first = firsts[epoch][count] if count < len(firsts[epoch]) else None
                     if finding := _compared(first, see(settings, batch), by_ids, what, epoch, count):
                         return [finding], passes, batches, ""
@@ -341,6 +343,14 @@ def _repeat(
                     wanted = f"in pass {number} over epoch {epoch}, {len(firsts[epoch])} batches"
                     return [Finding(wanted, got, epoch, count)], passes, batches, ""
     return [], passes, batches, ""
+
+
+def _told(loader: Any, most: int) -> Iterator[Any]:
+    """The batches of a pass over a loader that was used before. An error is given as the last one: it is no silence."""
+    try:
+        yield from itertools.islice(loader, most)
+    except Exception as error:  # noqa: BLE001  # of the source
+        yield error
 
 
 def _compared(first: Seen | None, again: Seen, by_ids: bool, what: str, epoch: int, count: int) -> Finding | None:
@@ -456,7 +466,9 @@ def _jump(
                 loader.load_state_dict(copy.deepcopy(state))
             except Exception as error:  # noqa: BLE001  # the law 'round trip' judges it
                 return [], number, f"{type(error).__name__}: {error}"
-            for batch in itertools.islice(loader, 1):
+            for batch in _told(loader, 1):
+                if isinstance(batch, Exception):
+                    return [], number, f"{type(batch).__name__}: {batch}"
                 first = following[0] if following else None
                 what = "a loader that was led from place to place gives the batch"
                 if finding := _compared(first, see(settings, batch), by_ids, what, 0, 0):
@@ -492,8 +504,9 @@ def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> tu
     batches, told = 0, ""
     with open_loader(settings, options) as loader:
         for epoch in range(2):
+            replays: list[ReplayReader] = []
             for number, _ in enumerate(itertools.islice(loader, _MOST_BATCHES)):
-                replays = [each for each in _replays() if all(each is not other for other in others)]
+                replays = replays or [each for each in _replays() if all(each is not other for other in others)]
                 if not replays or time.monotonic() > deadline:
                     return [], batches, told
                 batches += 1
@@ -507,4 +520,4 @@ def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> tu
 
 def _replays() -> list[ReplayReader]:
     """The readers of streams in this process. The adapters hold them, each in its own way."""
-    return [each for each in gc.get_objects() if isinstance(each, ReplayReader)]
+    return [each for each in gc.get_objects() if type(each) is ReplayReader]  # no `isinstance`, which asks proxies
