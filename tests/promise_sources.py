@@ -153,7 +153,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "samples mix with their neighbours": (lambda: loader_of(MixesNeighbours), "samples", r"\['value'\]"),
     "augmentations are kept": (lambda: loader_of(KeepsAugmentations), "samples", "between processes"),
     "samples know their process": (lambda: loader_of(KnowsItsProcess), "samples", "between processes"),
-    "a list wanders from the second epoch on": (lambda: loader_of(Numbers, WandersLater), "lists", "does not repeat itself"),
+    "a list wanders later": (lambda: loader_of(Numbers, WandersLater), "lists", "does not repeat itself"),
     "a list follows a set": (lambda: loader_of(Numbers, InHashOrder), "lists", "begins with"),
     "passes differ after their beginning": (RepeatsItsBeginning, "passes", "pass 2 over epoch 0"),
     "a state is wrong in the middle": (WrongLater, "states", "after 5 batches"),

@@ -87,8 +87,7 @@ def _verdict(examination: Examination, trial: TriedPromise, seconds: float) -> V
     except InapplicableError as reason:
         outcome = Outcome("not applicable", str(reason))
     except LawError as error:
-        found = examination.explained(error)
-        return Verdict(trial.name, "failed", found.got.splitlines()[0], found, time.perf_counter() - begun)
+        return Verdict(trial.name, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
     return Verdict(trial.name, outcome.status, outcome.reason, None, time.perf_counter() - begun)
 
 
@@ -133,10 +132,10 @@ def _lists(examination: Examination, seconds: float) -> Outcome:
     for process, epochs in ((0, 1), (1, -1), (0, -1), (1, 1), (0, 1)):
         asked = list(range(_LISTED_EPOCHS))[::epochs]
         lists.append(examination.investigate(_list, examination.options(), asked, process > 0, process=process))
+        if not lists[0]:
+            return Outcome("not applicable", "no sampler lists its order")
         if time.monotonic() > deadline:
             break
-    if not lists[0]:
-        return Outcome("not applicable", "no sampler lists its order")
     for other in lists[1:]:
         for epoch, (crc, first) in lists[0].items():
             if other[epoch][0] != crc:

@@ -121,14 +121,13 @@ def examine(
                 progress.advance(task)
         promises = stand(examination, trials, verdicts) if trials else ()
         report = Report(tuple(verdicts), tuple(trials), promises)
-    for verdict in report.trials:
-        if verdict.error is not None:
-            console.print(_text(f"{target} does not keep what it promises ({verdict.law})", "bold red"), soft_wrap=True)
-            console.print(_text(str(verdict.error)), soft_wrap=True)
+    for verdict in [each for each in report.trials if each.error is not None][:1]:  # others follow from the first
+        console.print(_text(f"{target} does not keep what it promises ({verdict.law})", "bold red"), soft_wrap=True)
+        console.print(_text(str(verdict.error)), soft_wrap=True)
     if report.promises:
         console.print(_promises_table(target, report))
-        console.print(_verdicts_table(target, "trial", report.trials))
-    console.print(_verdicts_table(target, "law", report.verdicts))
+        console.print(_verdicts_table("", "trial", report.trials))
+    console.print(_verdicts_table("" if report.promises else target, "law", report.verdicts))
     for verdict in report.verdicts:
         if verdict.error is not None:
             console.print(_text(str(verdict.error)), soft_wrap=True)
@@ -206,8 +205,8 @@ def _promises_table(target: str, report: Report) -> Table:
     return table
 
 
-def _verdicts_table(target: str, kind: str, verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title=_text(target), box=box.SIMPLE, title_justify="left")
+def _verdicts_table(title: str, kind: str, verdicts: Sequence[Verdict]) -> Table:
+    table = Table(title=_text(title) if title else None, box=box.SIMPLE, title_justify="left")
     for name in (kind, "verdict", "epoch", "batch", ""):
         table.add_column(name, no_wrap=name in (kind, "verdict"))
     for verdict in verdicts:
