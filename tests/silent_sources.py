@@ -8,12 +8,12 @@ import os
 import queue
 import random
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import resuming
 import sources
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
@@ -246,7 +246,7 @@ class Row(NamedTuple):
     Attributes:
         make: the source.
         outcome: "exact"; "told", by a warning before the first state can be used; "refused" by `wrap`; or what
-                comes of a resume: "mismatch" (an error) or "warned"; "chain": an error of the replay.
+            comes of a resume: "mismatch" (an error) or "warned"; "chain": an error of the replay.
         no: the capability that answers no where it is told.
         changed: environment of the process that resumes.
     """
@@ -297,99 +297,14 @@ for _name, _package in (("images", "PIL"), ("tables", "pyarrow")):
         del ROWS[_name]
 
 
-class Saved(NamedTuple):
-    """What a process has saved.
-
-    Attributes:
-        states: in mid-epoch, at the boundary, and in the second epoch.
-        following: the batches of the rest of each epoch, as text.
-        told: midepoch's warnings before the first state can be used.
-        no: the capabilities that answer no.
-    """
-
-    states: list[dict[str, Any]]
-    following: list[list[str]]
-    told: list[str]
-    no: list[str]
+def save(name: str) -> resuming.Saved:
+    """What this process saves of a row."""
+    return resuming.save(ROWS[name].make, 4)
 
 
-def text_of(batch: Any) -> str:
-    """A batch's content, the same in each process."""
-    if isinstance(batch, torch.Tensor):
-        parts = batch.unbind() if batch.is_nested else [batch.to_dense().float()]
-        return repr([part.tolist() for part in parts])
-    if isinstance(batch, set | frozenset):
-        return repr(sorted(batch))
-    if isinstance(batch, list | tuple):
-        return repr([text_of(part) for part in batch])
-    if hasattr(batch, "to_pylist"):
-        return repr(batch.to_pylist())
-    return repr(np.asarray(batch).tolist()) if type(batch).__module__.startswith("PIL") else repr(batch)
-
-
-def ours(caught: list[warnings.WarningMessage]) -> list[str]:
-    """The texts of midepoch's warnings, but for those that say what a replay costs."""
-    told = [str(each.message) for each in caught if issubclass(each.category, midepoch.MidepochWarning)]
-    return [each for each in told if "is read again from its start to position" not in each]
-
-
-def save(name: str) -> Saved:
-    """Run two epochs in this process, and save at three places."""
-    states: list[dict[str, Any]] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with midepoch.wrap(ROWS[name].make(), seed=3) as loader:
-            epochs: list[list[str]] = []
-            told: list[str] | None = None
-            for epoch in range(2):
-                epochs.append([])
-                for batch in loader:
-                    epochs[-1].append(text_of(batch))
-                    state = loader.state_dict()
-                    told = ours(caught) if told is None else told
-                    if len(epochs[-1]) == 4:
-                        states.append(state)
-                if not epoch:
-                    states.insert(1, loader.state_dict())
-            following = [epochs[0][4:], epochs[1], epochs[1][4:]]
-            no = [each for each in ("exact_order", "exact_augmentations") if not getattr(loader.capabilities, each)]
-    return Saved(states, following, told or [], no)
-
-
-class Resumed(NamedTuple):
-    """What came of a state: batches as text, or the error that ended them; and warnings."""
-
-    batches: list[str]
-    error: str
-    told: list[str]
-
-
-def resume(name: str, states: list[dict[str, Any]], seed: int) -> list[Resumed]:
-    """In another process, under other global seeds: the rest of each epoch."""
-    found = []
-    os.environ.update(ROWS[name].changed)
-    try:
-        for state in states:
-            random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with midepoch.wrap(ROWS[name].make(), seed=3) as loader:
-                    loader.load_state_dict(state)
-                    batches, error = [], ""
-                    try:
-                        batches += [text_of(batch) for batch in loader]
-                    except midepoch.MidepochError as raised:
-                        error = f"{type(raised).__name__}: {raised}"
-            found.append(Resumed(batches, error, ours(caught)))
-    finally:
-        for each in ROWS[name].changed:
-            del os.environ[each]
-    return found
-
-
-def resume_all(saved: dict[str, list[dict[str, Any]]], seed: int) -> dict[str, list[Resumed]]:
+def resume_all(saved: dict[str, list[dict[str, Any]]], seed: int) -> dict[str, list[resuming.Resumed]]:
     """What comes of the states of each row, in this process."""
-    return {name: resume(name, states, seed) for name, states in saved.items()}
+    return {name: resuming.resume(ROWS[name].make, states, seed, ROWS[name].changed) for name, states in saved.items()}
 
 
 def refusals(name: str, rank: int) -> str:

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 
 import silent_sources
 import sources
-from silent_sources import ROWS, Resumed, Saved
+from resuming import Resumed, Saved
+from silent_sources import ROWS
 
 import midepoch
 from midepoch import ResumableSampler, SourceError, UnsupportedSourceError, World, wrap
