@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +33,16 @@ class Saved(NamedTuple):
     no: list[str]
 
 
-def wrapped(make: Callable[[], Any]) -> Any:
-    """The loader that `make` makes, or one over the source that it makes."""
+@contextlib.contextmanager
+def wrapped(make: Callable[[], Any]) -> Iterator[Any]:
+    """The loader that `make` makes, or one over the source that it makes; closed at the end."""
     made = make()
-    return made if isinstance(made, midepoch.Loader | midepoch.StatefulIterable) else midepoch.wrap(made, seed=3)
+    loader = made if isinstance(made, midepoch.Loader | midepoch.StatefulIterable) else midepoch.wrap(made, seed=3)
+    try:
+        yield loader
+    finally:
+        if isinstance(loader, midepoch.Loader):
+            loader.close()
 
 
 def text_of(batch: Any) -> str:
@@ -88,7 +95,8 @@ def save(make: Callable[[], Any], cut: int) -> Saved:
                 if not epoch:
                     states.insert(1, loader.state_dict())
             following = [epochs[0][cut:], epochs[1], epochs[1][cut:]]
-            no = [each for each in ("exact_order", "exact_augmentations") if not getattr(loader.capabilities, each)]
+            told_no = getattr(loader, "capabilities", None)
+            no = [each for each in ("exact_order", "exact_augmentations") if told_no and not getattr(told_no, each)]
     return Saved(states, following, told or [], ours(caught), no)
 
 

@@ -63,6 +63,8 @@ def test_nothing_is_told_of_the_sources_of_the_tests(name: str, core: dict[str, 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BACKENDS)
 def test_nothing_is_told_of_backends(name: str) -> None:
+    import cpu_torchvision  # noqa: F401  # before those that import torchvision
+
     for module in ("litdata", "torchdata", "datasets", "grain", "webdataset", "streaming"):
         pytest.importorskip(module, reason=f"{module} is not installed")
     check(*all_of({name: BACKENDS[name]})[name])
