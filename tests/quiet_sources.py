@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import random
@@ -120,7 +121,7 @@ class NoDuplicates(Sampler[list[int]]):
         remaining = dict.fromkeys(torch.randperm(len(self.dataset), generator=self.generator).tolist())
         while remaining:
             kinds: set[int] = set()
-            batch = []
+            batch: list[int] = []
             for index in remaining:
                 if index % 7 not in kinds and len(batch) < BATCH:
                     kinds.add(index % 7)
@@ -238,7 +239,7 @@ class Pipeline:
     """Stages that are built anew in each pass, without randomness."""
 
     def __init__(self, count: int) -> None:
-        self.stages = [lambda numbers: (number * 2 for number in numbers), lambda numbers: map(str, numbers)]
+        self.stages: list[Any] = [lambda numbers: (number * 2 for number in numbers), lambda numbers: map(str, numbers)]
         self.count = count
 
     def __iter__(self) -> Iterator[Any]:
@@ -263,11 +264,9 @@ class WrapsCuts(IterableDataset[Any]):
 
 
 def arrow_batches() -> Any:
-    import pyarrow
-    import pyarrow.dataset
-
-    table = pyarrow.table({"number": list(range(40)), "text": [str(number) for number in range(40)]})
-    return lambda: pyarrow.dataset.dataset(table).scanner(batch_size=5).to_reader()
+    arrow = importlib.import_module("pyarrow")
+    table = arrow.table({"number": list(range(40)), "text": [str(number) for number in range(40)]})
+    return lambda: importlib.import_module("pyarrow.dataset").dataset(table).scanner(batch_size=5).to_reader()
 
 
 def rows_with_a_transform() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import importlib
 import importlib.util
 import os
 import queue
@@ -185,9 +186,7 @@ def image(number: int) -> Any:
 
 
 def table(number: int) -> Any:
-    import pyarrow
-
-    return pyarrow.table({"number": [number]})
+    return importlib.import_module("pyarrow").table({"number": [number]})
 
 
 def price(number: int) -> Any:
@@ -235,7 +234,8 @@ class Files(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         number, changed = self.names[index], os.environ.get("MIDEPOCH_CHANGED", "")
-        picture = np.random.default_rng(number + 999 * (changed == "files")).integers(0, 256, (8, 8)).astype(np.uint8)
+        drawn = np.random.default_rng(number + 999 * (changed == "files")).integers(0, 256, (8, 8))
+        picture: Any = drawn.astype(np.uint8)
         picture = picture ^ 1 if changed == "decoder" else picture
         return torch.from_numpy(picture).float() / 255 + random.random() * (0.11 if changed == "code" else 0.1)
 
