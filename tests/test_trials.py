@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import queue
 import random
+import re
 import sys
 import threading
 import warnings
@@ -19,12 +21,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
+import check_sources
+import promise_sources
 import sources
 
 import midepoch
 from midepoch import MidepochWarning
 from midepoch.copying import LARGEST_COPY, copy_apart
 from midepoch.loader.loader import Loader
+from midepoch.testing.examine import Examination
+from midepoch.testing.record import Settings
+from midepoch.testing.report import Verdict
+from midepoch.testing.standing import stand
+from midepoch.testing.trials import TRIALS, try_promises
 
 # --- sources that do not repeat themselves ---
 
@@ -404,16 +413,6 @@ def test_webdataset_s_own_shuffle_is_told(tmp_path: Path) -> None:
 
 # --- what check tries at length ---------------------------------------------------------------------------------------
 
-import functools  # noqa: E402
-
-import check_sources  # noqa: E402
-import promise_sources  # noqa: E402
-
-from midepoch.testing.examine import Examination  # noqa: E402
-from midepoch.testing.record import Settings  # noqa: E402
-from midepoch.testing.report import Verdict  # noqa: E402
-from midepoch.testing.standing import stand  # noqa: E402
-from midepoch.testing.trials import TRIALS, try_promises  # noqa: E402
 
 
 def tried(make: Callable[..., Any], seconds: float = 30.0) -> tuple[Examination, dict[str, Verdict]]:
@@ -441,7 +440,7 @@ def test_check_finds_what_a_job_does_not_try(name: str) -> None:
     found = verdicts[trial].error
     assert found is not None and found.law == "honesty"
     told = f"{found.expected} {found.got} {found.place}"
-    assert __import__("re").search(words, told), told
+    assert re.search(words, told), told
     failed = [verdict.law for verdict in verdicts.values() if verdict.status == "failed"]
     assert failed[0] == trial or trial in ("passes", "states", "threads"), "the most telling trial comes first"
     promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
