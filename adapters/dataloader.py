@@ -20,7 +20,7 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
-from midepoch.reading.indexed import IteratorSession, MapReader, map_requests, unchanged
+from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
@@ -146,6 +146,10 @@ class MapDataLoaderAdapter(Adapter):
         # With shard=False each rank has its own list. Its CRC would tie the state to one rank.
         detail = f"crc={order.crc}" if isinstance(order, ListedEpoch) and not self._own else ""
         return IteratorSession(answers, detail, close)
+
+    def samples(self, seed: int, epoch: int) -> Samples:
+        """The dataset's, in the sampler's order."""
+        return self._reader.samples(self._order.epoch(seed, epoch), seed, epoch)
 
     def _own_run(self, run: Run) -> Run:
         """A run over this rank's data alone: positions divided by the number of ranks, and its own random streams."""

@@ -13,7 +13,7 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
-from midepoch.reading.indexed import IteratorSession, MapReader, map_requests, unchanged
+from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.samplers import length_of
 from midepoch.world import World
@@ -75,6 +75,10 @@ class SequenceAdapter(Adapter):
         """Items from the position on."""
         order = Sequential(len(self.source)).epoch(run.seed, run.epoch)
         return IteratorSession(map(self._reader, map_requests(run, order, unchanged(self.source, len(self.source)))))
+
+    def samples(self, seed: int, epoch: int) -> Samples:
+        """The items, in order."""
+        return self._reader.samples(Sequential(len(self.source)).epoch(seed, epoch), seed, epoch)
 
 
 class PlainIterableAdapter(IterableAdapter):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import midepoch
 
@@ -61,3 +62,17 @@ def bare() -> Any:
 
 
 number = 3
+
+
+class SometimesEntropy(Dataset[int]):
+    """A few samples, not those that a job looks at, draw from the operating system."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return int.from_bytes(os.urandom(6)) if index % 7 == 5 else index
+
+
+def promising() -> Any:
+    return midepoch.wrap(DataLoader(SometimesEntropy(), batch_size=4), seed=0)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from law_sources import Samples
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
@@ -35,10 +34,23 @@ def identify(batch: Any) -> list[int]:
 # --- bare ---
 
 
+class Drawing(torch.utils.data.Dataset[torch.Tensor]):
+    """Sample i is (i, a number from each global generator); it needs nothing of midepoch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(())], dtype=torch.float64)
+
+
 def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
     generator = torch.Generator().manual_seed(seed or 0)
     return StatefulDataLoader(
-        Samples(size), BATCH, shuffle=True, num_workers=num_workers, generator=generator,
+        Drawing(size), BATCH, shuffle=True, num_workers=num_workers, generator=generator,
         multiprocessing_context="fork" if num_workers else None,
     )  # fmt: skip
 

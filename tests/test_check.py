@@ -77,6 +77,8 @@ def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
         texts.append(parser.text)
     good, bad = texts
     assert "every law that applies holds" in good
+    assert "proved at each resume" in good and "86 samples of 8 epochs, 344 reads in 2 processes" in good
+    assert "1 of 5 trials find a promise that is not kept" in bad and "believed" in bad
     assert good.count("40 samples: 0 lost") == 9, "nine changes of one, two and three ranks"
     assert good.count("3 cuts: at worst 0 lost") == 9
     assert "1 rank before and 1 rank after, a row for each cut: 3 cuts: at worst 4 lost" in bad
@@ -111,6 +113,24 @@ def test_lost_samples_stand_out_in_a_browser(pages: tuple[Path, Path], tmp_path:
 
 
 COLOURS = {"before": (0x3B, 0x6F, 0xB6), "after": (0x7F, 0xB3, 0xE6), "lost": (0xD0, 0x20, 0x2B)}
+
+
+def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> None:
+    """And what each promise rests on is said. Without time there are no trials."""
+    page = tmp_path / "page.html"
+    done = check("check_sources:promising", "--quick", "--laws=tail,honesty", "--epochs=1", f"--report={page}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    first = done.stdout.strip().splitlines()[0]
+    assert first == "check_sources:promising does not keep what it promises (samples)"
+    assert done.stdout.index("two reads of sample") < done.stdout.index("the law 'tail' is broken")
+    assert re.search(r"same data +proved at each resume", done.stdout)
+    assert re.search(r"exact_order +not kept +samples: two reads of sample (5|12|19) differ in the sample", done.stdout)
+    assert re.search(r"constant_time_resume +believed ", done.stdout)
+    parser = Strict()
+    parser.feed(page.read_text())
+    assert parser.open == [] and parser.text.index("two reads of sample") < parser.text.index("rests on")
+    without = check("check_sources:promising", "--quick", "--epochs=1", "--laws=honesty", "--trials=0").stdout
+    assert "does not keep" not in without and "believed" not in without
 
 
 @pytest.mark.parametrize(

@@ -492,3 +492,13 @@ class TestGrainDataset(_Own):
 class TestLitData(_Own):
     make_loader = staticmethod(own.wrapped_litdata_loader)
     shuffled = True
+
+
+@pytest.mark.parametrize("name", ["StatefulDataLoader of a stream", "torchdata.nodes", "right by itself"])
+def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
+    loader = wrap(own.EXACT[name](), seed=own.SEED)
+    beginning = loader.state_dict()
+    whole = [taken(loader) for _ in range(2)]
+    for _ in range(2):
+        loader.load_state_dict(beginning)
+        assert [taken(loader) for _ in range(2)] == whole

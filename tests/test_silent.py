@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,13 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import silent_sources
+import sources
+from resuming import Resumed, Saved
+from silent_sources import ROWS
 
 import midepoch
 from midepoch import ResumableSampler, SourceError, UnsupportedSourceError, World, wrap
@@ -215,3 +224,48 @@ def test_a_count_that_shows_much_later_is_found_at_once(variable: bool) -> None:
         resumed.load_state_dict(loader.state_dict())
         assert [[part.tolist() for part in batch] for batch in resumed] == whole[4:]
     assert ("place" if variable else "self.count") in resumed.capabilities.constant_time_resume.reason
+
+
+# --- the table of docs/reliability.md, row by row ---------------------------------------------------------------------
+#
+# Three more rows are elsewhere, in new processes too: a subclass of a DALI iterator (test_dali,
+# test_what_a_subclass_of_an_iterator_draws_goes_on_exactly), a mesh (test_world,
+# test_groups_and_meshes_of_real_processes), and sources with a state of their own (test_own_states).
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, tuple[Saved, list[Resumed]]]:
+    """Each row: what this process has saved, and what another has made of it."""
+    names = [name for name, row in ROWS.items() if row.outcome != "refused"]
+    saved = {name: silent_sources.save(name) for name in names}
+    states = {name: each.states for name, each in saved.items()}
+    resumed = sources.in_processes(silent_sources.resume_all, (states, 7))[0]
+    return {name: (saved[name], resumed[name]) for name in names}
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.outcome != "refused"])
+def test_nothing_is_silent_in_a_new_process(name: str, rows: dict[str, tuple[Saved, list[Resumed]]]) -> None:
+    saved, resumed = rows[name]
+    row = ROWS[name]
+    goes_on = [each.batches == rest for each, rest in zip(resumed, saved.following, strict=True)]
+    assert len(resumed) == 3 and all(saved.following)
+    if row.outcome == "told":
+        assert len(saved.told) == 1 and row.no in saved.no, "before the first state can be used"
+        assert not all(goes_on) or "thread" in name, "it is no false alarm"
+        return
+    assert saved.told == [] and saved.no == []
+    if row.outcome == "exact":
+        assert goes_on == [True] * 3 and not any(each.error or each.told for each in resumed)
+    elif row.outcome == "warned":
+        assert not any(goes_on) and not any(each.error for each in resumed)
+        assert all("not bit for bit" in told for each in resumed for told in each.told)
+        assert all(len(each.told) == 1 for each in resumed)
+    else:
+        words = {"mismatch": "StateMismatchError: sample 0, the first", "chain": "SourceError: the source does not re"}
+        assert all(each.error.startswith(words[row.outcome]) and not each.batches for each in resumed)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.outcome == "refused"])
+def test_what_divides_is_refused_on_every_rank_alike(name: str) -> None:
+    told = sources.in_processes(silent_sources.refusals, (name, 0), (name, 1))
+    assert all("divides its list among ranks" in each and "num_replicas=1, rank=0" in each for each in told)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import queue
 import random
+import re
 import sys
 import threading
 import warnings
@@ -19,12 +21,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
+import check_sources
+import promise_sources
 import sources
 
 import midepoch
 from midepoch import MidepochWarning
 from midepoch.copying import LARGEST_COPY, copy_apart
 from midepoch.loader.loader import Loader
+from midepoch.testing.examine import Examination
+from midepoch.testing.record import Settings
+from midepoch.testing.report import Verdict
+from midepoch.testing.standing import stand
+from midepoch.testing.trials import TRIALS, try_promises
 
 # --- sources that do not repeat themselves ---
 
@@ -400,3 +409,77 @@ def test_webdataset_s_own_shuffle_is_told(tmp_path: Path) -> None:
     loader = wrapped_webdataset(str(tmp_path / "0.tar"))
     with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
         next(iter(loader))
+
+
+# --- what check tries at length ---------------------------------------------------------------------------------------
+
+
+
+def tried(make: Callable[..., Any], seconds: float = 30.0) -> tuple[Examination, dict[str, Verdict]]:
+    examination = Examination(Settings(make, world_sizes=(1,), num_workers=(0,)))
+    return examination, {verdict.law: verdict for verdict in try_promises(examination, seconds)}
+
+
+@pytest.mark.filterwarnings("ignore:Loading a state dict")
+@pytest.mark.parametrize("name", promise_sources.SOURCES)
+def test_check_finds_what_a_job_does_not_try(name: str) -> None:
+    if "nodes" in name:
+        pytest.importorskip("torchdata.nodes", reason="needs torchdata")
+        pytest.importorskip("datasets", reason="needs datasets")
+    _, trial, words = promise_sources.SOURCES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        with promise_sources.make(name) as loader:
+            for _ in range(1 if trial == "lists" else 2):
+                for _batch in loader:
+                    loader.state_dict()
+            promised = loader.capabilities
+            assert promised.exact_order and promised.exact_augmentations, "a job finds nothing"
+    examination, verdicts = tried(functools.partial(promise_sources.make, name))
+    assert verdicts[trial].status == "failed", verdicts
+    found = verdicts[trial].error
+    assert found is not None and found.law == "honesty"
+    told = f"{found.expected} {found.got} {found.place}"
+    assert re.search(words, told), told
+    failed = [verdict.law for verdict in verdicts.values() if verdict.status == "failed"]
+    assert failed[0] == trial or trial in ("passes", "states", "threads"), "the most telling trial comes first"
+    promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
+    assert "not kept" in {promises["exact_order"].standing, promises["exact_augmentations"].standing}
+
+
+def test_what_check_tries_of_a_sound_loader_is_said_and_how_much() -> None:
+    examination, verdicts = tried(promise_sources.sound)
+    assert list(verdicts) == [trial.name for trial in TRIALS]
+    assert {name: verdict.status for name, verdict in verdicts.items()} == {
+        "lists": "holds", "samples": "holds", "passes": "holds", "states": "holds", "threads": "not applicable",
+    }  # fmt: skip
+    assert verdicts["samples"].reason == "54 samples of 8 epochs, 216 reads in 2 processes"
+    assert "14 of 14 states" in verdicts["states"].reason
+    standing = {promise.name: promise.standing for promise in stand(examination, list(verdicts.values()), [])}
+    assert standing == {
+        "same data": "proved at each resume", "exact_order": "tried", "exact_augmentations": "tried",
+        "constant_time_resume": "believed", "elastic_world": "believed", "elastic_workers": "believed",
+        "rank_independent": "believed",
+    }  # fmt: skip
+
+
+def test_trials_end_with_their_time_and_say_how_far_they_came() -> None:
+    _, verdicts = tried(promise_sources.sound, 1e-6)
+    assert "failed" not in {verdict.status for verdict in verdicts.values()}
+    assert verdicts["samples"].reason == "1 samples of 1 epochs, 2 reads in 2 processes"
+    assert "14 of 14 states" in verdicts["states"].reason and "0 jumps" not in verdicts["states"].reason
+
+
+def test_what_was_not_promised_is_not_held_against_a_loader() -> None:
+    """The job has said no already: a shuffle seeded anew in each pass, and a sample that is drawn from the system."""
+    for make in (promise_sources.own_up_order, promise_sources.own_up_augmentations):
+        _, verdicts = tried(make)
+        assert "failed" not in {verdict.status for verdict in verdicts.values()}, verdicts
+        assert "refused clearly" in {verdict.status for verdict in verdicts.values()}
+
+
+def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:
+    examination, verdicts = tried(check_sources.forgetful)
+    assert verdicts["states"].status == "failed" and verdicts["samples"].status == "not applicable"
+    promises = stand(examination, list(verdicts.values()), [])
+    assert {promise.standing for promise in promises} == {"believed", "not declared"}

@@ -50,7 +50,7 @@ class StatefulAdapter(Adapter):
     unit = "batch"
     seals_detail = True
     remembers = False
-    rewinds: ClassVar[bool] = False  # iterating the source starts an epoch, whatever others have read from it
+    rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -263,6 +263,8 @@ class TorchdataAdapter(StatefulAdapter):
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if _is_of("datasets", source.dataset) and _has_state(source.dataset) else None
         self._inside_first = None if self._inside is None else self._inside.state_dict()
+        # Another dataset with a state of its own goes on from where it stands, so it has to be led back.
+        self.rewinds = self._inside is not None or not _has_state(source.dataset)
         self._holds_back = self._inside is not None and private.has_shuffle_buffer(self._inside)
 
     @classmethod

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from midepoch.errors import StateCorruptError
 from midepoch.randomness.owned import find_generators
@@ -24,7 +24,7 @@ from midepoch.world import Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Samples", "Seen", "Session"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on, or made ahead
 
@@ -141,6 +141,24 @@ class Seen:
     missing: bool = False
     renews: bool = False
     what: str = ""
+
+
+class Samples(Protocol):
+    """The samples of one epoch, each to be looked at alone, in any order.
+
+    Attributes:
+        units: in the epoch: samples, or batches.
+        listed: the CRC of the epoch's list; empty if the order is computed.
+    """
+
+    units: int
+    listed: str
+
+    def indices(self, unit: int) -> list[Any]:
+        """The indices of the samples in a unit."""
+
+    def look(self, unit: int, place: int) -> Look | None:
+        """What the sample at this place of a unit looks like; None if it could not be read."""
 
 
 class Session:
@@ -399,6 +417,10 @@ class Adapter(ABC):
         """Raise a StateError if no session can be opened with this detail. By default it must be empty."""
         if detail:
             raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
+
+    def samples(self, seed: int, epoch: int) -> Samples | None:
+        """The samples of an epoch, for trials that a job cannot afford; None if they cannot be read one by one."""
+        return None
 
     def close(self) -> None:  # noqa: B027  # most adapters hold nothing
         """Release what outlives sessions, such as persistent worker processes."""

@@ -1,4 +1,4 @@
-"""The internal interface to a loader for combinations and trainer callbacks."""
+"""The internal interface to a loader for combinations, trainer callbacks and the trials of `midepoch check`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from midepoch.errors import StateError
 from midepoch.state.format import State
 from midepoch.world import Share, Tail, World
 
+from .adapter import Samples
 from .capabilities import Capabilities
 from .loader import Loader
 from .place import Place
@@ -84,6 +85,12 @@ class Part:
         adapter = self.loader._adapter
         share: Share | None = adapter.share(seed, place.epoch, place.position, self.world, place.detail)
         return None if share is None else share.steps
+
+    def samples(self, epoch: int) -> Samples | None:
+        """The samples of an epoch, if they can be read one by one."""
+        adapter, seed = self.loader._adapter, self.loader._current_seed(self.world)
+        adapter.prepare(seed, epoch)
+        return adapter.samples(seed, epoch)
 
     # --- where it stands ---
 

@@ -8,6 +8,7 @@ request, the batch is the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -31,6 +32,7 @@ __all__ = [
     "LookRequest",
     "MapReader",
     "MapRequest",
+    "Samples",
     "SeeingSession",
     "as_list",
     "draws_nothing",
@@ -148,6 +150,31 @@ class MapRequest(NamedTuple):
     session: int
     left: int
     look: LookRequest | None = None
+
+
+class Samples:
+    """The samples of one epoch. Each can be looked at alone, in any order, as often as one likes.
+
+    Attributes:
+        units: in the epoch: samples, or batches of a user's batch sampler.
+        listed: the CRC of the epoch's list; empty if the order is computed.
+    """
+
+    def __init__(
+        self, order: EpochOrder | ListedEpoch, listed_batches: bool, look: Callable[[Any, int, int], Look | None]
+    ) -> None:
+        self.units = len(order)
+        self.listed = order.crc if isinstance(order, ListedEpoch) else ""
+        self._order, self._listed_batches, self._look = order, listed_batches, look
+
+    def indices(self, unit: int) -> list[Any]:
+        """The indices of the samples in a unit."""
+        (index,) = as_list(self._order[unit : unit + 1])
+        return list(index) if self._listed_batches else [index]
+
+    def look(self, unit: int, place: int) -> Look | None:
+        """What the sample at this place of a unit looks like; None if it could not be read."""
+        return self._look(self.indices(unit)[place], unit, place)
 
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
@@ -275,13 +302,28 @@ class MapReader:
         renews = _is_told_the_epoch(self.dataset)
         return First(batch, Seen(look.index, one, again, expected, text, isinstance(error, IndexError), renews))
 
-    def _look(self, seed: int, epoch: int, index: Any) -> tuple[Look | None, Exception | None]:
-        """What the first sample of an epoch looks like, or why it could not be read."""
-        key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
+    def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
+        """The samples of an epoch, one by one, as this reader reads them."""
+        if self._streams is not None:
+            self._streams.begin_pass()
+        return Samples(order, self._listed_batches, functools.partial(self._look_alone, seed, epoch))
+
+    def _look_alone(self, seed: int, epoch: int, index: Any, position: int, place: int) -> Look | None:
+        look, _ = self._look(seed, epoch, index, position, place)
+        if self._streams is not None and self._streams.made_late():
+            look, _ = self._look(seed, epoch, index, position, place)
+        return look
+
+    def _look(
+        self, seed: int, epoch: int, index: Any, position: int = 0, place: int = 0
+    ) -> tuple[Look | None, Exception | None]:
+        """What the sample at a position of an epoch looks like, or why it could not be read.
+
+        `place`: of the sample in its batch, if the position is a batch's.
+        """
+        key = extend_key(derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch), position)
         if self._listed_batches and not self._whole:
-            key = int(derive_keys(extend_key(key, 0), np.arange(1))[0])
-        else:
-            key = extend_key(key, 0)
+            key = int(derive_keys(key, np.arange(place + 1))[place])
         try:
             with contextlib.nullcontext() if self._streams is None else self._streams as start:
                 if start is not None:

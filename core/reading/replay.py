@@ -210,13 +210,18 @@ class ReplayReader:
         answer = self(request)
         trial = None
         if copied is not None:
-            threads = reading_threads(before) if self._streams is not None and self._streams.drawn else ()
+            threads = reading_threads(before) if self.drawn else ()
             if copied.value is None or threads:
                 trial = Trial(copied.why or "threads of its own read it", threads=threads)
             else:
                 opened = functools.partial(Open(copied.value), request.seed, request.epoch)
                 trial = passes_differ(copied, opened, request.seed, request.epoch, self._own(request))
         return answer._replace(found=Found(tuple(self._unseen), trial))
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the source has drawn from generators that are under a stream, or may have."""
+        return self._streams is not None and self._streams.drawn
 
     def _own(self, request: ReplayRequest) -> tuple[int, ...]:
         """If the data stream is this process's own, so are the random streams."""

@@ -148,11 +148,16 @@ def make_page(target: str, report: Report, pictures: Sequence[Picture], versions
         pictures: the result of `take_pictures`.
         versions: of midepoch and its environment, as text.
     """
-    failed = len(report.failures)
+    failed = sum(verdict.error is not None for verdict in report.verdicts)
+    unkept = sum(verdict.error is not None for verdict in report.trials)
+    words = "every law that applies holds" if not failed else f"{failed} of {len(report.verdicts)} laws are broken"
+    words = f"{unkept} of {len(report.trials)} trials find a promise that is not kept; {words}" if unkept else words
     return _PAGE.render(
         target=target,
-        verdict="every law that applies holds" if not failed else f"{failed} of {len(report.verdicts)} laws are broken",
-        tone="bad" if failed else "good",
+        verdict=words,
+        tone="bad" if failed or unkept else "good",
+        trials=sorted(report.trials, key=lambda verdict: verdict.error is None),
+        promises=report.promises,
         versions=versions,
         date=time.strftime("%Y-%m-%d %H:%M"),
         verdicts=report.verdicts,
@@ -247,6 +252,23 @@ def _bar(kind: str, samples: Sequence[tuple[int, Hashable]], columns: int) -> _B
 
 _PAGE = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
     """\
+{% macro verdicts_of(kind, verdicts) %}
+<table>
+<thead><tr><th>{{ kind }}</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
+<tbody>
+{% for verdict in verdicts %}
+<tr class="{{ {'holds': 'good', 'failed': 'bad'}.get(verdict.status, 'other') }}">
+<th scope="row">{{ verdict.law }}</th><td>{{ verdict.status }}</td><td>
+{%- if verdict.error is none %}{{ verdict.reason }}{% else %}<dl>
+{%- for name, text in (
+    ('where', verdict.error.place), ('expected', verdict.error.expected), ('got', verdict.error.got),
+    ('usually', verdict.error.cause), ('cure', verdict.error.cure),
+) if text %}<dt>{{ name }}</dt><dd>{{ text[:4000] }}</dd>{% endfor %}</dl>{% endif -%}
+</td><td>{{ '%.2f' | format(verdict.seconds) }}</td></tr>
+{% endfor %}
+</tbody>
+</table>
+{% endmacro %}
 <!doctype html>
 <html lang="en">
 <head>
@@ -273,21 +295,21 @@ rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 <body>
 <h1>{{ target }}</h1>
 <p class="{{ tone }}"><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
+{% if promises %}
+{{ verdicts_of('trial', trials) }}
 <table>
-<thead><tr><th>law</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
+<thead><tr><th>promise</th><th>rests on</th><th></th></tr></thead>
 <tbody>
-{% for verdict in verdicts %}
-<tr class="{{ {'holds': 'good', 'failed': 'bad'}.get(verdict.status, 'other') }}">
-<th scope="row">{{ verdict.law }}</th><td>{{ verdict.status }}</td><td>
-{%- if verdict.error is none %}{{ verdict.reason }}{% else %}<dl>
-{%- for name, text in (
-    ('where', verdict.error.place), ('expected', verdict.error.expected), ('got', verdict.error.got),
-    ('usually', verdict.error.cause), ('cure', verdict.error.cure),
-) if text %}<dt>{{ name }}</dt><dd>{{ text[:4000] }}</dd>{% endfor %}</dl>{% endif -%}
-</td><td>{{ '%.2f' | format(verdict.seconds) }}</td></tr>
+{% for promise in promises %}
+<tr class="{{ {'proved at each resume': 'good', 'tried': 'good', 'not kept': 'bad'}.get(promise.standing, 'other') }}">
+<th scope="row">{{ promise.name }}</th><td>{{ promise.standing }}</td><td>{{ promise.reason }}</td></tr>
 {% endfor %}
 </tbody>
 </table>
+<p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
+whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>
+{% endif %}
+{{ verdicts_of('law', verdicts) }}
 <h2>Which samples each rank received</h2>
 <p>Each column is a sample, in the order of a run on one rank. Dark blue: before the cut; light blue: after it; red:
 never; orange: too often. If other numbers of ranks have another order, dark and light are mixed. If all ranks must

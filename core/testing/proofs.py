@@ -56,7 +56,7 @@ def witness(examination: Examination) -> Outcome:
     cure="try it when reading begins, and say in capabilities what does not hold before the first state can be saved",
 )
 def honesty(examination: Examination) -> Outcome:
-    """What a loader promises behind its first batch it still promises after two epochs."""
+    """What a loader promises with its first state, behind its first batch, it still promises after two epochs."""
     findings, reason = examination.investigate(_promises_kept, examination.options())
     examination.raise_first(findings)
     return Outcome("refused clearly", reason) if reason else HOLDS
@@ -75,13 +75,16 @@ def _promises_kept(settings: Settings, options: Mapping[str, Any]) -> tuple[list
             with contextlib.suppress(MidepochError):
                 for _ in loader:
                     batches += 1
+                    if not first:
+                        with contextlib.suppress(Exception):  # a source may have no state here
+                            loader.state_dict()
                     promised = _promises(loader)
                     first = first or promised
                     for name in CAPABILITIES:
                         if first[name] and not promised[name]:
                             reason = getattr(loader.capabilities, name).reason
                             return [Finding(
-                                f"{name} as it was promised after the first batch",
+                                f"{name} as it was promised with the first state",
                                 f"after {batches} batches it is no: {reason}", epoch, batches,
                             )], ""  # fmt: skip
         taken_back = [name for name in CAPABILITIES if first and stated[name] and not first[name]]

@@ -310,12 +310,13 @@ def in_group(file: str, rank: int, world_size: int, function: Callable[..., Resu
 
 
 def read_capabilities(settings: Settings, options: Mapping[str, Any]) -> dict[str, tuple[bool, str]] | None:
-    """Capability -> (yes or no, reason) after the first batch, or None for a loader that declares none."""
+    """Capability -> (yes or no, reason) after the first batch and its state; None for a loader that declares none."""
     with open_loader(settings, options) as loader:
         if getattr(loader, "capabilities", None) is None:
             return None
         with contextlib.suppress(Exception):  # another law judges it
             next(iter(loader), None)
+            loader.state_dict()
         declared = getattr(loader, "capabilities", None)
         if declared is None:
             return None

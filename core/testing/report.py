@@ -12,6 +12,7 @@ __all__ = [
     "InapplicableError",
     "LawError",
     "Outcome",
+    "Promise",
     "Report",
     "Verdict",
     "combined",
@@ -91,20 +92,44 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Promise:
+    """What a promise of a loader rests on.
+
+    Attributes:
+        name: a capability, or "same data".
+        standing: "proved at each resume", "tried", "believed", "no" (not promised), "not kept" (a trial or a law shows
+            that it is promised wrongly) or "not declared".
+        reason: in a sentence.
+    """
+
+    name: str
+    standing: Literal["proved at each resume", "tried", "believed", "no", "not kept", "not declared"]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Report:
-    """The result of `check_resumable`: one verdict for each examined law, in the order of the laws."""
+    """The result of an examination.
+
+    Attributes:
+        verdicts: one for each examined law, in the order of the laws.
+        trials: one for each trial; empty from `check_resumable`, which makes none.
+        promises: what each promise rests on; empty without trials.
+    """
 
     verdicts: tuple[Verdict, ...]
+    trials: tuple[Verdict, ...] = ()
+    promises: tuple[Promise, ...] = ()
 
     @property
     def holds(self) -> bool:
-        """Whether no law failed. Read ``str(report)`` for those that were not applicable."""
+        """Whether no law and no trial failed. Read ``str(report)`` for those that were not applicable."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[LawError, ...]:
-        """The errors of the laws that failed."""
-        return tuple(verdict.error for verdict in self.verdicts if verdict.error is not None)
+        """The errors of the trials and laws that failed. A trial names the cause, so trials come first."""
+        return tuple(verdict.error for verdict in (*self.trials, *self.verdicts) if verdict.error is not None)
 
     def __getitem__(self, law: str) -> Verdict:
         for verdict in self.verdicts:

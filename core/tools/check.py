@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from midepoch.testing.laws import LAWS, judge
 from midepoch.testing.page import make_page, take_pictures
 from midepoch.testing.record import Settings, open_loader
 from midepoch.testing.report import LawError, Report, Verdict
+from midepoch.testing.standing import stand
+from midepoch.testing.trials import TRIALS, try_promises
 
 from .inspection import Contents, FoundState
 
@@ -78,8 +80,17 @@ def find_target(target: str) -> Callable[..., Any]:
     return function
 
 
-def examine(settings: Settings, target: str, laws: list[str] | None, page: Path | None) -> Report:
-    """Examine a loader, with a progress bar and a table. Write the page if one is asked for.
+def examine(
+    settings: Settings, target: str, laws: list[str] | None, page: Path | None, seconds: float = 0.0
+) -> Report:
+    """Examine a loader, with a progress bar and tables. Write the page if one is asked for.
+
+    Args:
+        settings: of the examination.
+        target: the loader's name.
+        laws: to be examined; None for all. Trials belong to the law 'honesty'.
+        page: where to write the page; None for none.
+        seconds: that trials may take; 0 for no trials.
 
     Raises:
         ValueError: a law is unknown, or the loader has no batch.
@@ -92,22 +103,34 @@ def examine(settings: Settings, target: str, laws: list[str] | None, page: Path 
     draft = None if page is None else _draft(page)  # find out before the long examination whether it can be written
     verdicts: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    trials: list[Verdict] = []
     names = [name for name in LAWS if laws is None or name in laws]
+    tries = [each.name for each in TRIALS] if seconds > 0 and "honesty" in names else []
     reached = judge(examination, laws)
+    trying = try_promises(examination, seconds)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(_WHOLE, total=1 + len(names))
+        task = progress.add_task(_WHOLE, total=1 + len(tries) + len(names))
         failed = _run_through(examination)
         progress.advance(task)
         if failed is not None:
-            verdicts, names = [failed], []
-        for name in names:
-            progress.update(task, description=name)
-            verdicts.append(next(reached))
-            progress.advance(task)
-        report = Report(tuple(verdicts))
-    console.print(_laws_table(target, report))
-    for error in report.failures:
-        console.print(_text(str(error)), soft_wrap=True)
+            verdicts, names, tries = [failed], [], []
+        for group, source, into in ((tries, trying, trials), (names, reached, verdicts)):
+            for name in group:
+                progress.update(task, description=name)
+                into.append(next(source))
+                progress.advance(task)
+        promises = stand(examination, trials, verdicts) if trials else ()
+        report = Report(tuple(verdicts), tuple(trials), promises)
+    for verdict in [each for each in report.trials if each.error is not None][:1]:  # others follow from the first
+        console.print(_text(f"{target} does not keep what it promises ({verdict.law})", "bold red"), soft_wrap=True)
+        console.print(_text(str(verdict.error)), soft_wrap=True)
+    if report.promises:
+        console.print(_promises_table(target, report))
+        console.print(_verdicts_table("", "trial", report.trials))
+    console.print(_verdicts_table("" if report.promises else target, "law", report.verdicts))
+    for verdict in report.verdicts:
+        if verdict.error is not None:
+            console.print(_text(str(verdict.error)), soft_wrap=True)
     if page is not None and draft is not None:
         with console.status("drawing what each rank received"):
             text = make_page(target, report, take_pictures(examination), _versions())
@@ -166,16 +189,31 @@ def _methods_lacking(settings: Settings, options: dict[str, Any]) -> tuple[str, 
         return type(loader).__name__, [name for name in methods if not callable(getattr(loader, name, None))]
 
 
-def _laws_table(target: str, report: Report) -> Table:
+_COLOURS = {
+    "holds": "green", "failed": "bold red", "proved at each resume": "green", "tried": "green", "not kept": "bold red",
+}  # fmt: skip
+
+
+def _promises_table(target: str, report: Report) -> Table:
     table = Table(title=_text(target), box=box.SIMPLE, title_justify="left")
-    for name in ("law", "verdict", "epoch", "batch", ""):
-        table.add_column(name, no_wrap=name in ("law", "verdict"))
-    colours = {"holds": "green", "failed": "bold red"}
-    for verdict in report.verdicts:
+    for name in ("promise", "rests on", ""):
+        table.add_column(name, no_wrap=bool(name))
+    for promise in report.promises:
+        table.add_row(
+            promise.name, Text(promise.standing, _COLOURS.get(promise.standing, "")), _text(promise.reason)
+        )
+    return table
+
+
+def _verdicts_table(title: str, kind: str, verdicts: Sequence[Verdict]) -> Table:
+    table = Table(title=_text(title) if title else None, box=box.SIMPLE, title_justify="left")
+    for name in (kind, "verdict", "epoch", "batch", ""):
+        table.add_column(name, no_wrap=name in (kind, "verdict"))
+    for verdict in verdicts:
         error = verdict.error
         table.add_row(
             verdict.law,
-            Text(verdict.status, colours.get(verdict.status, "")),
+            Text(verdict.status, _COLOURS.get(verdict.status, "")),
             "" if error is None or error.epoch is None else str(error.epoch),
             "" if error is None or error.batch is None else str(error.batch),
             _text(verdict.reason),

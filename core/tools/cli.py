@@ -69,6 +69,10 @@ def check(
         ),
     ] = True,
     laws: Annotated[str | None, typer.Option(help="Names of laws, separated by commas; default: all.")] = None,
+    trials: Annotated[
+        float,
+        typer.Option(help="Seconds that trials of the promises may take; 0: none. They belong to the law 'honesty'."),
+    ] = 60.0,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
     options: Annotated[
         str | None,
@@ -81,8 +85,10 @@ def check(
     make_loader builds a fresh loader of a small dataset at each call. If it takes rank and world_size, it is examined
     on several ranks. It may also take num_workers, batch_size, seed, size, and others listed in docs/testing.md.
 
-    Exit status: 0 if all laws that apply hold; 1 if one is broken, or an uninterrupted epoch fails; 2 if the loader
-    could not be examined.
+    Trials come first: they try at length what a job tries once, and say what each promise rests on.
+
+    Exit status: 0 if all laws that apply hold, and all promises are kept; 1 if not, or if an uninterrupted epoch fails;
+    2 if the loader could not be examined.
     """
     require("cli", "jinja2", "rich")
     from midepoch.testing.record import Settings
@@ -106,7 +112,7 @@ def check(
             options=None if options is None else tuple(names(options)),
         )
         with sigterm_unwinds():
-            found = examine(settings, target, None if laws is None else names(laws), report)
+            found = examine(settings, target, None if laws is None else names(laws), report, trials)
     except (TargetError, TypeError, ValueError, OSError) as error:
         fail(printable(str(error)))
     except KeyboardInterrupt:

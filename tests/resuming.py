@@ -1,0 +1,133 @@
+"""Saving in one process and resuming in another: what follows, and what is told on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import midepoch
+
+
+class Saved(NamedTuple):
+    """What a process has saved.
+
+    Attributes:
+        states: in mid-epoch, at the boundary, and in the second epoch.
+        following: the batches of the rest of each epoch, as text.
+        told: midepoch's warnings before the first state can be used.
+        told_in_all: and later.
+        no: the capabilities that answer no.
+    """
+
+    states: list[dict[str, Any]]
+    following: list[list[str]]
+    told: list[str]
+    told_in_all: list[str]
+    no: list[str]
+
+
+@contextlib.contextmanager
+def wrapped(make: Callable[[], Any]) -> Iterator[Any]:
+    """The loader that `make` makes, or one over the source that it makes; closed at the end."""
+    made = make()
+    loader = made if isinstance(made, midepoch.Loader | midepoch.StatefulIterable) else midepoch.wrap(made, seed=3)
+    try:
+        yield loader
+    finally:
+        if isinstance(loader, midepoch.Loader):
+            loader.close()
+
+
+def text_of(batch: Any) -> str:
+    """A batch's content, the same in each process."""
+    if isinstance(batch, torch.Tensor):
+        parts = batch.unbind() if batch.is_nested else [batch.to_dense()]
+        return repr([part.tolist() for part in parts])
+    if isinstance(batch, dict):
+        return repr({key: text_of(part) for key, part in batch.items()})
+    if isinstance(batch, np.ndarray):
+        return repr(batch.tolist())
+    if isinstance(batch, set | frozenset):
+        return repr(sorted(batch))
+    if isinstance(batch, list | tuple):
+        return repr([text_of(part) for part in batch])
+    if hasattr(batch, "to_pylist"):
+        return repr(batch.to_pylist())
+    if type(batch).__module__.startswith("PIL"):
+        return repr(np.asarray(batch).tolist())
+    return f"{type(batch).__name__} {text_of(vars(batch))}" if hasattr(batch, "__dict__") else repr(batch)
+
+
+def ours(caught: list[warnings.WarningMessage]) -> list[str]:
+    """The texts of midepoch's warnings, but for those that say what a replay costs."""
+    told = [str(each.message) for each in caught if issubclass(each.category, midepoch.MidepochWarning)]
+    return [each for each in told if "is read again from its start to position" not in each]
+
+
+def save(make: Callable[[], Any], cut: int) -> Saved:
+    """Run two epochs in this process, and save at three places.
+
+    Args:
+        make: the loader, or a source for `midepoch.wrap`.
+        cut: batches before a state within an epoch.
+    """
+    states: list[dict[str, Any]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with wrapped(make) as loader:
+            epochs: list[list[str]] = []
+            told: list[str] | None = None
+            for epoch in range(2):
+                epochs.append([])
+                for batch in loader:
+                    epochs[-1].append(text_of(batch))
+                    state = loader.state_dict()
+                    told = ours(caught) if told is None else told
+                    if len(epochs[-1]) == cut:
+                        states.append(state)
+                if not epoch:
+                    states.insert(1, loader.state_dict())
+            following = [epochs[0][cut:], epochs[1], epochs[1][cut:]]
+            told_no = getattr(loader, "capabilities", None)
+            no = [each for each in ("exact_order", "exact_augmentations") if told_no and not getattr(told_no, each)]
+    return Saved(states, following, told or [], ours(caught), no)
+
+
+class Resumed(NamedTuple):
+    """What came of a state: batches as text, or the error that ended them; and warnings."""
+
+    batches: list[str]
+    error: str
+    told: list[str]
+
+
+def resume(
+    make: Callable[[], Any], states: list[dict[str, Any]], seed: int, changed: dict[str, str] | None = None
+) -> list[Resumed]:
+    """In another process, under other global seeds: the rest of each epoch. `changed`: of its environment."""
+    found = []
+    os.environ.update(changed or {})
+    try:
+        for state in states:
+            random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with wrapped(make) as loader:
+                    loader.load_state_dict(state)
+                    batches, error = [], ""
+                    try:
+                        batches += [text_of(batch) for batch in loader]
+                    except midepoch.MidepochError as raised:
+                        error = f"{type(raised).__name__}: {raised}"
+            found.append(Resumed(batches, error, ours(caught)))
+    finally:
+        for each in changed or {}:
+            del os.environ[each]
+    return found
