@@ -59,7 +59,7 @@ class ResumableTests:
         self._examine("next epoch")
 
     def test_boundary(self) -> None:
-        """The state after the last batch starts the next epoch, on each rank; that before the first equals fresh."""
+        """The state after the last batch starts the next epoch, or ends a body; that before the first equals fresh."""
         self._examine("boundary")
 
     def test_round_trip(self) -> None:
