@@ -21,7 +21,7 @@ from midepoch.state.parts import part_of
 from midepoch.state.witness import Look, Witness
 from midepoch.world import Share, Tail, World, check_tail
 
-from .capabilities import Capabilities, Capability
+from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
 __all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Samples", "Seen", "Session"]
@@ -321,9 +321,12 @@ class Adapter(ABC):
         Cached until `learned`.
         """
         if self._promises is None:
-            promises = self.stated_promises
+            promises, then = self.stated_promises, self.options.then
+            if then is not None:
+                exact = with_then(promises.exact_augmentations, self.options.streams)
+                promises = replace(promises, exact_augmentations=exact)
             if promises.exact_augmentations and self.options.streams:
-                _, hopeless = find_generators(*self.drawing())
+                _, hopeless = find_generators(*self.drawing(), *(() if then is None else (then,)))
                 if hopeless:
                     names = ", ".join(hopeless)
                     why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-__all__ = ["Capabilities", "Capability"]
+__all__ = ["Capabilities", "Capability", "with_then"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,12 @@ class Capabilities:
 
     def __str__(self) -> str:
         return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
+
+
+def with_then(exact: Capability, streams: bool) -> Capability:
+    """The answer about augmentations where a function passed as ``then=`` may draw, too."""
+    if not exact:
+        return exact
+    if not streams:
+        return Capability(False, "randomness='none': then= draws from the caller's generators, which are not restored")
+    return replace(exact, reason=f"{exact.reason}; numbers drawn in then= are the batch's: exact on the same split")

@@ -39,6 +39,7 @@ from .cursor import Cursor, History, Phase, new_history, place_before
 from .place import Place
 from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset
 from .states import States
+from .whole_batches import Then
 from .witnesses import Witnesses
 
 __all__ = ["Loader", "when_loaded_by"]
@@ -79,6 +80,7 @@ class Loader:
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
         self._options = options
+        self._then = Then.of(options)
         # Read, never consumed; used in a single process if no seed is given.
         self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.seed
@@ -555,12 +557,12 @@ class Loader:
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
         attributes = {**self.__dict__, "_place": self._here(), "_world": None, "_passes": None, "_failed": []}
-        del attributes["_cursor"], attributes["_history"]
+        del attributes["_cursor"], attributes["_history"], attributes["_then"]
         return attributes
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
-        self._cursor, self._history = Cursor(), self._new_history()
+        self._cursor, self._history, self._then = Cursor(), self._new_history(), Then.of(self._options)
 
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
@@ -612,8 +614,11 @@ class Loader:
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
+        session = adapter.open(run)
+        if self._then is not None:
+            session = self._then.around(session, run, adapter)
         marks = self._options.remember > 0 and not adapter.remembers
-        cursor.open(adapter.open(run), run, adapter.units_per_step(world), before, marks)
+        cursor.open(session, run, adapter.units_per_step(world), before, marks)
         cursor.resumed = cursor.resumed or self._loaded is not None
         self._seed, self._world = seed, world
         return True

@@ -5,10 +5,10 @@ saving takes 40 microseconds and restoring 55, a tenth of a training step of a m
 generator is replaced by one of ours instead, which takes 0.2.
 
 For each batch we must also know whether any generator was used, and whether numpy has cached the second of a pair of
-normal numbers, which the replacement would lose. No cheap public call tells. A few bytes of the generators do, in 0.2
-microseconds each. They are read only if a test on generators of the same types confirms the memory layout. Otherwise
-the public calls are used, at 270 microseconds a batch instead of 5 (2 cores, 2026-11-24, torch 2.13, numpy 2.1). This
-module assumes one process and one thread.
+normal numbers, which the replacement would lose. No cheap public call tells. The generators' memory does, in 0.2
+microseconds each. It is read only if a test on generators of the same types confirms its layout. Otherwise the public
+calls are used, at 220 microseconds a batch instead of 1 (2 cores, 2026-11-24, torch 2.13, numpy 2.1). This module
+assumes one process and one thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 __all__ = ["LentGlobals"]
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
+_NO_PAIR = bytes(4)
+_TORCH_STATE = 5056  # bytes of `get_state` of a torch generator that is one
 
 
 class LentGlobals:
@@ -39,24 +41,29 @@ class LentGlobals:
         self._python_stamp: _Stamp
         self._numpy_stamp: _Stamp
         self._pair_stamp: _Stamp
+        self._torch_stamp: _Stamp
         # Looked up once: the path of every batch leads through here.
         self._generator: Any = random._inst
         self._torch = torch.default_generator
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = np.random.MT19937(0)
         self._python_stamp, self._numpy_stamp, self._pair_stamp = _PythonState(), _NumpyState(self._ours), _Pair()
-        pair = _offset_of_pair()
+        self._torch_stamp = _TorchState(self._torch)
+        pair, engine = _offset_of_pair(), _offset_of_engine()
         if by_memory and _python_is_known():
             self._python_stamp = _python_stamp(self._generator)
         if by_memory and _numpy_is_known():
             self._numpy_stamp = _numpy_stamp(self._ours)
         if by_memory and pair is not None:
             self._pair_stamp = _memory(id(np.random.mtrand._rand) + pair, 4)
+        if by_memory and engine is not None:
+            self._torch_stamp = _torch_stamp(self._torch, engine)
         self._python_saved: Any = None
         self._python_saved_at: tuple[bytes, float | None] | None = None
         self._numpy_saved: Any = None
         self._pair_saved: Any = None
-        self._torch_saved = self._torch.get_state()
+        self._torch_saved: Any = None
+        self._torch_saved_at: bytes | None = None
         self._stamps: tuple[Any, ...] = ()
 
     def borrow(self) -> None:
@@ -64,38 +71,45 @@ class LentGlobals:
         python = self._python_stamp.tobytes(), self._generator.gauss_next
         if python != self._python_saved_at:
             self._python_saved, self._python_saved_at = random.getstate(), python
-        self._torch_saved = self._torch.get_state()
-        self._pair_saved = np.random.get_state(legacy=False) if any(self._pair_stamp.tobytes()) else None
+        engine = self._torch_stamp.tobytes()
+        if engine != self._torch_saved_at:
+            self._torch_saved, self._torch_saved_at = self._torch.get_state(), engine
+        paired = self._pair_stamp.tobytes() != _NO_PAIR
+        self._pair_saved = np.random.get_state(legacy=False) if paired else None
         self._numpy_saved = np.random.get_bit_generator()
         np.random.set_bit_generator(self._ours)
-        self._stamps = python, self._numpy_stamp.tobytes(), self._torch_saved.numpy().tobytes()
+        self._stamps = python, self._numpy_stamp.tobytes(), engine
 
-    def give_back(self) -> None:
-        """Restore the caller's states."""
+    def give_back(self, touched: bool = True) -> None:
+        """Restore the caller's states. `touched`: whether a generator was used since `borrow`."""
         np.random.set_bit_generator(self._numpy_saved)
         if self._pair_saved is not None:
             np.random.set_state(self._pair_saved)
-        self._torch.set_state(self._torch_saved)
+        if not touched:
+            return
+        if self._torch_stamp.tobytes() != self._torch_saved_at:
+            self._torch.set_state(self._torch_saved)
         if (self._python_stamp.tobytes(), self._generator.gauss_next) != self._python_saved_at:
             random.setstate(self._python_saved)
 
     def watch(self) -> None:
         """From now on, `touched` reports whether a generator was used."""
         python = self._python_stamp.tobytes(), self._generator.gauss_next
-        self._stamps = python, self._numpy_stamp.tobytes(), self._torch.get_state().numpy().tobytes()
+        self._stamps = python, self._numpy_stamp.tobytes(), self._torch_stamp.tobytes()
 
     def touched(self) -> bool:
         """Whether a generator was used or seeded since `borrow` or `watch`."""
         return self._stamps != (
             (self._python_stamp.tobytes(), self._generator.gauss_next),
             self._numpy_stamp.tobytes(),
-            self._torch.get_state().numpy().tobytes(),
+            self._torch_stamp.tobytes(),
         )
 
 
 # --- stamps: they change when a generator is used ---------------------------------------------------------------------
 # A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new. So a
-# stamp in memory holds the index and a few words.
+# stamp in memory holds the index and at least a few words. torch's also holds the cached second of a pair of normal
+# numbers, because a draw that takes it leaves the engine as it is.
 
 
 class _Stamp(Protocol):
@@ -123,6 +137,14 @@ class _Pair:
         return struct.pack("i", state["has_gauss"])
 
 
+class _TorchState:
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def tobytes(self) -> bytes:
+        return bytes(self._generator.get_state().numpy().tobytes())
+
+
 def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
@@ -135,6 +157,19 @@ def _python_stamp(generator: Any) -> memoryview:
 def _numpy_stamp(bits: Any) -> memoryview:
     """In its bit generator: ``struct { uint32_t key[624]; int pos; }``."""
     return _memory(bits.ctypes.state_address + 4 * (_WORDS - 4), 20)
+
+
+def _torch_stamp(generator: Any, engine: int) -> memoryview:
+    """In its implementation, from `engine` on.
+
+    ``struct { uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]; }``, then
+    ``optional<float>, optional<double>``: the cached normal numbers. All of it, with what lies between.
+    """
+    return _memory(generator._cdata + engine, _NORMAL + 9)
+
+
+_STATE = 20  # offset in `_torch_stamp` of the words
+_NORMAL = _STATE + 4 * _WORDS + 12  # and of the cached normal number: a double, then whether there is one
 
 
 @functools.cache
@@ -176,3 +211,36 @@ def _offset_of_pair() -> int | None:
     if len(offsets) != 1 or [struct.unpack_from("i", each, offsets[0])[0] for each in (with_pair, without)] != [1, 0]:
         return None
     return offsets[0]
+
+
+@functools.cache
+def _offset_of_engine() -> int | None:
+    """The offset of the Mersenne Twister in the implementation of a torch generator.
+
+    Returns:
+        Bytes from its beginning; None if it is not certain.
+    """
+    generator = torch.Generator().manual_seed(0x123456789ABCDEF)
+    legacy = generator.get_state().numpy().tobytes()
+    if sys.implementation.name != "cpython" or len(legacy) != _TORCH_STATE or not hasattr(generator, "_cdata"):
+        return None
+    words = struct.unpack_from(f"={_WORDS}Q", legacy, 24)
+    # The implementation is larger than its words, so this much can be read.
+    beginning = ctypes.string_at(generator._cdata, 4 * _WORDS)
+    at = beginning.find(struct.pack("=8I", *words[:8]))
+    engine = at - _STATE
+    if at < _STATE or (generator._cdata + engine + _NORMAL) % 8:
+        return None
+    for count in (3, 1):  # caches a normal number, takes it
+        torch.empty(count, dtype=torch.float64).normal_(generator=generator)
+        legacy = generator.get_state().numpy().tobytes()
+        seed, left, seeded, following, *words_now = struct.unpack_from(f"=Qii{_WORDS + 1}Q", legacy)
+        normal, valid = struct.unpack_from("=d8xi", legacy, 24 + 8 * _WORDS + 8)
+        stamp = _torch_stamp(generator, engine).tobytes()
+        found = struct.unpack_from(f"=Qi?3x{_WORDS + 1}I", stamp)
+        cached = struct.unpack_from("=d?", stamp, _NORMAL)
+        if found != (seed, left, bool(seeded), following, *words_now) or cached[1] != bool(valid):
+            return None
+        if valid and cached[0] != normal:
+            return None
+    return engine

@@ -9,6 +9,7 @@ epoch was interrupted before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 import warnings
@@ -22,6 +23,7 @@ from torch.utils.data import get_worker_info
 from midepoch.errors import MidepochError, MidepochWarning
 from midepoch.order.keys import derive_key
 
+from .devices import LentDevices
 from .globals import LentGlobals
 from .owned import OwnedGenerator, find_generators
 
@@ -37,6 +39,7 @@ class Purpose:
     OPENING = 4  # iter(dataset), and the base seed of worker processes
     MIXING = 5  # which of several loaders is read at a step
     TRIAL = 6  # where a copy of a source is read, which stands for another process
+    WHOLE = 7  # the user's work on whole batches
 
 
 # What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;
@@ -56,8 +59,9 @@ def process_seed() -> int:
 def sample_generator() -> np.random.Generator:
     """The numpy Generator of the sample that is being read: the way to random numbers that needs no global generator.
 
-    Call it inside ``__getitem__``, ``__next__``, ``__getitems__`` or ``collate_fn`` of what midepoch reads. Calls for
-    the same sample return the same Generator, which continues its sequence. It is for this sample only: do not keep it.
+    Call it inside ``__getitem__``, ``__next__``, ``__getitems__`` or ``collate_fn`` of what midepoch reads, or inside
+    the function passed to `wrap` as `then`; in the last three it is the batch's. Calls for the same sample return the
+    same Generator, which continues its sequence. It is for this sample only: do not keep it.
 
     Raises:
         MidepochError: no sample is being read in this thread.
@@ -65,8 +69,8 @@ def sample_generator() -> np.random.Generator:
     key = getattr(_current, "key", None)
     if key is None:
         raise MidepochError(
-            "no sample is being read here: call midepoch.sample_generator() inside the dataset or collate_fn of a "
-            "loader made by midepoch.wrap, with randomness='sample'"
+            "no sample is being read here: call midepoch.sample_generator() inside the dataset, collate_fn or then= of "
+            "a loader made by midepoch.wrap, with randomness='sample'"
         )
     if isinstance(key, Streams):
         key.asked = True  # so that the batch will be read again, under its keys
@@ -99,18 +103,20 @@ class Streams:
     Args:
         roots: objects to search for their own generators (a dataset, a collate_fn): at each `begin_pass`, and once more
             after the first batch of the pass, when `made_late` is called.
+        devices: the code may draw from the global generators of devices, too.
 
     Attributes:
         unused: no code has drawn in this process, and there are no generators but the global ones.
         asked: `sample_generator` was called since `look`.
     """
 
-    def __init__(self, *roots: object) -> None:
+    def __init__(self, *roots: object, devices: bool = False) -> None:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._first = False  # no batch of this pass has been read
         self._warned: set[str] = set()  # paths
-        self._globals = LentGlobals()
+        self._devices = LentDevices() if devices else None
+        self._globals = LentGlobals() if self._devices is None else self._devices
         # Looked up once: these are called for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
         self._seed_python = super(random.Random, self._python_generator).seed
@@ -141,9 +147,9 @@ class Streams:
             self._owned = [each for each in self._owned if {id(each.generator), each.path} & known]
 
     def made_late(self, *more: object) -> bool:
-        """Whether the first batch of the pass created generators, which were not seeded yet.
+        """Whether the first batch of the pass created generators, or drew from those of a device that it started.
 
-        If so, read the batch again; they are seeded from now on. Call it after every batch.
+        They were not seeded. If so, read the batch again; they are seeded from now on. Call it after every batch.
         """
         if not self._first:
             return False
@@ -155,7 +161,7 @@ class Streams:
         # Known generators keep their path for this pass, even if samples have moved them.
         self._owned = [*before, *late]
         self.unused = not self._drawn and not self._owned
-        return bool(late)
+        return bool(late) or (self._devices is not None and self._devices.late)
 
     def warn_of_late(self) -> None:
         """Warn if `made_late` has found something and the batch cannot be read again."""
@@ -210,6 +216,8 @@ class Streams:
         # The upper half: torch seeds a generator of the same kind with the lower one. The numbers would be equal.
         self._start_numpy(key >> 32)
         self._start_torch(key)
+        if self._devices is not None:
+            self._devices.start(key)
         if self._owned:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
@@ -260,9 +268,10 @@ class Streams:
     def leave(self) -> bool:
         """Stop watching. Returns whether any generator was used since `look`. The caller's generators are restored."""
         drawn = self.asked or self._globals.touched()
-        self.unused = not drawn
         if not self._lent:
-            self._globals.give_back()
+            self._globals.give_back(drawn)
+        drawn = drawn or (self._devices is not None and self._devices.late)
+        self.unused = not drawn
         _current.key, _current.generator, _current.used = self._outer
         return drawn
 
@@ -285,6 +294,6 @@ class Streams:
         self._outer = outer.get("key"), outer.get("generator"), outer.get("used")
         _current.key, _current.generator, _current.used = key, None, False
 
-    def __reduce__(self) -> tuple[type[Streams], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.
-        return Streams, self._roots
+        return functools.partial(Streams, devices=self._devices is not None), self._roots

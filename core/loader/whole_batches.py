@@ -1,0 +1,304 @@
+"""`then` and `prefetch`: sessions that pass another session's batches through the user's function.
+
+The function runs in this process, under a stream of the batch: a key of (seed, epoch, the batch's first position). What
+it returns is handed out, so a state counts a batch where its result is handed out, not where it is made.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from midepoch.errors import MidepochWarning, SourceError, StateError
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+
+from .adapter import Adapter, Options, Run, Seen, Session
+
+__all__ = ["Then"]
+
+
+class Then:
+    """What `wrap` got as `then` and `prefetch`. A loader keeps one, and with it whether the function draws.
+
+    Attributes:
+        function: from a batch to what is handed out.
+        ahead: results that are made before they are asked for.
+        streams: the generators that the function may draw from; None if it uses the caller's.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], ahead: int, streams: Streams | None) -> None:
+        self.function, self.ahead, self.streams = function, ahead, streams
+
+    @classmethod
+    def of(cls, options: Options) -> Then | None:
+        """None if there is no such function."""
+        if options.then is None:
+            return None
+        return cls(options.then, options.prefetch, Streams(options.then, devices=True) if options.streams else None)
+
+    def around(self, session: Session, run: Run, adapter: Adapter) -> Session:
+        """A session of the function's results. `session`: of `adapter`, opened for `run`."""
+        kind = _MadeAhead if self.ahead else _WholeBatches
+        return kind(self, session, run, adapter)
+
+
+class _WholeBatches(Session):
+    """Each result is made when it is asked for.
+
+    Seeding all generators for a batch costs more than a function that draws nothing. So after the first batch, such a
+    function is only watched. If it draws all the same, the batch is read again and the function called again, under the
+    batch's stream: a batch that was passed to it may have been changed in place. Where reading a batch again is not a
+    jump, every batch is seeded.
+    """
+
+    def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
+        self.marks = inner.marks
+        self._function, self._streams = then.function, then.streams
+        self._inner, self._take = inner, inner.take
+        self._run, self._adapter = run, adapter
+        self._rereads = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
+        self._key = derive_key(Purpose.WHOLE, run.seed, run.epoch)
+        self._global_batch = adapter.units_per_step(run.world)
+        self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
+        self._made = 0
+        self._drift_before = 0  # of the sessions before `inner`
+        self._seen: Seen | None = None
+        self._failed = False
+
+    # --- the inner session's answers ---
+
+    @property
+    def drift(self) -> int:  # type: ignore[override]
+        """The inner session's."""
+        return self._drift_before + self._inner.drift
+
+    @property
+    def others_go_on(self) -> bool:  # type: ignore[override]
+        """The inner session's."""
+        return self._inner.others_go_on
+
+    @property
+    def seen(self) -> Seen | None:  # type: ignore[override]
+        """The inner session's."""
+        return self._seen or self._inner.seen
+
+    @property
+    def varies(self) -> bool:
+        """The inner session's."""
+        return self._inner.varies
+
+    def mark(self) -> Any:
+        """The inner session and its mark."""
+        if self._failed and not self._adapter.remembers:
+            raise StateError(
+                "then= failed for a batch, and the source's state is already past it: load an older state to continue"
+            )
+        return self._inner, self._inner.mark()
+
+    def detail(self, mark: Any) -> str:
+        """The inner session's."""
+        inner, own = (self._inner, None) if mark is None else mark
+        return str(inner.detail(own))
+
+    def following(self) -> str:
+        """The inner session's."""
+        return self._inner.following()
+
+    def close(self) -> None:
+        """Close the inner session."""
+        self._take = _closed
+        self._inner.close()
+
+    # --- making a result ---
+
+    def take(self) -> Any:
+        """The function's result for the next batch."""
+        streams, made = self._streams, self._made
+        if streams is None:
+            result = self._call(self._take())
+            self._made = made + 1
+            return result
+        if not made:
+            return self._first(streams)
+        inner = self._inner
+        if not (streams.unused and self._rereads):
+            at = self._position(inner.drift)
+            result = self._under(streams, at, self._take())
+            self._made = made + 1
+            return result
+        mark, drift = (inner.mark(), inner.drift) if self.marks else (None, 0)
+        batch = self._take()
+        streams.look()
+        try:
+            result = self._call(batch)
+        except Exception:
+            if not streams.leave():
+                raise
+        except BaseException:
+            streams.leave()
+            raise
+        else:
+            if not streams.leave():
+                self._made = made + 1
+                return result
+        at = self._position(drift)
+        result = self._under(streams, at, self._read_again(at, mark))
+        self._made = made + 1
+        if not streams.drawn:
+            self._warn("drew random numbers for a batch, and none when it was called for the same batch again")
+        return result
+
+    def _position(self, drift: int) -> int:
+        """Of all ranks, before the next batch. `drift`: the inner session's."""
+        return self._run.position + self._made * self._global_batch + self._drift_before + drift
+
+    def _first(self, streams: Streams) -> Any:
+        """The session's first result: always under the batch's stream."""
+        at = self._run.position
+        streams.begin_pass()
+        result = self._under(streams, at, self._take())
+        if streams.made_late():
+            if self._rereads:
+                result = self._under(streams, at, self._read_again(at, None))
+            else:
+                self._warn("made a random generator when it was first called, and its batch cannot be read again")
+        self._made = 1
+        return result
+
+    def _under(self, streams: Streams, at: int, batch: Any) -> Any:
+        """The result for the batch at position `at` of all ranks, under its stream."""
+        with streams as start:
+            start(extend_key(self._key, at + self._offset))
+            return self._call(batch)
+
+    def _call(self, batch: Any) -> Any:
+        try:
+            return self._function(batch)
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, StopIteration):  # would end the epoch
+                raise SourceError("then= raised StopIteration: return a result, or raise another error") from error
+            raise
+
+    def _read_again(self, at: int, mark: Any) -> Any:
+        """The batch at position `at`, from a new inner session. `mark`: the inner session's from before this batch."""
+        run, adapter, inner = self._run, self._adapter, self._inner
+        detail = inner.detail(mark) if self._made else run.detail
+        self._seen, self._failed = self.seen, False
+        self._drift_before = at - run.position - self._made * self._global_batch
+        inner.close()
+        share = adapter.share(run.seed, run.epoch, at, run.world, detail)
+        self._inner = adapter.open(Run(run.epoch, at, run.seed, run.world, share, run.tail, detail))
+        self._take = self._inner.take
+        try:
+            return self._take()
+        except StopIteration:
+            raise SourceError(
+                f"the source ended at position {at} of epoch {run.epoch}, where it gave a batch before: it does not "
+                "repeat itself; make it depend on midepoch's streams or a seed alone"
+            ) from None
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"the function passed as then= {what}, so its random numbers may differ after a resume: draw the numbers "
+            "of each batch anew, make generators before the loader is iterated, or use midepoch.sample_generator()",
+            MidepochWarning,
+            stacklevel=6,
+        )
+
+
+class _Made(NamedTuple):
+    """A result that was made ahead.
+
+    Attributes:
+        result: None if there is an error.
+        error: raised where this batch is asked for; StopIteration at the end.
+        mark: the session's from before this batch; None for the first, and if it is not needed.
+        unknown: why there is no such mark.
+        drift: the session's after this batch.
+    """
+
+    result: Any
+    error: Exception | None
+    mark: Any
+    unknown: Exception | None
+    drift: int
+
+
+class _MadeAhead(_WholeBatches):
+    """The next results are made before they are asked for, in the same thread.
+
+    What the loader asks about its place is answered as of the results handed out.
+    """
+
+    def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
+        super().__init__(then, inner, run, adapter)
+        self._ahead, self._results = then.ahead, deque[_Made]()
+        self._keeps_marks = inner.marks or not adapter.remembers
+        # An inner session is not asked for more than its share, unless the loader does so.
+        self._steps = None if run.share is None else run.share.steps
+        self._over = False  # the last entry of `_results` is an error or the end
+        self._drift = 0
+
+    @property
+    def drift(self) -> int:  # type: ignore[override]
+        """After the result that was handed out last."""
+        return self._drift
+
+    def mark(self) -> Any:
+        """As it was when the next result was about to be made."""
+        if not self._results:
+            return super().mark()
+        following = self._results[0]
+        if following.unknown is not None:
+            raise following.unknown
+        return following.mark
+
+    def close(self) -> None:
+        """Close the inner session, and drop the results."""
+        self._results.clear()
+        super().close()
+
+    def take(self) -> Any:
+        """The next result."""
+        results = self._results
+        while len(results) <= self._ahead and not self._over and self._made != self._steps:
+            self._make()
+        if not results:
+            try:
+                return super().take()
+            finally:
+                self._drift = super().drift
+        error = results[0].error
+        if error is not None and type(error) is not StopIteration:
+            raise error  # it stays, so that `mark` leads to the batch that failed
+        made = results.popleft()
+        self._drift = made.drift
+        if error is not None:
+            raise error
+        return made.result
+
+    def _make(self) -> None:
+        mark: Any = None
+        result: Any = None
+        unknown: Exception | None = None
+        failure: Exception | None = None
+        if self._keeps_marks and self._made:
+            try:
+                mark = super().mark()
+            except Exception as error:  # noqa: BLE001  # raised if the mark is asked for
+                unknown = error
+        try:
+            result = super().take()
+        except StopIteration:
+            failure, self._over = StopIteration(), True
+        except Exception as error:  # noqa: BLE001  # raised where this batch is asked for
+            failure, self._over = error, True
+        self._results.append(_Made(result, failure, mark, unknown, super().drift))
+
+
+def _closed() -> Any:
+    raise RuntimeError("midepoch: the session is closed")  # pragma: no cover  # the loader opens another one
