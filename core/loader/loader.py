@@ -790,8 +790,10 @@ class Loader:
     # --- errors that are passed over ---
 
     def _passes_over(self, error: BaseException) -> bool:
-        """Whether the caller who goes on after an error gets the next batch. Not if a worker died."""
-        if not isinstance(error, Exception) or isinstance(error, MidepochError) or not self._adapter.jumps:
+        """Whether the caller who goes on after an error gets the next batch. Not if a worker died or memory ran out."""
+        if not isinstance(error, Exception) or isinstance(error, MidepochError | MemoryError):
+            return False
+        if not self._adapter.jumps:
             return False
         stated = self._options.on_error
         return stated == "next" or (stated is None and not self._retries and self._current_world().world_size == 1)
