@@ -67,6 +67,11 @@ class Part:
         """What to do with the last samples if their number is not divisible by the world size."""
         return self.loader._adapter.tail_in_use
 
+    def reshard(self, world: World) -> None:
+        """As `Loader.reshard`. A pending batch is read again."""
+        self.pending.clear()
+        self.loader.reshard(world)
+
     # --- how much there is ---
 
     def length(self, epoch: int) -> int | None:
