@@ -14,6 +14,7 @@ import torch
 from reference_loader import ReferenceLoader, RigidLoader, reseal
 
 from midepoch.errors import StateCorruptError, StateMismatchError
+from midepoch.world import World
 
 BROKEN: list[tuple[str, type[ReferenceLoader]]] = []
 BROKEN_WIDELY: list[tuple[str, type[ReferenceLoader]]] = []  # whose fault shows in other laws as well
@@ -676,6 +677,67 @@ class OwnsUpLate(ReferenceLoader):
         if len(self.history) > 3:
             declared.exact_augmentations.holds = False
         return declared
+
+
+# Ranks that leave and join.
+
+
+@breaks("reshard")
+class KeepsItsShare(ReferenceLoader):
+    def reshard(self, world: World) -> None:
+        pass
+
+
+@breaks("reshard")
+class SharesTheWholeEpochAgain(ReferenceLoader):
+    def reshard(self, world: World) -> None:
+        super().reshard(world)
+        self.cursor = (self.cursor[0], 0)
+
+
+@breaks("reshard")
+class HandsOutWhatWasReadAhead(ReferenceLoader):
+    """Workers have read it for the old world."""
+
+    def reshard(self, world: World) -> None:
+        super().reshard(world)
+        self.moved = False
+
+
+@breaks("reshard")
+class AcceptsAnyWorld(RigidLoader):
+    """Although it cannot share the rest."""
+
+    def reshard(self, world: World) -> None:
+        self.rank, self.world_size = world.rank, world.world_size
+
+
+@breaks("rollback")
+class RollsBackToTheLoad(ReferenceLoader):
+    def commit(self) -> None:
+        origin = self.origin
+        super().commit()
+        self.origin = origin
+
+
+@breaks("rollback")
+class SaysWhatItReceived(ReferenceLoader):
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        return self.state_of_now(in_flight)
+
+
+@breaks("rollback")
+class GoesOnBehindTheRollback(ReferenceLoader):
+    def rollback(self) -> None:
+        self.cursor = self.origin
+
+
+@breaks("rollback")
+class CommitsNothing(ReferenceLoader):
+    """Twice the same place, without a batch between."""
+
+    def commit(self) -> None:
+        self.committed, self.origin = self.state_of_now(), self.cursor
 
 
 # Not of one law: what the examination itself must survive.

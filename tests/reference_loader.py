@@ -17,8 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from midepoch.errors import StateCorruptError, StateMismatchError, StateVersionError
+from midepoch.errors import (
+    MidepochError,
+    StateCorruptError,
+    StateMismatchError,
+    StateVersionError,
+    UnsupportedSourceError,
+)
 from midepoch.state.witness import Witness, look_at
+from midepoch.world import World
 
 KEYS = (
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
@@ -94,6 +101,9 @@ class ReferenceLoader:
         self.expected = ""  # the witness of the loaded state
         self.history: collections.deque[tuple[int, int]] = collections.deque(maxlen=8)
         self.peeked: list[Any] = []
+        self.moved = False  # the running pass goes on at the cursor, in the world of now
+        self.origin = self.cursor  # where a rollback leads
+        self.committed: dict[str, Any] | None = None
 
     # What it says of itself.
 
@@ -171,6 +181,12 @@ class ReferenceLoader:
         ahead: collections.deque[tuple[Any, int]] = collections.deque()
         fetched = self.fetch(epoch, position)
         while self.passes == number:
+            if self.moved:
+                self.moved = False
+                epoch, position = self.cursor
+                self.peeked.clear()
+                ahead.clear()
+                fetched = self.fetch(epoch, position)
             if self.peeked:
                 batch, after = self.peeked.pop()
                 next(fetched, END) if not ahead else ahead.popleft()
@@ -221,6 +237,9 @@ class ReferenceLoader:
         return "" if self.knows_all_ranks else f"rank {self.rank}"
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        return self.state_of_now(in_flight) if self.committed is None else dict(self.committed)
+
+    def state_of_now(self, in_flight: int = 0) -> dict[str, Any]:
         epoch, position = self.history[-in_flight] if in_flight else self.cursor
         return reseal(
             {
@@ -262,12 +281,13 @@ class ReferenceLoader:
         self.passes += 1  # ends a pass that runs
         self.history.clear()
         self.peeked.clear()
+        self.origin, self.committed = self.cursor, None
 
     def check(self, state: Any) -> None:
         self.check_shape(state)
         if state["version"] != VERSION:
             raise StateVersionError(f"the state has version {state['version']}, this loader reads {VERSION}")
-        mine = self.state_dict()
+        mine = self.state_of_now()
         for key in ("adapter", "size", "fingerprint"):
             if state[key] != mine[key]:
                 raise StateMismatchError(f"the state has {key} {state[key]!r}, this loader {mine[key]!r}")
@@ -298,6 +318,23 @@ class ReferenceLoader:
         allowed = [""] if self.knows_all_ranks else ["all ranks"] + ["rank 0"] * (self.world_size == 1)
         if state["detail"] not in allowed:
             raise StateMismatchError(f"the state's detail is {state['detail']!r}, this loader needs one of {allowed}")
+
+
+    # Ranks that leave and join.
+
+    def reshard(self, world: World) -> None:
+        if not (self.elastic and self.knows_all_ranks):
+            raise UnsupportedSourceError("the rest of the epoch cannot be shared by another world")
+        self.rank, self.world_size = world.rank, world.world_size
+        self.moved = True
+
+    def commit(self) -> None:
+        if self.cursor == self.origin:
+            raise MidepochError("nothing to commit")
+        self.committed, self.origin = self.state_of_now(), self.cursor
+
+    def rollback(self) -> None:
+        self.cursor, self.moved, self.continues = self.origin, True, True
 
 
 class RigidLoader(ReferenceLoader):

@@ -103,6 +103,8 @@ def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
         "cost": "the factory takes no read_log",
         "any item": "the factory takes no items",
         "witness": "the state has no witness: nothing of the data is compared at a resume",
+        "reshard": "the loader has no reshard",
+        "rollback": "the loader has no commit and rollback",
     }
     assert "the factory takes no batch_size" in report["topology"].reason
     assert "state_dict takes no in_flight" in report["delivery"].reason

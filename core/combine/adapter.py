@@ -190,6 +190,11 @@ class CombinedAdapter(Adapter):
         """Yes, to beginnings of epochs; `lead` refuses other places."""
         return True
 
+    def reshard(self, world: World) -> None:
+        """For each part, all of which are elastic if the combination is."""
+        for part in self.parts:
+            part.reshard(world)
+
     # --- states ---
 
     def upcoming(self, epoch: int) -> str:

@@ -391,6 +391,9 @@ class Adapter(ABC):
         """Around closing a session that another one follows at once: worker processes may be left to that one."""
         return contextlib.nullcontext()
 
+    def reshard(self, world: World) -> None:  # noqa: B027  # nothing to do for most
+        """Tell the loaders inside that the rest of the epoch is shared by another world. No session is open."""
+
     def beginning(self, epoch: int, world: World) -> str:
         """The detail of a state saved at an epoch's beginning, before a session is opened."""
         return ""

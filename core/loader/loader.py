@@ -460,6 +460,11 @@ class Loader:
                 f"this source cannot be shared by another number of ranks ({adapter.promises.elastic_world.reason}): "
                 "stop all ranks, and start them again in a world that it supports"
             )
+        if not adapter.rank_independent and self._current_world().world_size > 1:
+            raise UnsupportedSourceError(
+                f"each rank knows only its own part of this source ({adapter.promises.rank_independent.reason}): save "
+                "midepoch.gather(loader), and load it on all ranks of the new world"
+            )
         if adapter.world is not None:
             raise UnsupportedSourceError(
                 f"the source's sampler is for rank {adapter.world.rank} of {adapter.world.world_size}: make it for one "
@@ -468,6 +473,7 @@ class Loader:
         self._here()  # raises if it is not known
         with adapter.holding():
             self._close_session()
+            adapter.reshard(world)
         self._resharded, self._world = world, None
         self._ends_early = self._cursor.phase is Phase.RUNNING and self._cursor.owned and self.position > 0
 
@@ -790,8 +796,10 @@ class Loader:
     # --- errors that are passed over ---
 
     def _passes_over(self, error: BaseException) -> bool:
-        """Whether the caller who goes on after an error gets the next batch. Not if a worker died."""
-        if not isinstance(error, Exception) or isinstance(error, MidepochError) or not self._adapter.jumps:
+        """Whether the caller who goes on after an error gets the next batch. Not if a worker died or memory ran out."""
+        if not isinstance(error, Exception) or isinstance(error, MidepochError | MemoryError):
+            return False
+        if not self._adapter.jumps:
             return False
         stated = self._options.on_error
         return stated == "next" or (stated is None and not self._retries and self._current_world().world_size == 1)

@@ -67,6 +67,11 @@ class Part:
         """What to do with the last samples if their number is not divisible by the world size."""
         return self.loader._adapter.tail_in_use
 
+    def reshard(self, world: World) -> None:
+        """As `Loader.reshard`. A pending batch is read again."""
+        self.pending.clear()
+        self.loader.reshard(world)
+
     # --- how much there is ---
 
     def length(self, epoch: int) -> int | None:
@@ -135,7 +140,7 @@ class Part:
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.lead(here, (epoch, 0), state["seed"], self.world))
         self.loader._refresh()
-        return self.loader._states.build(here, state["seed"], self.world)
+        return self.loader._states.build(here, state["seed"], self.world, state["witness"])
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""

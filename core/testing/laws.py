@@ -28,6 +28,7 @@ import torch
 from . import items
 from .examine import Examination
 from .law import Law, law
+from .live import reshard, rollback
 from .naming import UNNAMED
 from .proofs import honesty, witness
 from .record import (
@@ -1149,6 +1150,8 @@ _ALL = (
     any_item,
     witness,
     honesty,
+    reshard,
+    rollback,
 )
 LAWS: dict[str, Law] = {each.name: each for each in _ALL}
 """All laws by name, in a good order to read them."""

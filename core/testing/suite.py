@@ -118,6 +118,14 @@ class ResumableTests:
         """What a loader promises with its first state, behind its first batch, it still promises after two epochs."""
         self._examine("honesty")
 
+    def test_reshard(self) -> None:
+        """Ranks that leave and join in mid-epoch share the rest of it, over any sequence of worlds."""
+        self._examine("reshard")
+
+    def test_rollback(self) -> None:
+        """What was handed out since the last commit is given again, once, and a state says what is committed."""
+        self._examine("rollback")
+
     def _examine(self, law: str) -> None:
         outcome = examine_law(self._examination(), law)
         expected = law in self.not_applicable

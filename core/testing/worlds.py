@@ -12,7 +12,7 @@ from .law import law
 from .record import Failure, Pass, Recording, Settings, length_of, open_loader
 from .report import HOLDS, Outcome, combined, names_all
 
-__all__ = ["partition", "topology"]
+__all__ = ["check_content", "check_cover", "count", "largest_batch", "no_world", "partition", "topology"]
 
 _STATE_ERROR = "midepoch.errors.StateError"
 _CAPABILITY = {"world_size": "elastic_world", "num_workers": "elastic_workers", "batch_size": "elastic_world"}
@@ -27,32 +27,34 @@ def partition(examination: Examination) -> Outcome:
     """The ranks together cover each epoch by the declared tail rule, in equal counts."""
     _check_lengths(examination, 1)
     if len(examination.worlds) == 1:
-        return Outcome("not applicable", _no_world(examination))
+        return Outcome("not applicable", no_world(examination))
     alone = examination.heads()
     for world_size in examination.worlds[1:]:
         ranks = examination.heads(world_size)
         for epoch in range(examination.settings.epochs + 1):
             parts = [recording.passes[epoch] for recording in ranks]
             _check_counts(examination, parts, epoch, _unit(examination))
-            expected = _count(alone[0].passes[epoch].ids)
-            got = _count(ids for part in parts for ids in part.ids)
+            expected = count(alone[0].passes[epoch].ids)
+            got = count(ids for part in parts for ids in part.ids)
             who = f"{world_size} ranks together"
-            _check_cover(examination, expected, got, world_size, _largest(alone), epoch, None, who)
+            check_cover(examination, expected, got, world_size, largest_batch(alone), epoch, None, who)
         _check_lengths(examination, world_size)
     return HOLDS
 
 
-def _no_world(examination: Examination) -> str:
+def no_world(examination: Examination) -> str:
+    """Why there is no world of several ranks to examine."""
     if not (examination.takes("rank") and examination.takes("world_size")):
         return "the factory takes no rank and world_size"
     return f"world_sizes={examination.settings.world_sizes} names no world of more than one rank"
 
 
-def _count(batches: Iterable[Sequence[Hashable]]) -> Counter[Hashable]:
+def count(batches: Iterable[Sequence[Hashable]]) -> Counter[Hashable]:
+    """How often each sample is in these batches."""
     return Counter(sample for ids in batches for sample in ids)
 
 
-def _largest(heads: Iterable[Recording]) -> int:
+def largest_batch(heads: Iterable[Recording]) -> int:
     """The largest number of samples in a batch."""
     return max(len(ids) for head in heads for ids in head.passes[0].ids)
 
@@ -82,7 +84,7 @@ def _check_counts(examination: Examination, parts: Sequence[Pass], epoch: int, u
             )
 
 
-def _check_cover(
+def check_cover(
     examination: Examination,
     expected: Counter[Hashable],
     got: Counter[Hashable],
@@ -171,7 +173,7 @@ def _also_unchanged(examination: Examination) -> str:
 def _other_world(examination: Examination) -> Outcome:
     worlds = examination.worlds
     if len(worlds) == 1:
-        return Outcome("not applicable", _no_world(examination))
+        return Outcome("not applicable", no_world(examination))
     if examination.capability("rank_independent")[0]:
         for world_size in worlds[1:]:
             _check_equal_states(examination, world_size)
@@ -189,7 +191,7 @@ def _other_world(examination: Examination) -> Outcome:
     if Outcome("holds") in outcomes:
         for world_size in worlds[1:]:
             parts = [head.passes[0] for head in examination.heads(world_size)]
-            _check_content(examination, parts, 0, f"on {world_size} ranks")
+            check_content(examination, parts, 0, f"on {world_size} ranks")
     return _agreement(examination, outcomes)
 
 
@@ -242,32 +244,32 @@ def _judge_change(
             _check_refused(examination, failure, change, values, epoch, cut)
         return Outcome("refused clearly", reason)
     world_size = len(resumed)
-    batch = max(_largest(heads), _largest([examination.observed()]), values[-1] if option == "batch_size" else 0)
+    batch = max(largest_batch([*heads, examination.observed()]), values[-1] if option == "batch_size" else 0)
     compared, followed = False, examination.followed(places)
     for number, (epoch, cut) in enumerate(places):
         parts = [
             examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut)
             for recordings in resumed
         ]
-        consumed = _count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
-        rest = _count(examination.observed().passes[epoch].ids) - consumed
-        got = _count(ids for part in parts for ids in part.passes[0].ids)
+        consumed = count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
+        rest = count(examination.observed().passes[epoch].ids) - consumed
+        got = count(ids for part in parts for ids in part.passes[0].ids)
         if _starts_next_epoch(examination, rest, world_size, batch):
             continue
         who = f"the rest of the epoch with {change}"
-        _check_cover(examination, rest, got, world_size, batch, epoch, cut, who)
+        check_cover(examination, rest, got, world_size, batch, epoch, cut, who)
         compared = True
         if _also_unchanged(examination):
             continue
-        _check_content(examination, [part.passes[0] for part in parts], epoch, f"in {who}")
+        check_content(examination, [part.passes[0] for part in parts], epoch, f"in {who}")
         if (epoch, cut) in followed:
             who = f"the epoch after a resume with {change}"
             following = [part.passes[1] for part in parts]
             whole = examination.observed().passes[epoch + 1]
             _check_counts(examination, following, epoch + 1, _unit(examination))
-            got = _count(ids for part in following for ids in part.ids)
-            _check_cover(examination, _count(whole.ids), got, world_size, batch, epoch + 1, None, who)
-            _check_content(examination, following, epoch + 1, f"in {who}")
+            got = count(ids for part in following for ids in part.ids)
+            check_cover(examination, count(whole.ids), got, world_size, batch, epoch + 1, None, who)
+            check_content(examination, following, epoch + 1, f"in {who}")
     return HOLDS if compared else Outcome("not applicable", f"too little is left after each cut for {change}")
 
 
@@ -323,7 +325,7 @@ def _other_option(examination: Examination, option: str) -> Outcome:
         places = examination.places(head)
         followed = examination.followed(places)
         if option == "num_workers":
-            _check_content(examination, [head.passes[0]], 0, f"with num_workers={old}")
+            check_content(examination, [head.passes[0]], 0, f"with num_workers={old}")
         for new in values:
             if new == old or not places:
                 continue
@@ -348,7 +350,7 @@ def _option_values(examination: Examination, option: str) -> list[int]:
     return [default, default + 1, 2 * default + 1] if type(default) is int and default > 0 else []
 
 
-def _check_content(examination: Examination, parts: Sequence[Pass], epoch: int, where: str) -> None:
+def check_content(examination: Examination, parts: Sequence[Pass], epoch: int, where: str) -> None:
     """A sample's content in an epoch must not depend on the topology."""
     if not examination.settings.elastic_content or examination.capability("exact_augmentations")[0] is False:
         return

@@ -1,0 +1,287 @@
+"""The laws about ranks that leave and join while training goes on: `reshard`, `commit` and `rollback`.
+
+All ranks of a job are loaders in one process, which take turns step by step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from midepoch.errors import MidepochError
+from midepoch.world import World
+
+from . import items
+from .examine import Examination
+from .law import law
+from .record import Failure, Finding, Pass, Seen, Settings, capture_failure, open_loader, see
+from .report import HOLDS, Outcome
+from .worlds import check_content, check_cover, count, largest_batch, no_world
+
+__all__ = ["reshard", "rollback"]
+
+
+@dataclass
+class _Journal:
+    """What a job of several ranks was given in each epoch, and why it ended, if it failed."""
+
+    epochs: list[Pass] = field(default_factory=list)
+    failure: Failure | None = None
+
+
+@law(
+    "reshard",
+    cause="what was read ahead for the old world is handed out, or a rank's share is computed in the old world",
+    cure="drop what was read ahead, and compute every rank's share from the position and the new world",
+)
+def reshard(examination: Examination) -> Outcome:
+    """Ranks that leave and join in mid-epoch share the rest of it, over any sequence of worlds."""
+    if not examination.investigate(_has, examination.options(), ("reshard",)):
+        return Outcome("not applicable", "the loader has no reshard")
+    if examination.broken:
+        return _not_compared(examination)
+    worlds = examination.worlds
+    if len(worlds) == 1:
+        return Outcome("not applicable", no_world(examination))
+    for name, options, world_size in (
+        ("elastic_world", examination.options(), worlds[-1]),
+        ("rank_independent", examination.options(0, worlds[-1]), 1),  # another rank's part would be missing
+    ):
+        declared, reason = examination.capability(name)
+        if declared is False:
+            examination.raise_first(examination.investigate(_refused, options, world_size))
+            return Outcome("refused clearly", reason)
+    refusal = examination.inexact()
+    if refusal is not None:
+        return refusal
+    examination.need_names()
+    compared = False
+    for workers in _workers(examination):
+        for sequence in _sequences(worlds, examination.settings.quick):
+            if not (compared and examination.settings.quick):
+                compared = _judge_sequence(examination, sequence, workers) or compared
+    return HOLDS if compared else Outcome("not applicable", "an epoch is too short for a change of the world")
+
+
+def _not_compared(examination: Examination) -> Outcome:
+    """What is broken without a change of the world, or without a rollback, would be found here once more."""
+    return Outcome("not applicable", f"not compared, because the law '{examination.broken[0]}' is broken")
+
+
+def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: Mapping[str, int]) -> bool:
+    """Whether the epoch was long enough to compare anything."""
+    options = examination.options(**workers)
+    journal: _Journal = examination.investigate(_change_worlds, options, tuple(sequence))
+    what = " -> ".join(map(str, sequence)) + " ranks" + (f" with {workers}" if workers else "")
+    if journal.failure is not None:
+        raise examination.error(f"training that goes on with {what}", f"{journal.failure}\n{journal.failure.trace}")
+    alone = examination.observed()
+    batch = max([largest_batch([alone]), *(len(seen.ids) for each in journal.epochs for seen in each.batches)])
+    for epoch, part in enumerate(journal.epochs):
+        got, expected = count(part.ids), count(alone.passes[epoch].ids)
+        check_cover(examination, expected, got, max(sequence), batch, epoch, None, f"an epoch that goes on with {what}")
+        check_content(examination, [part], epoch, f"with {what}")
+    return len(journal.epochs) > 1
+
+
+def _workers(examination: Examination) -> list[dict[str, int]]:
+    workers = examination.most_workers
+    return [{}, {"num_workers": workers}] if workers and not examination.settings.quick else [{}]
+
+
+def _sequences(worlds: Sequence[int], quick: bool) -> list[tuple[int, ...]]:
+    """A world grows, shrinks, and does both in one epoch."""
+    least, most = worlds[0], worlds[-1]
+    if quick:
+        return [(least, most, least), (least, most)]  # the second for short epochs
+    return [(least, most), (most, least), (most, least, most), tuple(worlds), tuple(reversed(worlds))]
+
+
+def _has(settings: Settings, options: Mapping[str, Any], names: Sequence[str]) -> bool:
+    with open_loader(settings, options) as loader:
+        return all(callable(getattr(loader, name, None)) for name in names)
+
+
+def _refused(settings: Settings, options: Mapping[str, Any], world_size: int) -> list[Finding]:
+    """A loader that cannot share the rest of an epoch must refuse another world, and go on."""
+    with open_loader(settings, options) as loader:
+        whole = [see(settings, batch).digest for batch in loader]
+    with open_loader(settings, options) as loader:
+        batches = iter(loader)
+        got = [see(settings, batch).digest for batch in itertools.islice(batches, 1)]
+        try:
+            loader.reshard(World(0, world_size))
+        except MidepochError:
+            got += [see(settings, batch).digest for batch in batches]
+        else:
+            return [Finding("a MidepochError, as capabilities declare", "reshard was accepted", 0, 1)]
+    if got != whole:
+        return [Finding("an epoch that goes on after a reshard that was refused", "another epoch", 0, 1)]
+    return []
+
+
+# --- a job whose world changes ---
+
+
+class _Job:
+    """The ranks of a job, one loader each."""
+
+    def __init__(self, settings: Settings, options: Mapping[str, Any], open_loaders: contextlib.ExitStack) -> None:
+        self._settings, self._options, self._open = settings, options, open_loaders
+        self.loaders: list[Any] = []
+        self.passes: list[Iterator[Any]] = []
+
+    def join(self, rank: int, world_size: int, state: dict[str, Any] | None) -> None:
+        """Add a rank, which loads what another one saved."""
+        place = {name: value for name, value in (("rank", rank), ("world_size", world_size)) if name in self._options}
+        loader = self._open.enter_context(open_loader(self._settings, {**self._options, **place}))
+        if state is not None:
+            loader.load_state_dict(state)
+        self.loaders.append(loader)
+        self.passes.append(iter(loader))
+
+    def change(self, world_size: int) -> None:
+        """The highest ranks leave, or others join."""
+        del self.loaders[world_size:], self.passes[world_size:]
+        state = self.loaders[0].state_dict()
+        for rank, loader in enumerate(self.loaders):
+            loader.reshard(World(rank, world_size))
+        for rank in range(len(self.loaders), world_size):
+            self.join(rank, world_size, state)
+
+    def step(self, into: Pass) -> bool:
+        """Every rank takes a batch. False if none has one."""
+        took = False
+        for each in self.passes:
+            for batch in each:
+                into.batches.append(see(self._settings, batch))
+                took = True
+                break
+        return took
+
+    def begin_epoch(self) -> None:
+        """Every rank begins a new pass."""
+        self.passes = [iter(loader) for loader in self.loaders]
+
+    def finish(self, into: Pass) -> None:
+        """Every rank goes on to the end of its pass."""
+        while self.step(into):
+            if len(into.batches) > self._settings.max_batches:
+                raise RuntimeError(f"a pass of more than {self._settings.max_batches} batches")
+
+
+def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tuple[int, ...]) -> _Journal:
+    """One step in each world but the last, then the rest of the epoch and the next one."""
+    journal = _Journal([Pass()])
+    try:
+        with contextlib.ExitStack() as open_loaders:
+            job = _Job(settings, options, open_loaders)
+            for rank in range(sequence[0]):
+                job.join(rank, sequence[0], None)
+            for world_size in sequence[1:]:
+                if not job.step(journal.epochs[0]) or job.loaders[0].state_dict()["epoch"] > 0:
+                    return _Journal()  # the epoch is over
+                job.change(world_size)
+            job.finish(journal.epochs[0])
+            job.begin_epoch()
+            journal.epochs.append(Pass())
+            job.finish(journal.epochs[1])
+    except Exception as error:  # noqa: BLE001 - the law judges it
+        journal.failure = capture_failure(error, "changing the world")
+    return journal
+
+
+# --- commit and rollback ---
+
+
+@law(
+    "rollback",
+    cause="the place of the last commit is not kept, or what was read ahead of it is handed out after going back",
+    cure="keep the committed place, say it in state_dict(), and open the source there again",
+)
+def rollback(examination: Examination) -> Outcome:
+    """What was handed out since the last commit is given again, once, and a state says what is committed."""
+    if not examination.investigate(_has, examination.options(), ("commit", "rollback")):
+        return Outcome("not applicable", "the loader has no commit and rollback")
+    if examination.broken:
+        return _not_compared(examination)
+    refusal = examination.inexact()
+    if refusal is not None:
+        return refusal
+    head = examination.observed()
+    batches = [seen for part in head.passes[:2] for seen in part.batches]
+    if len(head.passes[0].batches) < 2:
+        return Outcome("not applicable", "an epoch has no more than one batch")
+    # Behind the first batch, in the middle, and with the epoch's end between commit and rollback.
+    ends = len(head.passes[0].batches)
+    commits = sorted({1, ends - 1}) if examination.settings.quick else list(range(1, ends))
+    for workers in _workers(examination):
+        expected = batches
+        if workers:
+            with_workers = examination.head_with("num_workers", workers["num_workers"])
+            expected = [seen for part in with_workers.passes[:2] for seen in part.batches]
+        for commit in commits:
+            options = examination.options(**workers)
+            got, failure, findings = examination.investigate(_commit_and_roll_back, options, commit, 2)
+            examination.raise_first(findings)
+            if failure is not None:
+                raise examination.error("a rollback that leads to the last commit", f"{failure}\n{failure.trace}")
+            again = [*expected[: commit + 2], *expected[commit:ends]]
+            what = f"{commit} batches committed, two more given, and the rest after a rollback"
+            examination.same(again, got, what, epoch=0)
+    return HOLDS
+
+
+def _commit_and_roll_back(
+    settings: Settings, options: Mapping[str, Any], commit: int, lost: int
+) -> tuple[list[Seen], Failure | None, list[Finding]]:
+    """All batches given until the first epoch ends: `commit` of them, `lost` more, and after a rollback the rest."""
+    got: list[Seen] = []
+    findings: list[Finding] = []
+
+    def take(loader: Any, batches: list[Iterator[Any]]) -> bool:
+        """The next batch, of the next epoch if this one is over."""
+        for _ in range(2):
+            for batch in batches[0]:
+                got.append(see(settings, batch))
+                return True
+            batches[0] = iter(loader)
+        return False
+
+    def state_is(loader: Any, committed: dict[str, Any], when: str) -> None:
+        now = loader.state_dict()
+        if items.digest(now) != items.digest(committed):
+            findings.append(Finding(f"{when}: the committed state", "another state", 0, len(got)))
+
+    try:
+        with open_loader(settings, options) as loader:
+            batches = [iter(loader)]
+            for _ in range(commit):
+                take(loader, batches)
+            before = loader.state_dict()
+            loader.commit()
+            committed = loader.state_dict()
+            if items.digest(before) != items.digest(committed):
+                findings.append(Finding("commit() that publishes the state of now", "another state", 0, commit))
+            _expect_error(loader.commit, "a second commit without a batch between", findings, commit)
+            for _ in range(lost):
+                take(loader, batches)
+                state_is(loader, committed, "batches that are not committed")
+            loader.rollback()
+            state_is(loader, committed, "after a rollback")
+            rest = [see(settings, batch) for batch in batches[0]]
+            got += rest or [see(settings, batch) for batch in loader]  # that pass may have ended before
+    except Exception as error:  # noqa: BLE001 - the law judges it
+        return got, capture_failure(error, "committing and rolling back"), findings
+    return got, None, findings
+
+
+def _expect_error(call: Callable[[], object], what: str, findings: list[Finding], batch: int) -> None:
+    try:
+        call()
+    except MidepochError:
+        return
+    findings.append(Finding(f"a MidepochError for {what}", "it was accepted", 0, batch))
