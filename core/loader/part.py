@@ -140,7 +140,7 @@ class Part:
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.lead(here, (epoch, 0), state["seed"], self.world))
         self.loader._refresh()
-        return self.loader._states.build(here, state["seed"], self.world, state["witness"])
+        return self.loader._states.build(here, state["seed"], self.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""
