@@ -93,7 +93,7 @@ class Watch:
         def watched_backward(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
             self.happens("batch")
             self.begun = True
-            self.write("loss", loss.item().hex())
+            self.write("loss", float(loss).hex())
             backward(loss, *arguments, **options)  # type: ignore[no-untyped-call]
 
         def watched_write(file: SnapshotFile, content: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Watch:
             self.write("saved", content["steps"])
 
         torch.Tensor.backward = watched_backward  # type: ignore[method-assign,assignment]
-        SnapshotFile.write = watched_write  # type: ignore[method-assign]
+        SnapshotFile.write = watched_write  # type: ignore[method-assign,assignment]
         if self.where not in ("batch", "validation", "save", "signal", "never"):
             sys.setprofile(self.called)
 

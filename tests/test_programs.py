@@ -125,10 +125,10 @@ def run(name: str, folder: Path, ranks: int, kill: Kill = ("never", 1), rank: in
             free.bind(("localhost", 0))
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
         environment |= {"WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = []
-    for each in range(max(ranks, 1)):
-        of_rank = {"RANK": str(each), "LOCAL_RANK": str(each)} if ranks else {}
-        told = [where, str(number)] if each == rank else ["never", "1"]
+    processes: list[forking.Program] = []
+    for at in range(max(ranks, 1)):
+        of_rank = {"RANK": str(at), "LOCAL_RANK": str(at)} if ranks else {}
+        told = [where, str(number)] if at == rank else ["never", "1"]
         command = [program_job.__file__, str(log), *told, str(PROGRAMS / f"{name}.py")]
         arguments = f"{SHAPES[name].arguments[ranks]} {options}".split()
         environment |= of_rank
@@ -143,9 +143,9 @@ def run(name: str, folder: Path, ranks: int, kill: Kill = ("never", 1), rank: in
             break
         time.sleep(0.002)
     said = "\n".join(each.communicate(60)[0] for each in processes)
-    status = processes[rank].returncode
+    status = processes[rank].wait()
     assert status in ((0, -signal.SIGKILL) if kill[0] not in ("never", "signal") else (0,)), said[-4000:]
-    logs = (log.with_name(f"{log.name}.{each}") for each in range(max(ranks, 1)))
+    logs = (log.with_name(f"{log.name}.{at}") for at in range(max(ranks, 1)))
     return Life([[json.loads(line) for line in each.read_text().splitlines()] for each in logs], status)
 
 
@@ -227,8 +227,8 @@ def test_a_program_that_is_killed_twenty_times(name: str, where: str, tmp_path: 
     print(f"{name}: {kills} kills in {where}, {lives} lives, {jobs} jobs")
 
 
-# Sums over another number of ranks are rounded otherwise, so samples are compared, not losses. Mixup makes one sample of
-# two, which can be told apart no more.
+# Sums over another number of ranks are rounded otherwise, so samples are compared, not losses. Two samples that mixup
+# has made one of cannot be told apart any more.
 DISTRIBUTED = [name for name in NAMES if SHAPES[name].ranks]
 OPTIONS = {"timm_train": "--mixup 0"}
 
