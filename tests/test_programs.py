@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import forking
 import program_job
 
+import midepoch
+
 PROGRAMS = Path(__file__).parent / "programs"
 MODULES = ("torch._dynamo", "torch.distributed.fsdp")  # which the first optimizer imports, in a second and a half
 PAGE = Path(__file__).parents[1] / "docs" / "programs.md"
@@ -178,9 +180,10 @@ class Job:
         for number, (events, whole) in enumerate(zip(life.events, self.whole, strict=True)):
             begins = [at for at in range(len(whole)) if whole[at : at + len(events)] == events]
             assert begins, f"rank {number} did something else after {self.reached[number]} events: {events[:3]}"
+            begin = begins[0] if events else len(whole)
             # A process that is killed when it has saved cannot say so any more.
-            left_out = [event for event in whole[self.reached[number] : begins[0]] if event[0] != "saved"]
-            assert not left_out, f"rank {number} left something out: {left_out[:3]}"
+            left_out = [event for event in whole[self.reached[number] : begin] if event[0] != "saved"]
+            assert not left_out or (life.status and not events), f"rank {number} left out {left_out[:3]}"
             if number == 0 and events:
                 assert begins[0] in self.begins, f"it went on at event {begins[0]}, not at {self.begins}"
             if events:
@@ -190,7 +193,8 @@ class Job:
         # A save that was interrupted may have been done.
         self.begins = {done[-1] if done else 0, *coming[:1]} if life.status else {len(self.whole[0])}
         if not life.status:
-            assert self.reached == [len(whole) for whole in self.whole]
+            ends = zip(self.whole, self.reached, strict=True)
+            assert all(event[0] == "saved" for whole, reached in ends for event in whole[reached:])
         return bool(life.status)
 
 
@@ -304,6 +308,35 @@ def test_a_body_survives_an_empty_pass(name: str, tmp_path: Path) -> None:
     assert sum(event[0] == "step" for event in first) == 8
     assert first[-1][0] == "step" and second[0][0] == ("train" if name == "multigpu_torchrun" else "validate")
     assert first + second == whole
+
+
+def test_the_body_of_the_docs_survives_an_empty_pass(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## Bodies that survive an empty pass")[2]
+    (tmp_path / "body.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+
+    def said(log: str, *end: str) -> list[str]:
+        command = [program_job.__file__, str(tmp_path / log), *end, str(tmp_path / "body.py")]
+        return forking.run(command, cwd=tmp_path, modules=MODULES, check=True).stdout.splitlines()
+
+    assert said("first", "signal", "8") == []
+    resumed = said("second", "never", "1")
+    shutil.rmtree(tmp_path / "run")
+    first, second = said("whole", "never", "1")
+    assert resumed == [first.partition("last")[0] + "last done before", second]
+
+
+def test_a_run_that_begins_from_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for done, expected in ((2, [2, 3]), (1, [4])):  # the second time, the snapshot counts
+        loader = midepoch.wrap([[1], [2]], seed=0)
+        loader.seek(epoch=done)
+        with midepoch.Snapshot(tmp_path / "snapshot.pt", every=1, data=loader) as snapshot:
+            seen = []
+            for epoch in snapshot.epochs(max(expected) + 1):
+                assert loader.epoch == epoch
+                seen.append(epoch)
+                for _ in loader:
+                    snapshot.step()
+        assert seen == expected
 
 
 def test_a_program_is_killed_under_torchrun(tmp_path: Path) -> None:
