@@ -159,7 +159,7 @@ def test_there_is_a_broken_loader_for_each_law() -> None:
 
 @pytest.mark.parametrize(("law", "kind"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[ReferenceLoader]) -> None:
-    report = check(kind)
+    report = check(kind, quick=True, world_sizes=(1, 2))
     assert [error.law for error in report.failures] == [law], str(report)
     error = report.failures[0]
     assert all((error.expected, error.got, error.cause, error.cure))

@@ -345,12 +345,10 @@ def stateful(persistent: bool) -> Any:
     ],
 )
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(
-    make: Any, persistent: bool, read: Any, in_a_cycle: bool, request: pytest.FixtureRequest
+    make: Any, persistent: bool, read: Any, in_a_cycle: bool
 ) -> None:
     """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
     gc.collect()
-    gc.freeze()  # so that the collector looks at this test's objects alone
-    request.addfinalizer(gc.unfreeze)
     before = workers_here()
     loader = midepoch.wrap(make(persistent), seed=0, shard=True if make is iterable else None)
     kept: Any = read(loader)
