@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any, Literal, NoReturn, Self
 
 from midepoch.errors import (
@@ -42,19 +43,24 @@ from .states import States
 from .whole_batches import Then
 from .witnesses import Witnesses
 
-__all__ = ["Loader", "when_loaded_by"]
+__all__ = ["Loader", "when_used_by"]
 
 _logger = logging.getLogger("midepoch")
-_loading: dict[str, Callable[[Any, State], None]] = {}
+_users: dict[str, Callable[[Any, FrameType], None]] = {}
 
 
-def when_loaded_by(module: str, tell: Callable[[Loader, State], None]) -> None:
-    """Call `tell(loader, checked_state)` whenever code of `module` loads a state.
+def when_used_by(module: str, check: Callable[[Loader, FrameType], None]) -> None:
+    """Call `check(loader, frame)` whenever code of `module` asks a loader for an iterator, or tells it the epoch.
 
-    For trainers that also restore their own batch counter, which may not match the loader's place.
+    For trainers that count or skip batches by themselves, which may not match the loader's place. `frame` is that of
+    the calling code. `check` may warn or raise an error; it must not keep the frame.
     """
-    _loading[module] = tell
+    _users[module] = check
 
+
+def _check_user(loader: Loader, frame: FrameType | None) -> None:
+    if frame is not None and (check := _users.get(frame.f_globals.get("__name__", ""))) is not None:
+        check(loader, frame)
 
 
 class _Came(enum.Enum):
@@ -325,8 +331,6 @@ class Loader:
                 and what to do. The loader is unchanged.
         """
         checked, place = self._check_state(state)
-        if (tell := _loading.get(sys._getframe(1).f_globals.get("__name__", ""))) is not None:
-            tell(self, checked)
         self._move(place)
         self._unfinished = checked["epoch"] if checked["position"] else None
         self._seed, self._seed_is_private = checked["seed"], False
@@ -416,6 +420,7 @@ class Loader:
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
+        _check_user(self, sys._getframe().f_back)
         came, cursor = self._came, self._cursor
         if epoch == self.epoch:
             self._ahead = 0
@@ -509,6 +514,7 @@ class Loader:
     # --- iteration ---
 
     def __iter__(self) -> Iterator[Any]:
+        _check_user(self, sys._getframe().f_back)
         return _Pass(self)
 
     def peek(self) -> Any:
