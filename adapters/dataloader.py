@@ -152,7 +152,7 @@ class MapDataLoaderAdapter(Adapter):
                 f"epoch {epoch} is not the one that would have followed: sort what it is made of, and derive it from "
                 "the epoch or from torch's, numpy's or python's generators",
                 MidepochWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
             return
         raise StateMismatchError(
