@@ -6,6 +6,7 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from midepoch.dividing import check_division
-from midepoch.errors import StateMismatchError
+from midepoch.errors import MidepochWarning, StateCorruptError, StateMismatchError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -28,6 +29,9 @@ from midepoch.samplers import Listed, ListedEpoch, length_of, understand
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
+
+
+_OF_THIS, _OF_LAST = "crc=", "last="  # what a state's detail says a list is of: its own epoch, or the one before
 
 
 class MapDataLoaderAdapter(Adapter):
@@ -123,18 +127,38 @@ class MapDataLoaderAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Compare the CRC of a listed order's list, if the state is inside an epoch."""
+        """Compare the CRC of a listed order's list: of this epoch, or at an epoch's beginning of the last one."""
         if not isinstance(self._order, Listed):
             super().check_detail(detail, seed, epoch, position, world)
-        elif detail:
-            listed = self._order.epoch(seed, epoch)
-            if not (detail.startswith("crc=") and listed.has(detail[4:])):
-                self._order.forget()  # the user may repair the sampler
-                raise StateMismatchError(
-                    f"the list of epoch {epoch} differs: the state was saved with {detail}, this sampler gives "
-                    f"crc={listed.crc}; the sampler is not reproducible, or its data has changed: restore it as it "
-                    "was, or start over without the state"
-                )
+            return
+        if not detail:
+            return
+        last = detail.startswith(_OF_LAST) and not position and epoch > 0
+        if not last and not detail.startswith(_OF_THIS):
+            raise StateCorruptError(f"{detail!r:.40} is no CRC of a sampler's list: use an undamaged state")
+        listed = self._order.epoch(seed, epoch - last)
+        saved = detail.partition("=")[2]
+        if listed.has(saved):
+            return
+        self._order.forget()  # the user may repair the sampler
+        differs = (
+            f"the list of epoch {epoch - last} differs: the state was saved with crc={saved}, this sampler gives "
+            f"crc={listed.crc}"
+        )
+        if last:
+            warnings.warn(
+                f"{differs}. Unless you change the sampler between epochs yourself, it depends on something that "
+                "differs between processes (the order of a set or of a folder's files, the system's entropy), so "
+                f"epoch {epoch} is not the one that would have followed: sort what it is made of, and derive it from "
+                "the epoch or from torch's, numpy's or python's generators",
+                MidepochWarning,
+                stacklevel=5,
+            )
+            return
+        raise StateMismatchError(
+            f"{differs}; the sampler is not reproducible, its data has changed, or you change it between epochs: make "
+            "it as it was then before you load the state, or start over without the state"
+        )
 
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
@@ -144,8 +168,8 @@ class MapDataLoaderAdapter(Adapter):
         requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
         # With shard=False each rank has its own list. Its CRC would tie the state to one rank.
-        detail = f"crc={order.crc}" if isinstance(order, ListedEpoch) and not self._own else ""
-        return IteratorSession(answers, detail, close)
+        crc = order.crc if isinstance(order, ListedEpoch) and not self._own else ""
+        return IteratorSession(answers, f"{_OF_THIS}{crc}" if crc else "", f"{_OF_LAST}{crc}" if crc else "", close)
 
     def samples(self, seed: int, epoch: int) -> Samples:
         """The dataset's, in the sampler's order."""

@@ -222,7 +222,7 @@ def states(root: str) -> None:
     print("\n| | `state_dict()`, µs | note kept for `in_flight`, µs a batch |\n|---|---|---|")
     loader = midepoch.wrap(bare(root))
     next(iter(loader))
-    live: Any = loader._cursor.session
+    live: Any = loader._course.cursor.session
     iterator = live._live.iterator
     for name, wrapped, note in (
         ("native", loader, iterator.checkpoints),

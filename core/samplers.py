@@ -74,6 +74,7 @@ class Listed:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._lists: dict[tuple[int, int], ListedEpoch] = {}
+        self._counted: tuple[tuple[int, int], int] | None = None  # (seed, epoch), and how many indices it had
         # torch's own samplers repeat themselves; others are tested once.
         self._pure = self._trusted = _is_pure(sampler)
 
@@ -81,7 +82,15 @@ class Listed:
         """Indices in one epoch."""
         # The len of another sampler may be an estimate, for instance if it fills batches with tokens.
         length = length_of(self._sampler) if self._pure else None
-        return len(self.epoch(seed, epoch)) if length is None else length
+        if length is not None:
+            return length
+        listed = self._lists.get((seed, epoch))
+        if listed is not None:
+            return len(listed)
+        # Until an epoch is begun, its list is not kept: the user may change the sampler for it.
+        if self._counted is None or self._counted[0] != (seed, epoch):
+            self._counted = (seed, epoch), len(self._build(seed, epoch)[0])
+        return self._counted[1]
 
     def describe(self) -> str:
         """For the fingerprint. The content of the list is compared by its CRC."""
@@ -106,7 +115,7 @@ class Listed:
                 self._trusted = True
             while len(self._lists) > 1:
                 del self._lists[next(iter(self._lists))]
-            self._lists[seed, epoch] = listed
+            self._lists[seed, epoch], self._counted = listed, None
         return listed
 
     def forget(self) -> None:
@@ -154,7 +163,7 @@ def _is_pure(sampler: object) -> bool:
 def _at_epoch(sampler: Any, epoch: int) -> Any:
     """A copy of `sampler`, and of the one inside it, set to the epoch. The user's own stays unchanged."""
     inner = getattr(sampler, "sampler", None)
-    told, inner_told = hasattr(sampler, "set_epoch"), hasattr(inner, "set_epoch")
+    told, inner_told = (callable(getattr(each, "set_epoch", None)) for each in (sampler, inner))
     if not told and not inner_told:
         return sampler
     sampler = copy.copy(sampler)

@@ -150,7 +150,7 @@ def warn_of_mesh() -> None:
             f"parallelism), pass world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all "
             "dimensions are data-parallel, pass world=midepoch.World.current()",
             MidepochWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -8,16 +8,16 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from types import FrameType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
-from .loader.loader import Loader, when_loaded_by
+from .loader.loader import Loader, when_used_by
 from .reading.indexed import never_draws
 from .samplers import understand_as_parent
-from .state.format import State
 from .world import Tail, World
 
 __all__ = ["wrap"]
@@ -53,11 +53,13 @@ _ENTRY_POINTS = "midepoch.adapters"
 # Modules that register collate functions with torch on import. These functions draw no random numbers.
 _DRAWLESS_COLLATES = ("nvidia.dali.plugin.pytorch.experimental.proxy",)
 
-# Trainers that restore their own batch counter besides the loader's state: the module that calls `load_state_dict`, and
-# a function that warns if the counter does not match. The function is imported on that call.
+# Trainers that count or skip batches by themselves: the module that asks a loader for an iterator, or tells it the
+# epoch, and a function that compares this with the loader's place. The function is imported on that call.
 _COUNTING_TRAINERS = {
-    "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
-    "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning:warn_of_counts",
+    "lightning.fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
+    "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
+    "lightning_fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
+    "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
 }
 
 
@@ -187,8 +189,8 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _tell_later(path: str) -> Callable[[Loader, State], None]:
-    return lambda loader, state: _load(path)(loader, state)
+def _check_later(path: str) -> Callable[[Loader, FrameType], None]:
+    return lambda loader, frame: _load(path)(loader, frame)
 
 
 for _module in _DRAWLESS_COLLATES:
@@ -198,7 +200,7 @@ for _module, _name in _AS_THEIR_PARENT:
     understand_as_parent(_module, _name)
 
 for _module, _path in _COUNTING_TRAINERS.items():
-    when_loaded_by(_module, _tell_later(_path))
+    when_used_by(_module, _check_later(_path))
 
 
 @functools.cache

@@ -35,7 +35,7 @@ folder, step = Path(sys.argv[1]), 0
 if checkpoints := sorted(folder.glob("batch-*"), key=lambda path: int(path.name[6:])):
     accelerator.load_state(str(checkpoints[-1]))
     step = int(checkpoints[-1].name[6:])
-while loader.epoch < 2:
+for _ in loader.epochs(2):
     for batch in loader:
         loss = model(batch).square().mean()
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ while loader.epoch < 2:
         optimizer.step()
         step += 1
         print(f"batch {step}: {batch.tolist()}, loss {loss.item()}", flush=True)
-        if step % 3 == 0 or loader.epoch == 2:
+        if step % 3 == 0 or step == 2 * len(loader):
             accelerator.save_state(str(folder / "draft"))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:

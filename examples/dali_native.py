@@ -27,7 +27,7 @@ def train() -> Any:
     return fn.crop_mirror_normalize(images, crop=(28, 28), mirror=fn.random.coin_flip()), labels
 
 
-def make_loader() -> midepoch.StatefulIterable:
+def make_loader() -> midepoch.Loader:
     return midepoch.wrap(DALIGenericIterator([train()], ["data", "label"], reader_name="Reader"))
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
     whole = [batch[0]["data"] for batch in make_loader()]
     loader = make_loader()
-    for number, _ in enumerate(loader, start=1):
+    for number, _ in enumerate(loader, loader.batches_done + 1):
         checkpoint = json.dumps(loader.state_dict())
         if number == 5:
             break  # the job dies here

@@ -24,7 +24,7 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.tensor([index, random.random()], dtype=torch.float64)
 
 
-def make_loader(num_workers: int) -> midepoch.StatefulIterable:
+def make_loader(num_workers: int) -> midepoch.Loader:
     return midepoch.wrap(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=num_workers), seed=0)
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     checkpoint = Path(tempfile.mkdtemp()) / "data.json"
 
     loader = make_loader(num_workers=0)
-    for number, batch in enumerate(loader, start=1):
+    for number, batch in enumerate(loader, loader.batches_done + 1):
         assert torch.equal(batch, whole[number - 1])
         checkpoint.write_text(json.dumps(loader.state_dict()))
         if number == 3:

@@ -45,7 +45,7 @@ state: dict[str, Any] = {"training": Training(), "loader": loader, "step": 0}
 folder = Path(sys.argv[1])
 if checkpoints := sorted(folder.glob("batch-*"), key=lambda path: int(path.name[6:])):
     dcp.load(state, checkpoint_id=checkpoints[-1])  # type: ignore[attr-defined]
-while loader.epoch < 2:
+for _ in loader.epochs(2):
     for batch in loader:
         loss: torch.Tensor = model(batch).square().mean()
         optimizer.zero_grad()
@@ -53,7 +53,7 @@ while loader.epoch < 2:
         optimizer.step()
         state["step"] += 1
         print(f"batch {state['step']}: {batch.tolist()}, loss {loss.item()}", flush=True)
-        if state["step"] % 3 == 0 or loader.epoch == 2:
+        if state["step"] % 3 == 0 or state["step"] == 2 * len(loader):
             # Of several processes the first alone renames, between two barriers.
             dcp.save(state, checkpoint_id=folder / "draft")  # type: ignore[attr-defined]
             (folder / "draft").rename(folder / f"batch-{state['step']}")  # whoever is killed in a save has those before

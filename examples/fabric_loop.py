@@ -35,7 +35,7 @@ state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
 checkpoint, draft = Path(sys.argv[1], "checkpoint.pt"), Path(sys.argv[1], "draft.pt")
 if checkpoint.exists():
     fabric.load(checkpoint, state)
-while loader.epoch < 2:
+for _ in loader.epochs(2):
     for batch in loader:
         loss = model(batch).square().mean()
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ while loader.epoch < 2:
         optimizer.step()
         state["step"] += 1
         print(f"batch {state['step']}: {batch.tolist()}, loss {loss.item()}", flush=True)
-        if state["step"] % 3 == 0 or loader.epoch == 2:
+        if state["step"] % 3 == 0 or state["step"] == 2 * len(loader):
             fabric.save(draft, state)
             fabric.barrier()
             if fabric.is_global_zero:

@@ -36,16 +36,15 @@ def train(settings: dict[str, Any]) -> None:
         with checkpoint.as_directory() as saved:
             for part, state in zip((model, optimizer, loader), torch.load(f"{saved}/state.pt"), strict=True):
                 part.load_state_dict(state)
-    while loader.epoch < 2:
-        for batch in loader:
+    for epoch in loader.epochs(2):
+        for step, batch in enumerate(loader, epoch * len(loader) + loader.batches_done + 1):
             loss = model(batch).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step = loader.epoch * len(loader) + loader.batches_done
             with Path(settings["at"], f"batches-{rank}.txt").open("a") as log:
                 print(f"batch {step} of rank {rank}: {batch.tolist()}, loss {loss.item()}", file=log)
-            if step % 3 == 0 or loader.epoch == 2:
+            if step % 3 == 0 or step == 2 * len(loader):
                 states = model.state_dict(), optimizer.state_dict(), midepoch.gather(loader)  # on every worker
                 with tempfile.TemporaryDirectory() as draft:
                     torch.save(states, f"{draft}/state.pt")

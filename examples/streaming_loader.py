@@ -18,7 +18,7 @@ def write(folder: str) -> None:
             writer.write({"image": generator.random(8, dtype=np.float32), "label": label})
 
 
-def make_loader(folder: str) -> midepoch.StatefulIterable:
+def make_loader(folder: str) -> midepoch.Loader:
     dataset = StreamingDataset(local=folder, batch_size=32, shuffle=True)
     return midepoch.wrap(StreamingDataLoader(dataset, batch_size=32))
 
@@ -28,7 +28,7 @@ def main() -> None:
     write(folder)
     loader = make_loader(folder)
     before = []
-    for number, batch in enumerate(loader, start=1):
+    for number, batch in enumerate(loader, loader.batches_done + 1):
         before.append(batch["label"].tolist())
         if number == 4:
             state = loader.state_dict()

@@ -24,8 +24,6 @@ class Trainer:
         self.snapshot = midepoch.Snapshot(
             path, every=save_every, model=self.model, optimizer=self.optimizer, data=self.data
         )
-        if self.snapshot.load():
-            print(f"resuming at epoch {self.data.epoch}, position {self.data.position}", flush=True)
 
     def _run_batch(self, features: torch.Tensor, targets: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -34,7 +32,8 @@ class Trainer:
         self.optimizer.step()
 
     def train(self, epochs: int) -> None:
-        while self.data.epoch < epochs:
+        for epoch in self.snapshot.epochs(epochs):
+            print(f"epoch {epoch} from position {self.data.position}", flush=True)
             for features, targets in self.data:
                 self._run_batch(features, targets)
                 self.snapshot.step()

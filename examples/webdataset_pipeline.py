@@ -27,7 +27,7 @@ def augment(array: Any) -> Any:
     return array + np.random.normal(0, 0.1, array.shape)
 
 
-def make_loader(urls: str, workers: int) -> midepoch.StatefulIterable:
+def make_loader(urls: str, workers: int) -> midepoch.Loader:
     dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(1000).decode()
     dataset = dataset.to_tuple("npy", "cls").map_tuple(augment, None).batched(8)
     return midepoch.wrap(wds.WebLoader(dataset, batch_size=None, num_workers=workers), seed=0)
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
     checkpoint: dict[str, Any] = {}
 
     loader = make_loader(urls, workers=2)
-    for step, (_, labels) in enumerate(loader):
+    for step, (_, labels) in enumerate(loader, loader.batches_done):
         seen += labels.tolist()
         checkpoint["data"] = loader.state_dict()
         if step == 4:

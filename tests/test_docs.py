@@ -93,7 +93,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
 def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
         for kind, code in BLOCK.findall(page.read_text()):
-            assert kind in ("python", "bash", "text", "toml", "mermaid"), f"{page.name}: {kind!r} {code[:60]!r}"
+            assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
 
 
 @pytest.mark.parametrize("name", ["dataloader.py", "iterable.py", "several_loaders.py"])
@@ -146,10 +146,18 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
     orders = [rows.tolist() for loader in [midepoch.wrap(data, seed=0)] for _ in range(1000) for (rows,) in loader]
 
     # 12 batches of two processes an epoch, a snapshot after each fifth.
+<<<<<<< HEAD
     job = torchrun(2, 1000)
     killed = [job.stdout.readline() for _ in range(61)]
     kill_with_children(job.pid)
     killed += job.stdout.readlines()
+=======
+    with subprocess.Popen(torchrun(2, 1000), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        killed = [job.stdout.readline() for _ in range(71)]
+        kill_with_children(job.pid)
+        killed += job.stdout.readlines()
+>>>>>>> main
     seen: dict[int, list[Any]] = {}
     # Torchrun's processes write a line's text and its end apart, so two may stand in one.
     for number, rows in re.findall(r"batch (\d+) of rank \d: (\[\[.*?\]\])", "".join(killed)):
@@ -162,10 +170,15 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
         assert len(found) == 8 or number >= max(seen) - 1, "of its last batches one rank may have told nothing yet"
 
     epoch = max(seen) // 12 + 1
+<<<<<<< HEAD
     job = torchrun(1, epoch + 1)
     output, _ = job.communicate()
     assert job.returncode == 0, output[-3000:]
     (resumed,) = re.findall(r"^resuming at epoch (\d+), position (\d+)$", output, re.MULTILINE)
+=======
+    output = run(torchrun(1, epoch + 1), tmp_path)
+    resumed, *_ = re.findall(r"^epoch (\d+) from position (\d+)$", output, re.MULTILINE)
+>>>>>>> main
     begin, position = int(resumed[0]), int(resumed[1])
     assert 12 * begin + position // 8 in (max(seen) // 5 * 5, max(seen) // 5 * 5 + 5, max(seen) // 5 * 5 - 5)
     batches = re.findall(r"^batch \d+ of rank 0: (.*)$", output, re.MULTILINE)

@@ -7,144 +7,24 @@ import json
 import os
 import socket
 import sys
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import forking
+from lightning_runs import TRAIN, VALIDATION, Killed, Make, Noisy, Peeking, Recorder, Saver, fit, mapped, plain, unknown
 
-import midepoch
 from midepoch import MidepochWarning, StateError
 from midepoch.adapters.trainers.lightning import ExactResume
-
-CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
-
-
-class Killed(BaseException):
-    """What ends a run in its middle."""
-
-
-class Noisy(Dataset[torch.Tensor]):
-    def __init__(self, size: int, name: float) -> None:
-        self.size, self.name = size, name
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([self.name, index, float(torch.rand(()))])
-
-
-def mapped(size: int = 10, name: float = 0, **settings: Any) -> Any:
-    return midepoch.wrap(DataLoader(Noisy(size, name), batch_size=2, shuffle=True, **settings), seed=3)
-
-
-def unknown(batches: int = 5, name: float = 0) -> Any:
-    def generate() -> Iterator[torch.Tensor]:
-        for index in range(batches):
-            yield torch.tensor([[name, index, float(torch.rand(()))]])
-
-    return midepoch.wrap(generate, seed=3, shard=True)
-
-
-class Recorder(LightningModule):
-    """Writes down what it is given."""
-
-    def __init__(self, log: list[Any], fail_at: int = -1) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.log_of, self.fail_at = log, fail_at
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if len(self.log_of) == self.fail_at:
-            raise ValueError("a bad batch")
-        self.log_of.append(("train", self.trainer.current_epoch, batch_idx, plain(batch)))
-        return self.layer(torch.ones(1)).sum()
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if not self.trainer.sanity_checking:
-            self.log_of.append(("validation", dataloader_idx, batch_idx, plain(batch)))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Peeking(Recorder):
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches
-        return super().configure_optimizers()
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    if isinstance(batch, dict):
-        return {name: plain(each) for name, each in batch.items()}
-    return [plain(each) for each in batch] if isinstance(batch, list | tuple) else batch
-
-
-class Saver(Callback):
-    """Saves at the n-th call of a hook, and ends the run there."""
-
-    def __init__(self, hook: str, at: int, path: Path) -> None:
-        self.at, self.path, self.calls = at, path, 0
-        setattr(self, hook, self._called)
-
-    def _called(self, trainer: Any, *arguments: Any, **keywords: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        self.calls += 1
-        if self.calls == self.at:
-            trainer.save_checkpoint(self.path)
-            raise Killed
-
-
-Make = Callable[[], Any]
-
-
-def fit(
-    log: list[Any],
-    train: Make,
-    validation: Make | None = None,
-    callbacks: tuple[Callback, ...] = (),
-    checkpoint: Path | None = None,
-    module: Callable[[list[Any]], Any] = Recorder,
-    exact: bool = True,
-    **settings: Any,
-) -> Any:
-    settings = {
-        "max_epochs": 3 if CHAOS else 2,
-        "limit_val_batches": 1.0 if validation else 0,
-        "enable_checkpointing": False,
-        **settings,
-    }
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[*([ExactResume()] if exact else []), *callbacks], **settings,
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", MidepochWarning)
-        warnings.filterwarnings("ignore", "the interrupted validation", MidepochWarning)
-        warnings.filterwarnings("ignore", "resuming an iterable", MidepochWarning)
-        warnings.filterwarnings("ignore", ".*read again from its start", MidepochWarning)
-        trainer.fit(
-            module(log), train(), None if validation is None else validation(), ckpt_path=checkpoint, weights_only=False
-        )
-    return trainer
 
 
 def check_every_cut(
@@ -165,25 +45,6 @@ def check_every_cut(
         fit(log, train, validation, checkpoint=path, **settings)
         assert log == whole, f"cut at call {at} of {hook}"
     raise AssertionError(f"{hook} was called more often than expected")
-
-
-TRAIN: dict[str, Make] = {
-    "mapped": mapped,
-    "workers": functools.partial(mapped, num_workers=1),
-    "unknown": unknown,
-    "list of one": lambda: [mapped()],
-    "dict": lambda: {"a": mapped(6, 1), "b": mapped(10, 2)},
-    "nested": lambda: {"a": [mapped(6, 1), unknown(3, 2)], "b": (mapped(10, 3),)},
-    **{
-        f"{mode} {kind}": functools.partial(lambda mode, two: CombinedLoader(two(), mode), mode, two)
-        for mode in ("min_size", "max_size", "max_size_cycle")
-        for kind, two in {
-            "mapped": lambda: {"a": mapped(6, 1), "b": mapped(10, 2)},
-            "unknown": lambda: [unknown(3, 1), unknown(5, 2)],
-            "mixed": lambda: [unknown(5, 1), mapped(6, 2)],
-        }.items()
-    },
-}
 
 
 @pytest.mark.parametrize("kind", TRAIN)
@@ -257,15 +118,6 @@ def test_an_exception_in_the_middle_of_a_batch(tmp_path: Path) -> None:
 
 
 # --- validation ---
-
-
-VALIDATION: dict[str, Make] = {
-    "one": lambda: mapped(6, 7),
-    "two": lambda: [mapped(6, 7), mapped(4, 8)],
-    "unknown": lambda: unknown(3, 7),
-    "two unknown": lambda: [unknown(3, 7), unknown(2, 8)],
-    "together": lambda: CombinedLoader([mapped(6, 7), mapped(4, 8)], "max_size"),
-}
 
 
 @pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_batch_start", "on_validation_end"])
@@ -537,7 +389,15 @@ def test_another_global_batch(tmp_path: Path) -> None:
     assert [step[:2] for step in second] == [[0, batch] for batch in range(8, 12)] + [[1, batch] for batch in range(12)]
     samples = [sample[0] for step in first + second if step[0] == 0 for sample in step[2]]
     assert sorted(samples) == [float(number) for number in range(72)]
-    # Without the callback Lightning's count is of the old batches, which is told.
+
+
+def test_another_number_of_processes_without_the_callback(tmp_path: Path) -> None:
+    """Lightning's count is of the old batches: the same if the global batch is, and otherwise told."""
+    job(tmp_path, "first", 2, "--stop", "4", "--bare")
+    printed = job(tmp_path, "second", 1, "--checkpoint", str(tmp_path / "first.ckpt"), "--bare")
+    job(tmp_path, "whole", 1)
+    assert steps_of(tmp_path, "first") + steps_of(tmp_path, "second") == steps_of(tmp_path, "whole")
+    assert "MidepochWarning" not in printed
     job(tmp_path, "bare", 2, "--kind", "smaller", "--stop", "4", "--bare")
     printed = job(tmp_path, "after", 1, "--kind", "smaller", "--checkpoint", str(tmp_path / "bare.ckpt"), "--bare")
-    assert "Lightning counts batches" in printed and "ExactResume" in printed
+    assert "Lightning counts 4 batches of this epoch, but the loader 8" in printed and "ExactResume()" in printed

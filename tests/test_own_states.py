@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -400,6 +400,66 @@ def test_a_snapshot_is_told_when_it_saves(tmp_path: Path) -> None:
     next(iter(loader))
     with pytest.warns(midepoch.MidepochWarning, match="ReadsAhead does not restore its order"):
         snapshot.save()
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws, has no length and no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(8):
+            yield number + torch.rand(())
+
+
+def drawing() -> Loader:
+    return wrap(StatefulDataLoader(Drawing(), 4), seed=0)
+
+
+class Walking(Drawing):
+    """Keeps its place, and says it."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < 8:
+            self.place += 1
+            yield self.place + torch.rand(())
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def walking() -> Loader:
+    return wrap(StatefulDataLoader(Walking(), 4), seed=0)
+
+
+def nodes() -> Loader:
+    import torchdata.nodes
+
+    batches = torchdata.nodes.Batcher(torchdata.nodes.IterableWrapper(range(20)), 4)
+    return wrap(torchdata.nodes.Loader(batches), seed=0)
+
+
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+@pytest.mark.parametrize("make", [drawing, walking, nodes])
+def test_a_pass_that_was_read_to_its_end_is_followed_by_the_next_epoch(make: Callable[[], Loader]) -> None:
+    whole = make()
+    epochs = [sources.taken(whole) for _ in range(4)]
+    for passes in (1, 2):
+        ended = make()
+        for _ in range(passes):
+            list(ended)
+        resumed = make()
+        resumed.load_state_dict(ended.state_dict())
+        assert sources.taken(resumed, 1) == epochs[passes][:1]
+        again = make()
+        again.load_state_dict(resumed.state_dict())  # a source may say the state of the end for good
+        assert sources.taken(again) == epochs[passes][1:]
+        assert sources.taken(again) == epochs[passes + 1]
 
 
 class Holding(own.Stream):

@@ -148,12 +148,12 @@ def test_core_imports_neither_adapters_nor_the_front_door() -> None:
 def adapter_of(module: str) -> str:
     """The adapter that a module belongs to: a package or a module directly in midepoch.adapters; '' for neither.
 
-    Each trainer is a backend of its own, with up to two modules: the callbacks, and ``_private`` beside them.
+    Each trainer is a backend of its own. Its modules begin with its name: ``lightning``, ``lightning_private``.
     """
     first, _, rest = module.removeprefix("midepoch.adapters.").partition(".")
     if not module.startswith("midepoch.adapters."):
         return ""
-    return f"trainers.{rest.partition('.')[0].removesuffix('_private')}" if first == "trainers" and rest else first
+    return f"trainers.{rest.partition('.')[0].partition('_')[0]}" if first == "trainers" and rest else first
 
 
 def other_adapters(graph: dict[str, set[str]]) -> list[str]:

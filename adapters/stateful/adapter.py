@@ -35,6 +35,7 @@ from midepoch.world import World
 __all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
 
 
+_ENDED = "ended:"  # before the detail of a pass that was read to its end; a source would begin anew from its own state
 _TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
 _HOLDS_BACK = "what the dataset's shuffle buffer holds is not in its state: wrap the dataset itself, which is replayed"
 _NOT_RESTORED = Capability(False, "the source's own state does not restore the global generators of samples")
@@ -58,7 +59,7 @@ class StatefulAdapter(Adapter):
         self._used = False
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
-        self.begun = False  # a session has been opened
+        self._begun = False  # a session has been opened
         self._tried_in: list[int] = []  # epochs
         self._untried = "it is tried on a copy when an epoch is read from its beginning"
         if options.verify == "off" or not options.streams:
@@ -113,7 +114,9 @@ class StatefulAdapter(Adapter):
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that the source's own state decodes. The source checks the rest when it loads it."""
         if detail:
-            decode(detail)
+            own = detail.removeprefix(_ENDED)
+            if own or own == detail:
+                decode(own)
         elif position:
             raise StateCorruptError(
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
@@ -135,6 +138,12 @@ class StatefulAdapter(Adapter):
     @property
     def _tries(self) -> bool:
         return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
+
+    def begin(self) -> None:
+        """The first session begins."""
+        if not self._begun:
+            self._begun = True
+            self.before_first_read()
 
     def before_first_read(self) -> None:
         """Copy the source while it is as another process would make it."""
@@ -230,11 +239,19 @@ class StatefulAdapter(Adapter):
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
+        private.forget_end(iterator)
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
         if first and state is None:
             self._first_state = _state_of(self.source)
         return iterator
+
+    def restore(self, state: Any) -> None:
+        """Load a state from which the next epoch begins, and read nothing."""
+        if not self._used:
+            self._first_state = _state_of(self._copied(self.source)[0])
+        self._used = True
+        self.source.load_state_dict(state)
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """A function that returns the iterator's next batch."""
@@ -440,13 +457,19 @@ class _StatefulSession(Session):
         self._trial: Callable[[str, int], Outcome | None] | None = None
         self._handed_out = 0
         self._failed = self._finished = False
+        self._over = run.detail.startswith(_ENDED)  # the source has ended
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
 
     def take(self) -> Any:
         """The source's next batch."""
+        if self._over:
+            if self._next is None:
+                self._begin_at_the_end()
+            raise StopIteration
         try:
             batch = self._first() if self._next is None else self._next()
         except StopIteration:
+            self._over = self._finished = True
             raise
         except BaseException:
             self._failed = True
@@ -467,6 +490,13 @@ class _StatefulSession(Session):
         self._trial, self._advance = adapter.trial(run), advance
         self._next = advance if self._trial is None else self._second
         return batch
+
+    def _begin_at_the_end(self) -> None:
+        """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
+        own = self._run.detail.removeprefix(_ENDED)
+        if own:
+            self._adapter.begin()
+            self._loading(lambda: self._adapter.restore(decode(own)))
 
     def _second(self) -> Any:
         """The next batch, behind a trial of the state before it."""
@@ -503,23 +533,26 @@ class _StatefulSession(Session):
 
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
-        if not adapter.begun:
-            adapter.begun = True
-            adapter.before_first_read()
+        adapter.begin()
         if not run.detail:
             self._iterator = adapter.start(run, None)
         else:
-            try:
-                self._iterator = adapter.start(run, decode(run.detail))
-            except Exception as error:
-                raise StateError(
-                    f"{type(adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                    "make the source as it was when the state was saved"
-                ) from error
+            self._iterator = self._loading(lambda: adapter.start(run, decode(run.detail)))
         return adapter.reading(run, self._iterator)
+
+    def _loading(self, load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except Exception as error:
+            raise StateError(
+                f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
+                "make the source as it was when the state was saved"
+            ) from error
 
     def mark(self) -> str:
         """The source's current state."""
+        if self._over and self._steps is None:
+            return _ENDED + self.following()
         if self._asked[0] != self._handed_out:
             if self._failed:
                 raise StateError(
@@ -543,6 +576,8 @@ class _StatefulSession(Session):
         """The source's own state at its end; nothing if a source of unknown length begins anew by itself."""
         if self._steps is None and self._adapter.rewinds:
             return ""
+        if self._over and self._iterator is None:
+            return self._run.detail.removeprefix(_ENDED)
         self._finish()
         return encode(self._adapter.current(self._iterator))
 

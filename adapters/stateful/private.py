@@ -1,7 +1,7 @@
 """The parts of sources with their own state that midepoch inspects and their packages do not promise.
 
-They are only read, to identify how a source is made. If a part is missing, the description is shorter, and nothing is
-refused: a Hugging Face dataset that cannot be inspected is replayed, which is exact.
+They are read to identify how a source is made. If a part is missing, the description is shorter, and nothing is
+refused: a Hugging Face dataset that cannot be inspected is replayed, which is exact. One is written: see `forget_end`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from midepoch.packages import Package
 from midepoch.samplers import length_of
 
-__all__ = ["grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps", "shared_kinds"]
+__all__ = ["forget_end", "grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps", "shared_kinds"]
 
 
 @functools.cache
@@ -75,6 +75,16 @@ def has_workers(source: Any) -> bool:
     options = getattr(source, "_multiprocessing_options", source)  # a Grain DataLoader's
     workers = getattr(options, "num_workers", 0)
     return isinstance(workers, int) and workers > 0
+
+
+def forget_end(iterator: Any) -> None:
+    """Let an iterator of torchdata.nodes.Loader that began anew say its state again.
+
+    Loaded with the state of a pass that had ended, it begins the next one, but keeps that state as its own for good
+    (torchdata 0.11).
+    """
+    if getattr(iterator, "_cached_item", True) is None and hasattr(iterator, "_cached_state_dict"):
+        iterator._cached_state_dict = None
 
 
 def shared_kinds() -> tuple[type, ...]:

@@ -55,6 +55,8 @@ class ExactResume(Callback):
         self._before_sanity_check: list[State] = []
         self._validated: tuple[int, int] | None = None  # the loader and batch that a validation will ask for next
         self._saved: dict[str, Any] | None = None  # from the checkpoint that this run resumes from
+        self._by_lightning: list[State] = []  # what Lightning had saved of the train loaders in it
+        self._is_lightnings = False  # a train loader is not wrapped, so their states are left to Lightning
         self._validation_states: list[State] = []  # from that checkpoint, until there are loaders to load them
         self._validation_to_finish: tuple[int, int] | None = None
         self._interrupted: list[State] = []
@@ -69,7 +71,8 @@ class ExactResume(Callback):
         private.check(trainer)
         fit_loop = trainer.fit_loop
         self._train, self._validation, self._validated = None, [], None
-        self._saved, self._validation_states, self._validation_to_finish = None, [], None
+        self._saved, self._by_lightning, self._is_lightnings = None, [], False
+        self._validation_states, self._validation_to_finish = [], None
         self._give_back = [
             private.intercept(fit_loop, lambda loaders: self._take_train(loaders, trainer)),
             private.intercept(fit_loop.epoch_loop.val_loop, lambda loaders: self._take_validation(loaders, trainer)),
@@ -87,6 +90,9 @@ class ExactResume(Callback):
         if bare:
             _warn_of_bare("train", bare)
         if bare or private.mode_of(combined) == "sequential":  # Lightning refuses this mode for training
+            self._is_lightnings = True
+            if self._by_lightning:
+                private.load_later(trainer, self._by_lightning)
             return loaders
         wrapped = [each for each in parts if each is not None]
         for part in parts:
@@ -131,6 +137,8 @@ class ExactResume(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank."""
         if self._train is None:
+            if self._is_lightnings:
+                checkpoint[_KEY] = {"version": _VERSION, "by_lightning": True}
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._warn_of_accumulation(trainer)
@@ -194,12 +202,14 @@ class ExactResume(Callback):
         if not _is_fitting(trainer):
             return
         loops = checkpoint["loops"]["fit_loop"]
-        by_lightning = loops["state_dict"].pop("combined_loader", None)
         saved = checkpoint.get(_KEY)
+        if saved is not None and saved.get("by_lightning"):
+            return
+        self._by_lightning = loops["state_dict"].pop("combined_loader", None) or []
         if saved is None:
-            if not by_lightning:
+            if not self._by_lightning:
                 return
-            saved = self._from_lightning(by_lightning, loops)
+            saved = self._from_lightning(self._by_lightning, loops)
         elif saved.get("version") != _VERSION:
             raise StateError(
                 f"the checkpoint was saved by another version of midepoch's callback ({saved.get('version')}, this is "
@@ -209,7 +219,7 @@ class ExactResume(Callback):
         place = saved["next_in_validation"]
         self._validation_to_finish = None if place is None else (place[0], place[1])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        if not saved["ended"] and epochs["current"]["processed"] == epochs["current"]["ready"]:
+        if not saved["ended"] and 0 < epochs["current"]["processed"] == epochs["current"]["ready"]:
             # Stopped in mid-epoch by max_steps or early stopping, which Lightning counts as a whole epoch.
             for each in (epochs["current"], epochs["total"]):
                 each["processed"] = each["completed"] = each["ready"] - 1
@@ -513,22 +523,8 @@ def _move_into_validation(loops: dict[str, Any], done: int | None = None) -> Non
 def _warn_of_bare(kind: str, bare: list[Any]) -> None:
     names = ", ".join(sorted({type(each).__name__ for each in bare}))
     warnings.warn(
-        f"{kind} loaders of type {names} are not wrapped, so they start again when a run resumes: pass "
-        "midepoch.wrap(loader)",
+        f"{kind} loaders of type {names} are not wrapped, so they start again when a run resumes"
+        f"{', and Lightning alone resumes the others' if kind == 'train' else ''}: pass midepoch.wrap(loader)",
         MidepochWarning,
         stacklevel=2,
     )
-
-
-def warn_of_counts(loader: Loader, state: State) -> None:
-    """Warn that Lightning's count of batches is wrong, if Lightning itself loads a state of another topology."""
-    part = Part("", loader)
-    here = (part.world.world_size, part.batch_size)
-    if state["position"] and here != (state["world_size"], state["batch_size"]):
-        warnings.warn(
-            f"the checkpoint is from {state['world_size']} processes with batches of {state['batch_size']}, this run "
-            f"has {here[0]} with {here[1]}. Lightning counts batches, so it would end this epoch too early or too "
-            "late: add midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
-            MidepochWarning,
-            stacklevel=4,
-        )

@@ -19,6 +19,7 @@ __all__ = ["NEVER", "Agreement", "Ranks"]
 NEVER = 1 << 62  # a step that no run reaches
 _SECONDS_BETWEEN = 0.5
 _MOST_STEPS_BETWEEN = 128
+_PAUSE, _MOST_PAUSES = 50e-6, 10_000  # about a second in all, in case somebody else holds the tensor
 
 
 class Ranks(NamedTuple):
@@ -79,8 +80,7 @@ class Agreement:
         self._sending: ProcessGroup | None = None  # made here if `group` cannot send CPU tensors
         self._last = (0, 0.0)  # step and time of the last question
         self.next_step = NEVER
-        # Kept as long as this object. gloo's threads release a tensor shortly after the call returns. If they held the
-        # last reference, freeing the tensor would need the interpreter, and at exit that aborts the process.
+        # Kept as long as this object, because gloo's threads may hold the last reference to a tensor of one call.
         self._numbers = torch.zeros(4, dtype=torch.float64)
 
     def ranks(self) -> Ranks:
@@ -143,6 +143,7 @@ class Agreement:
         numbers, place = self._numbers, float(zlib.crc32(where.encode()))
         numbers[0], numbers[1], numbers[2], numbers[3] = first, second, place, -place
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, ranks.group)
+        _wait_until_released(numbers)
         if numbers[2] != -numbers[3]:
             places = ranks.share(where)
             other = next(rank for rank, each in enumerate(places) if each != places[0])
@@ -151,6 +152,18 @@ class Agreement:
                 f"{places[other]}. Let every rank make the same passes and the same calls of the snapshot in an epoch"
             )
         return float(numbers[0]), float(numbers[1])
+
+
+def _wait_until_released(tensor: torch.Tensor) -> None:
+    """Wait until gloo's thread has released a tensor, which is shortly after the call returns.
+
+    The thread needs the interpreter's lock for that. A program that ends now frees its process group, which holds the
+    lock and waits for the thread: neither would ever go on. At exit, the process would be aborted.
+    """
+    for _ in range(_MOST_PAUSES):
+        if tensor._use_count() == 1:  # type: ignore[attr-defined]  # as torch.utils.swap_tensors asks
+            return
+        time.sleep(_PAUSE)  # without the lock
 
 
 def _timeout(group: ProcessGroup | None) -> timedelta | None:

@@ -275,7 +275,7 @@ class Snapshot:
                 self._resumed = Bodies.of(self._epoch, self._passes)
             self._in_body, self._passes = False, {}
             for loader in self._loaders().values():
-                loader._passes = None
+                loader._course.passes = None
 
     def _loaders(self) -> dict[str, Loader]:
         found = {name: loader_of(part) for name, part in self._parts.items()}
@@ -283,12 +283,12 @@ class Snapshot:
 
     def _begin_body(self, epoch: int, resumed: Bodies | None) -> None:
         loaders = self._loaders()
-        if any(loader._passes is not None for loader in loaders.values()):
+        if any(loader._course.passes is not None for loader in loaders.values()):
             raise MidepochError(RUNNING)
         passes = [Passes() if resumed is None else resumed.passes(name) for name in loaders]
         bring_together(passes)
         for (name, loader), each in zip(loaders.items(), passes, strict=True):
-            loader._enter_body(each, None if resumed is None else name not in resumed.left)
+            loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
         self._in_body, self._epoch, self._passes = True, epoch, dict(zip(loaders, passes, strict=True))
 
     def _end_body(self, epoch: int) -> None:
@@ -296,7 +296,7 @@ class Snapshot:
         ranks = self._agreement.ranks()
         where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
-        going_on = [loader._leave_body() for loader in self._loaders().values()]
+        going_on = [loader._course.leave_body() for loader in self._loaders().values()]
         self._in_body, self._epoch, self._passes = False, epoch, {}
         # Python may free a pass that was left later on one rank than on another.
         if self._agreement.meet(ranks, where, float(any(going_on)))[0]:
@@ -521,7 +521,7 @@ class Snapshot:
             # Saved before there was such a record: it may have been by step().
             self._resumed = Bodies(ends=any(not loader.position and loader.epoch for loader in loaders))
         else:
-            self._resumed = bodies._replace(ends=bodies.ends or any(loader._is_over for loader in loaders))
+            self._resumed = bodies._replace(ends=bodies.ends or any(loader._course.is_over for loader in loaders))
         if generators is not None:
             set_generators(generators)
         else:

@@ -168,8 +168,9 @@ class CombinedAdapter(Adapter):
             for name, answer in answers:
                 if not answer:
                     return Capability(False, f"part {name}: {answer.reason}")
-            name, answer = answers[0]
-            return Capability(True, f"as every part, for instance {name}: {answer.reason}")
+            # One that is only believed makes the whole so.
+            name, answer = next((each for each in answers if each[1].believed), answers[0])
+            return Capability(True, f"as every part, for instance {name}: {answer.reason}", answer.believed)
 
         return Capabilities(*map(every, Capabilities.__dataclass_fields__))
 

@@ -40,7 +40,7 @@ class Part:
 
     def retry_errors(self) -> None:
         """Give a batch that failed again, unless the user states otherwise: the other parts wait for it."""
-        self.loader._retries = True
+        self.loader._course.retries = True
 
     @property
     def promises(self) -> Capabilities:
@@ -55,7 +55,7 @@ class Part:
     @property
     def world(self) -> World:
         """The world as it is now."""
-        return self.loader._current_world()
+        return self.loader._setting.world()
 
     @property
     def batch_size(self) -> int:
@@ -76,11 +76,11 @@ class Part:
 
     def length(self, epoch: int) -> int | None:
         """Batches of one full epoch on this rank; None if unknown."""
-        return self._steps(self.loader._current_seed(self.world), Place(epoch, 0))
+        return self._steps(self.loader._setting.seed(self.world), Place(epoch, 0))
 
     def left(self) -> int | None:
         """Batches left in its epoch on this rank; None if unknown."""
-        return self.loader._steps_left()
+        return self.loader._course.steps_left()
 
     def left_at(self, state: State) -> int | None:
         """The same, for a loader that stands at `state`."""
@@ -93,7 +93,7 @@ class Part:
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
-        adapter, seed = self.loader._adapter, self.loader._current_seed(self.world)
+        adapter, seed = self.loader._adapter, self.loader._setting.seed(self.world)
         adapter.prepare(seed, epoch)
         return adapter.samples(seed, epoch)
 
@@ -139,8 +139,8 @@ class Part:
             here = here.after()
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.lead(here, (epoch, 0), state["seed"], self.world))
-        self.loader._refresh()
-        return self.loader._states.build(here, state["seed"], self.world, state["witness"])
+        self.loader._course.refresh()
+        return self.loader._states.build(here, state["seed"], self.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""
@@ -163,19 +163,19 @@ class Part:
     @property
     def is_open(self) -> bool:
         """Whether a session is open at its place; only then does it notice the epoch's end."""
-        return self.loader._cursor.session is not None
+        return self.loader._course.cursor.session is not None
 
     def go_to(self, state: State) -> None:
         """Make the batch that follows `state` the next one."""
         loader = self.loader
         if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and self.remembers:
             self.pending.clear()
-            loader._end_epoch()  # unlike a load, it keeps the history of batches in flight
+            loader._course.end_epoch()  # unlike a load, it keeps the history of batches in flight
         if self._is_at(state):
             # A new pass over a loader in the middle of an epoch would begin another one.
             if not loader.position and not self.pending:
                 self._pass = iter(loader)
-            if self.pending or not loader.position or getattr(self._pass, "cursor", None) is loader._cursor:
+            if self.pending or not loader.position or getattr(self._pass, "cursor", None) is loader._course.cursor:
                 return
         self.pending.clear()
         loader.load_state_dict(state)
@@ -188,7 +188,7 @@ class Part:
                 # Only reading its source leads to the next epoch.
                 with contextlib.suppress(StopIteration):
                     self.loader.peek()
-            self.loader._end_epoch()
+            self.loader._course.end_epoch()
         self._pass = iter(self.loader)
 
     def _is_at(self, state: State) -> bool:

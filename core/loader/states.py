@@ -71,7 +71,10 @@ class States:
                 f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})",
             )
         place = self.place(checked, world)
-        adapter.prepare(checked["seed"], place.epoch)
+        if place.position:
+            adapter.prepare(checked["seed"], place.epoch)
+        else:
+            adapter.refresh()  # the user may still change what the epoch's order comes from
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
         if checked["size"] != size and not (place.over and size is None):
             _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")

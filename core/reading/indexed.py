@@ -69,17 +69,30 @@ class SeeingSession(Session):
 
 
 class IteratorSession(SeeingSession):
-    """A session that hands out an iterator's batches as they are."""
+    """A session that hands out an iterator's batches as they are.
 
-    def __init__(self, answers: Iterator[Any], detail: str = "", close: Callable[[], None] | None = None) -> None:
+    Args:
+        answers: the batches.
+        detail: the same throughout the epoch: the CRC of the epoch's list, if the order is listed.
+        following: the detail with which the next epoch begins.
+        close: releases what the iterator holds.
+    """
+
+    def __init__(
+        self, answers: Iterator[Any], detail: str = "", following: str = "", close: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self.take = self.unwrapped(answers).__next__
-        self._detail = detail
+        self._detail, self._following = detail, following
         self._close = close
 
     def detail(self, mark: Any) -> str:
-        """The same throughout the epoch: the CRC of the epoch's list, if the order is listed."""
+        """The same throughout the epoch."""
         return self._detail
+
+    def following(self) -> str:
+        """Known from the start."""
+        return self._following
 
     def close(self) -> None:
         """Release what the iterator holds."""

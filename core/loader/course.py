@@ -1,0 +1,562 @@
+"""A loader's way through its data: where it stands, the session that is open there, and the passes over it.
+
+The rules of iteration for all adapters (docs/design.md tells why):
+
+* `iter()` has no side effect; the first `next()` starts the pass. The first pass after a load continues from the state;
+  every later pass is a new epoch.
+* The position moves when a batch is handed out, not when it is prefetched. Handing out an epoch's last batch moves the
+  state to (epoch + 1, 0), so 'finished' has one spelling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import warnings
+import weakref
+from typing import Any, NoReturn, Self
+
+from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateError
+from midepoch.state.format import State
+from midepoch.world import Share, World
+
+from .adapter import Adapter, Options, Run, Session
+from .bodies import Passes
+from .cursor import Cursor, History, Phase, new_history
+from .place import Place
+from .setting import Setting
+from .whole_batches import Then
+from .witnesses import Witnesses
+
+__all__ = ["Came", "Course", "Pass"]
+
+_logger = logging.getLogger("midepoch")
+
+
+class Came(enum.Enum):
+    """How the loader got to its place, which decides where a new pass begins. docs/design.md has a table."""
+
+    FRESH = "nothing has happened yet"
+    PUT = "by a load or a seek: the next pass continues from here"
+    READ = "by handing out batches: the next pass begins a new epoch"
+
+
+class Course:
+    """Where one loader stands, and what moves it.
+
+    Attributes:
+        place: valid while no session is open.
+        came: how it got there.
+        cursor: of the latest pass.
+        history: the places before the latest batches.
+        loaded: the loaded state, until a batch is handed out.
+        unfinished: the loaded epoch, until the next one begins.
+        lost: why the place's detail is unknown; empty if it is known.
+        failed: why the batches behind the place are to be passed over.
+        ends_early: the running pass was resharded, and ends with this epoch.
+        retries: a batch that fails is given again, where nothing was stated.
+        passes: those of the body of an `epochs` loop; None outside.
+    """
+
+    def __init__(self, adapter: Adapter, options: Options, setting: Setting, witnesses: Witnesses) -> None:
+        self.adapter, self.options, self.setting, self._witnesses = adapter, options, setting, witnesses
+        self._then = Then.of(options)
+        self.place, self.came = Place(0, 0), Came.FRESH
+        self.cursor, self.history = Cursor(), self._new_history()
+        self.loaded: State | None = None
+        self.unfinished: int | None = None
+        self.lost = ""
+        self.failed: list[str] = []
+        self.ends_early = self.retries = False
+        self.passes: Passes | None = None
+        self._told_of_one = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For trainers that start processes: everything except the open session.
+        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": []}
+        del attributes["cursor"], attributes["history"], attributes["_then"]
+        return attributes
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+        self.cursor, self.history, self._then = Cursor(), self._new_history(), Then.of(self.options)
+
+    def start_as(self, other: Course) -> None:
+        """Stand where another loader of the same source stands."""
+        for name in ("place", "came", "loaded", "unfinished", "lost", "ends_early", "retries", "_told_of_one"):
+            setattr(self, name, other.here() if name == "place" else getattr(other, name))
+
+    def _new_history(self) -> History:
+        remembered = 0 if self.adapter.remembers else self.options.remember
+        return new_history(remembered) if remembered else new_history()
+
+    # --- where it stands ---
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        cursor = self.cursor
+        if cursor.session is None:
+            return self.place.epoch
+        return cursor.epoch + (cursor.phase is Phase.GIVEN and cursor.over is None)
+
+    @property
+    def position(self) -> int:
+        """Units of this epoch that all ranks together have received."""
+        cursor = self.cursor
+        if cursor.session is None:
+            return self.place.position
+        return (cursor.over or 0) if cursor.phase is Phase.GIVEN else cursor.position
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this epoch's last batch was handed out, and its body has not ended."""
+        cursor = self.cursor
+        return self.place.over if cursor.session is None else cursor.phase is Phase.GIVEN and cursor.over is not None
+
+    def here(self) -> Place:
+        """Where the loader stands. Raises StateError if the source cannot say."""
+        if self.cursor.session is not None:
+            return self.cursor.place()
+        if self.lost:
+            raise StateError(self.lost)
+        return self.place
+
+    def share(self, world: World, epoch: int, position: int) -> Share | None:
+        """This rank's batches from (epoch, position) on; None if the length is unknown."""
+        cursor = self.cursor
+        opened = cursor.session is not None
+        self.refresh()
+        detail = self.place.detail if not opened else "" if cursor.phase is Phase.GIVEN else cursor.opened.detail
+        return self.adapter.share(self.setting.seed(world), epoch, position, world, detail)
+
+    def refresh(self) -> None:
+        """Take over a new length of the dataset, unless an epoch is being read."""
+        if not self.position and (self.cursor.session is None or self.cursor.phase is Phase.GIVEN):
+            self.adapter.refresh()
+
+    def steps_left(self) -> int | None:
+        """Batches left in this epoch on this rank; None if unknown."""
+        cursor = self.cursor
+        if self.is_over:
+            return 0
+        if cursor.session is not None and cursor.phase is Phase.RUNNING and not cursor.session.drift:
+            return None if cursor.own_steps is None else cursor.own_steps - cursor.steps
+        share = self.share(self.setting.world(), self.epoch, self.position)
+        return None if share is None else share.steps
+
+    # --- going elsewhere ---
+
+    def lead(self, epoch: int, position: int) -> Place:
+        """The place at (epoch, position), which no session need have reached."""
+        adapter, there = self.adapter, (epoch, position)
+        here = Place(self.epoch, self.position)
+        if adapter.leads or here[:2] == there or self.is_over:
+            here = self.here()
+        if here[:2] == there:
+            return here
+        if here.over:
+            here = here.after()
+            if here[:2] == there:
+                return here
+        world = self.setting.world()
+        return Place(epoch, position, adapter.lead(here, there, self.setting.seed(world), world))
+
+    def move(self, place: Place) -> None:
+        """Stand at `place`. The running pass, or else the next one, continues from there."""
+        cursor = self.cursor
+        self.close_session(keep=False)
+        self.place, self.lost = place, ""
+        self.came, self.loaded, self.unfinished = Came.PUT, None, None
+        self.ends_early = False
+        self.failed.clear()
+        self.history.clear()
+        cursor.resumed = False
+        if cursor.phase is Phase.GIVEN:
+            cursor.phase = Phase.RUNNING
+
+    def end_epoch(self) -> None:
+        """Give up the rest of this epoch."""
+        following = self.lead(self.epoch + 1, 0)
+        self.close_session(keep=False)
+        self.place, self.lost, self.loaded, self.unfinished = following, "", None, None
+        self.failed.clear()
+
+    # --- sessions ---
+
+    def _open(self, cursor: Cursor) -> bool:
+        """Open a session at the loader's place, in the world as it is now.
+
+        Returns:
+            False if the epoch has no batches left and goes on all the same, in the body of `epochs`.
+        """
+        world = self.setting.enter()
+        adapter, seed, place = self.adapter, self.setting.seed(world), self.here()
+        before: Place | None = None
+        if self.failed:
+            before, passed_over = place, len(self.failed) * adapter.units_per_step(world)
+            place = self.lead(place.epoch, place.position + passed_over)
+        share: Share | None = None
+        if not place.over:
+            adapter.prepare(seed, place.epoch)
+            share = adapter.share(seed, place.epoch, place.position, world, place.detail)
+        if place.over or (share is not None and share.global_steps == 0 and place.position > 0):
+            # Less than one global batch is left.
+            if self.passes is not None or before is not None or self.ends_early:
+                return False
+            place = self.place = self.lead(place.epoch + 1, 0)
+            self.unfinished = None
+            adapter.prepare(seed, place.epoch)
+            share = adapter.share(seed, place.epoch, 0, world, place.detail)
+        detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
+        looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
+        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
+        session = adapter.open(run)
+        if self._then is not None:
+            session = self._then.around(session, run, adapter)
+        marks = self.options.remember > 0 and not adapter.remembers
+        cursor.open(session, run, adapter.units_per_step(world), before, marks)
+        cursor.resumed = cursor.resumed or self.loaded is not None
+        self.setting.settle(seed, world)
+        return True
+
+    def close_session(self, mark: Any = None, keep: bool = True) -> None:
+        """Close the open session. `mark`: taken before a batch that failed. `keep`: keep the session's place."""
+        cursor = self.cursor
+        if cursor.session is None:
+            return
+        try:
+            if keep:
+                self.place = Place(self.epoch, self.position)  # all there is if the source cannot say more
+                self.place = cursor.place() if mark is None else cursor.place_of(mark)
+        except SourceError:
+            raise
+        except Exception as error:  # noqa: BLE001  # a source that cannot say its state is read all the same
+            self.lost = str(error)
+        finally:
+            cursor.close()
+
+    def peek(self) -> Any:
+        """Return the next batch at the current place without taking it: the state does not move.
+
+        The running pass, or the one that continues from here, returns the same batch next. A pass begun after a `break`
+        is a new epoch, and starts with that epoch's first batch.
+
+        Raises:
+            StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
+        """
+        cursor = self.cursor
+        if cursor.peeked:
+            return cursor.peeked[0][0]
+        if cursor.phase is not Phase.RUNNING:
+            self.close_session()  # its epoch has ended; the next batch is the next epoch's first
+            cursor = self.cursor = Cursor()
+        if cursor.session is None and not self._open(cursor):
+            raise StopIteration
+        session = cursor.session
+        assert session is not None  # _open has opened it
+        mark = session.mark() if cursor.steps else None
+        try:
+            batch = cursor.take()
+            if not cursor.steps:
+                self._witnesses.see(cursor)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.close_session(mark)
+            raise
+        cursor.peeked.append((batch, mark))
+        cursor.steady = False
+        return batch
+
+    def close(self) -> None:
+        """Stop worker processes and threads. The state stays; iterating again starts them again."""
+        cursor = self.cursor
+        self.close_session()
+        if cursor.phase is Phase.RUNNING:
+            cursor.phase = Phase.CLOSED
+        self.cursor = Cursor()
+        self.cursor.resumed = cursor.resumed and cursor.phase is not Phase.EXHAUSTED
+        self.adapter.close()
+
+    # --- passes ---
+
+    def next_batch(self, current: Pass) -> Any:
+        """The next batch, where the pass has to be checked or a session opened first."""
+        cursor = current.cursor
+        if cursor is None:
+            cursor = current.cursor = self._begin(current)
+        if cursor.phase is not Phase.RUNNING or cursor is not self.cursor:
+            self._refuse(cursor)
+        while True:
+            if cursor.session is None and not self._open(cursor):
+                self._leave_empty(cursor)
+                raise StopIteration
+            mark = None
+            try:
+                if cursor.peeked:
+                    batch, mark = cursor.peeked.pop()
+                else:
+                    mark = cursor.mark()
+                    batch = cursor.take()
+                    if not cursor.steps:
+                        self._witnesses.see(cursor)
+            except BaseException as error:
+                if not self.goes_on(cursor, error, mark):
+                    raise
+                continue
+            break
+        self.loaded, self.came, self.ends_early = None, Came.READ, False
+        if self.failed:
+            self._tell_of_failed(cursor.epoch, cursor.before.position, cursor.opened.position)
+        cursor.steady = True
+        cursor.handed_out(self.history, mark)
+        if cursor.steps == cursor.last_step:
+            self.roll(cursor)
+        return batch
+
+    def _refuse(self, cursor: Cursor) -> NoReturn:
+        """What a pass answers that has no next batch."""
+        if cursor.phase is Phase.EXHAUSTED:
+            raise StopIteration
+        if cursor.phase is Phase.CLOSED:
+            raise MidepochError("the loader was closed while this pass ran: start a new pass")
+        if cursor.phase is Phase.GIVEN:
+            if cursor is self.cursor:
+                self.close_session()
+            cursor.phase = Phase.EXHAUSTED
+            raise StopIteration
+        raise MidepochError(
+            "this pass ended when another pass over the loader started: use one iterator at a time, or wrap the source "
+            "twice"
+        )
+
+    def _begin(self, current: Pass) -> Cursor:
+        """The cursor of a pass that asks for its first batch."""
+        before, passes = self.cursor, self.passes
+        if passes is not None and passes.leave_empty():
+            ended = Cursor()
+            ended.phase = Phase.EXHAUSTED
+            return ended
+        if self.came is Came.READ and (self.position > 0 or self.is_over):
+            if before.phase is Phase.RUNNING:
+                self._tell_of_dropped(before)
+            self.end_epoch()
+        elif before.phase is Phase.GIVEN:
+            self.close_session()
+        if before.owned:
+            self.cursor = before.taken_over()
+            self.cursor.resumed = before.resumed and self.came is not Came.READ
+        self.cursor.user = weakref.ref(current)
+        if passes is not None:
+            passes.begin(self.cursor)
+        return self.cursor
+
+    def _tell_of_dropped(self, before: Cursor) -> None:
+        """Warn of a new pass that drops what was hardly meant to be dropped."""
+        if before.resumed:
+            warnings.warn(
+                f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
+                "to continue instead, keep the iterator, or load loader.state_dict()",
+                MidepochWarning,
+                stacklevel=5,
+            )
+        elif before.steps == 1 and not self._told_of_one:
+            self._told_of_one = True
+            warnings.warn(
+                f"a pass over epoch {self.epoch} was given up after its first batch, and a new pass begins epoch "
+                f"{self.epoch + 1}: to look at a batch, use loader.peek(), which gives nothing up",
+                MidepochWarning,
+                stacklevel=5,
+            )
+
+    def goes_on(self, cursor: Cursor, error: BaseException, mark: Any) -> bool:
+        """Handle a session that ended or failed. True if the pass continues, False if the error is to be raised."""
+        session, resumed = cursor.session, cursor.steps == 0 and cursor.opened.position > 0
+        if session is None:
+            return False
+        if not isinstance(error, StopIteration):
+            # The loader stays after the last good batch, whether the next `next()` tries this one again or not.
+            self.close_session(mark)
+            if self._passes_over(error):
+                # A worker's error has its whole traceback in its message; the last line says what it was.
+                self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)
+            return False
+        cursor.catch_up()
+        if cursor.last_step is not None:
+            given, expected = cursor.steps, cursor.own_steps
+            if expected is not None and given < expected and not session.varies:
+                self.close_session()
+                raise SourceError(
+                    f"the source ended after {given} of the {expected} batches that were left: correct its __len__, or "
+                    "find where its code raises StopIteration"
+                ) from None
+            # An empty epoch, a rank without a part of the last global batch, or last steps without batches.
+            goes_on = resumed and session.drift > 0
+            self.roll(cursor)
+            self.close_session()
+            cursor.phase = Phase.RUNNING if goes_on else Phase.EXHAUSTED
+            return goes_on
+        nothing = cursor.position == 0
+        if self.passes is not None:
+            self._end_pass(cursor, session, self.passes)
+            if resumed:
+                self._tell_of_empty()
+        else:
+            self.close_session()
+        if resumed and self.passes is None:
+            self.unfinished = None
+            self.place = self.lead(self.place.epoch + 1, 0)
+            if not session.others_go_on:
+                return True
+        cursor.phase = Phase.EXHAUSTED
+        before = sum(epoch == self.place.epoch - 1 for _, epoch, _, _ in self.history)
+        if nothing and before:
+            raise SourceError(
+                f"the source was empty in epoch {self.place.epoch}, after {before} batches in the last one: "
+                "it can be iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
+            ) from None
+        return False
+
+    def roll(self, cursor: Cursor) -> None:
+        """Note that the epoch's last batch was handed out: the state is now the next epoch's beginning."""
+        self.loaded, self.came = None, Came.READ
+        if self.passes is not None and self.passes.end():
+            assert cursor.world is not None  # it is open
+            size = self.adapter.size(cursor.seed, cursor.epoch, cursor.world, cursor.opened.detail)
+            cursor.over = cursor.position if size is None else size
+        else:
+            self.unfinished = None
+        cursor.phase, cursor.steady = Phase.GIVEN, False
+
+    # --- errors that are passed over ---
+
+    def _passes_over(self, error: BaseException) -> bool:
+        """Whether the caller who goes on after an error gets the next batch. Not if a worker died or memory ran out."""
+        if not isinstance(error, Exception) or isinstance(error, MidepochError | MemoryError):
+            return False
+        if not self.adapter.jumps:
+            return False
+        stated = self.options.on_error
+        return stated == "next" or (stated is None and not self.retries and self.setting.world().world_size == 1)
+
+    def _tell_of_failed(self, epoch: int, start: int, stop: int) -> None:
+        """Name the positions that were passed over, now that the caller has gone on behind them."""
+        failed = "; ".join(dict.fromkeys(self.failed))
+        self.failed.clear()
+        warnings.warn(
+            f"positions {start} to {stop - 1} of epoch {epoch} were passed over, because reading them failed "
+            f"({failed:.300}): mend the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
+            MidepochWarning,
+            stacklevel=4,
+        )
+
+    # --- the body of an epoch ---
+
+    def enter_body(self, passes: Passes, continues: bool | None = None) -> None:
+        """An epoch has been yielded.
+
+        `continues`: whether its first pass continues where the loader stands; None: as if there were no body.
+        """
+        self.passes = passes
+        if continues is False:
+            self.came = Came.READ
+        elif continues and self.came is Came.READ:
+            self.came = Came.PUT
+
+    def leave_body(self, alone: bool = False) -> bool:
+        """End the epoch with its body.
+
+        Args:
+            alone: the loop is over the epochs of this loader, so its epoch ends whatever was read.
+
+        Returns:
+            Whether a pass is in the middle of its epoch, and may go on in the next body.
+        """
+        passes, self.passes = self.passes, None
+        if passes is None:
+            return False
+        cursor = self.cursor
+        if passes.going_on and not alone:
+            return True
+        ended = self.is_over or (self.came is Came.READ and self.position > 0 and cursor.phase is Phase.EXHAUSTED)
+        if ended or (passes.left and self.adapter.can_seek) or (alone and not (passes.begun and not self.position)):
+            self.end_epoch()
+            self.came = Came.READ
+            if cursor.phase is Phase.RUNNING and cursor.owned:
+                cursor.phase = Phase.GIVEN  # a pass that is kept has ended
+        return False
+
+    def _end_pass(self, cursor: Cursor, session: Session, passes: Passes) -> None:
+        """Note where the next epoch begins, now that the source has ended this one."""
+        following: Place | None = None
+        if not self.adapter.can_seek:
+            with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
+                following = Place(cursor.epoch + 1, 0, session.following())
+        self.close_session()
+        if following is None and not self.lost:
+            following = self.lead(cursor.epoch + 1, 0)
+        held = passes.end()
+        if held:
+            cursor.over = cursor.position
+        if following is not None:
+            self.place = following.before(cursor.position) if held else following
+        self.came = Came.READ
+
+    def _leave_empty(self, cursor: Cursor) -> None:
+        """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
+        passes = self.passes
+        if self.failed or (self.ends_early and not self.place.over):
+            place, world = self.place, self.setting.world()
+            size = self.adapter.size(self.setting.seed(world), place.epoch, world, place.detail)
+            if self.failed:
+                self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
+            following = self.lead(place.epoch + 1, 0)
+            if passes is not None and passes.end() and size is not None:
+                cursor.over = size
+                self.place = following.before(size)
+            else:
+                self.place, self.unfinished = following, None
+            self.loaded = None
+        else:
+            if passes is not None and passes.end():
+                cursor.over = self.position
+            self._tell_of_empty()
+        self.came, self.ends_early, cursor.phase = Came.READ, False, Phase.EXHAUSTED
+
+    def _tell_of_empty(self) -> None:
+        if self.setting.world().rank == 0:
+            _logger.warning("all batches of epoch %d are done: going on with the rest of its body", self.epoch)
+
+
+class Pass:
+    """One pass over a loader. Several may exist; the one that was started last has the loader's cursor.
+
+    The loader holds no reference to the pass, so a ``break`` leaves no cycle. Inside a cycle, the garbage collector may
+    wait for worker processes before anything has told them to end.
+    """
+
+    __slots__ = ("__weakref__", "_course", "cursor")
+
+    def __init__(self, course: Course) -> None:
+        self._course = course
+        self.cursor: Cursor | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        course, cursor = self._course, self.cursor
+        if cursor is None or not cursor.steady or cursor is not course.cursor:
+            return course.next_batch(self)
+        mark = cursor.mark()
+        try:
+            batch = cursor.take()
+        except BaseException as error:
+            course.goes_on(cursor, error, mark)
+            raise
+        cursor.handed_out(course.history, mark)
+        if cursor.steps == cursor.last_step:
+            course.roll(cursor)
+        return batch

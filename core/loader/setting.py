@@ -1,0 +1,100 @@
+"""The world and the seed of a loader, as they are now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from midepoch.errors import MidepochError
+from midepoch.randomness.streams import process_seed
+from midepoch.world import World, warn_of_mesh
+
+from .adapter import Adapter, Options
+
+__all__ = ["Setting"]
+
+
+class Setting:
+    """Which ranks share the data, and the seed of their order and of all random streams.
+
+    Attributes:
+        resharded: the last world given to `Loader.reshard`.
+        last: the world of the last pass; None if any other may follow.
+    """
+
+    def __init__(self, adapter: Adapter, options: Options) -> None:
+        self._adapter, self._options = adapter, options
+        # Read, never consumed; used in a single process if no seed is given.
+        self._process_seed = process_seed()
+        self._seed = options.seed if options.seed is not None else adapter.seed
+        self._seed_is_private = options.seed is None and not adapter.seed_is_shared
+        self.resharded: World | None = None
+        self.last: World | None = None
+        self._mesh_checked = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "last": None}
+
+    def of_twin(self, adapter: Adapter) -> Setting:
+        """The same for another adapter of the same source."""
+        twin = Setting(adapter, self._options)
+        twin.__dict__.update({**self.__getstate__(), "_adapter": adapter})
+        return twin
+
+    def take_seed(self, seed: int) -> None:
+        """Take over a loaded state's seed."""
+        self._seed, self._seed_is_private, self.last = seed, False, None
+
+    def enter(self) -> World:
+        """The world for a session that is about to be opened.
+
+        Raises:
+            MidepochError: it is not that of the last pass.
+        """
+        world, last = self.world(), self.last
+        if last is not None and (last.rank, last.world_size) != (world.rank, world.world_size):
+            raise MidepochError(
+                f"this process was rank {last.rank} of {last.world_size} in the previous pass and is rank "
+                f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
+                "use, or load a state to continue in another world"
+            )
+        if last is None and not self._mesh_checked and world.world_size > 1:
+            self._mesh_checked = True
+            if self._options.world is None and self._adapter.world is None:
+                warn_of_mesh()
+        return world
+
+    def settle(self, seed: int, world: World) -> None:
+        """Keep what a session was opened with."""
+        self._seed, self.last = seed, world
+
+    def world(self) -> World:
+        """The world as it is now."""
+        if self.resharded is not None:
+            return self.resharded
+        stated, by_source = self._options.world, self._adapter.world
+        if stated is None and by_source is None:
+            return World.current()
+        world = stated if stated is not None else World.current()
+        if by_source is None:
+            return world
+        if stated is None and world.world_size == 1:
+            return replace(by_source, local_rank=world.local_rank)
+        if (world.rank, world.world_size) != (by_source.rank, by_source.world_size):
+            raise MidepochError(
+                f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}, but the world is rank "
+                f"{world.rank} of {world.world_size}: make the sampler for this world, or leave it out (midepoch "
+                "shards)"
+            )
+        return world
+
+    def seed(self, world: World) -> int:
+        """The seed in a world."""
+        if self._seed_is_private and world.world_size > 1:
+            raise MidepochError(
+                f"the source drew its own seed, {self._seed} on this rank, and other ranks may have drawn others: "
+                "pass seed= to midepoch.wrap, the same on every rank"
+            )
+        if self._seed is not None:
+            return self._seed
+        return self._process_seed if world.world_size == 1 else 0
