@@ -146,18 +146,10 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
     orders = [rows.tolist() for loader in [midepoch.wrap(data, seed=0)] for _ in range(1000) for (rows,) in loader]
 
     # 12 batches of two processes an epoch, a snapshot after each fifth.
-<<<<<<< HEAD
     job = torchrun(2, 1000)
-    killed = [job.stdout.readline() for _ in range(61)]
+    killed = [job.stdout.readline() for _ in range(71)]
     kill_with_children(job.pid)
     killed += job.stdout.readlines()
-=======
-    with subprocess.Popen(torchrun(2, 1000), stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        killed = [job.stdout.readline() for _ in range(71)]
-        kill_with_children(job.pid)
-        killed += job.stdout.readlines()
->>>>>>> main
     seen: dict[int, list[Any]] = {}
     # Torchrun's processes write a line's text and its end apart, so two may stand in one.
     for number, rows in re.findall(r"batch (\d+) of rank \d: (\[\[.*?\]\])", "".join(killed)):
@@ -170,15 +162,10 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
         assert len(found) == 8 or number >= max(seen) - 1, "of its last batches one rank may have told nothing yet"
 
     epoch = max(seen) // 12 + 1
-<<<<<<< HEAD
     job = torchrun(1, epoch + 1)
     output, _ = job.communicate()
     assert job.returncode == 0, output[-3000:]
-    (resumed,) = re.findall(r"^resuming at epoch (\d+), position (\d+)$", output, re.MULTILINE)
-=======
-    output = run(torchrun(1, epoch + 1), tmp_path)
     resumed, *_ = re.findall(r"^epoch (\d+) from position (\d+)$", output, re.MULTILINE)
->>>>>>> main
     begin, position = int(resumed[0]), int(resumed[1])
     assert 12 * begin + position // 8 in (max(seen) // 5 * 5, max(seen) // 5 * 5 + 5, max(seen) // 5 * 5 - 5)
     batches = re.findall(r"^batch \d+ of rank 0: (.*)$", output, re.MULTILINE)
@@ -244,7 +231,7 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
     assert len((package / "midepoch_rows.py").read_text().splitlines()) <= 60
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(tmp_path / "site"), str(package)], check=True, capture_output=True)
-    command = ["-m", "pytest", "-q", "-c", os.devnull, package / "test_rows.py"]
+    command: list[str | Path] = ["-m", "pytest", "-q", "-c", os.devnull, package / "test_rows.py"]
     found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = forking.run(command, cwd=package, env=found)
     assert done.returncode == 0, done.stdout
