@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import random
@@ -340,7 +341,7 @@ TOLD: dict[str, Callable[[], Any]] = {
 
 
 def continued(name: str, states: list[dict[str, Any]], count: int) -> list[list[str]]:
-    """What fresh loaders give from each state on, as text, in this process."""
+    """What fresh loaders give from each state on, as text, in this process; `count` batches from the first state on."""
     found = []
     for cut, state in enumerate(states):
         torch.manual_seed(cut + 50), random.seed(cut), np.random.seed(cut)
@@ -349,7 +350,8 @@ def continued(name: str, states: list[dict[str, Any]], count: int) -> list[list[
             loader = midepoch.wrap((EXACT | TOLD)[name](), seed=SEED)
             loader.load_state_dict(state)
             try:
-                found.append([repr(batch) for _ in range(3) for batch in loader][:count])
+                batches = (batch for _ in range(3) for batch in loader)
+                found.append([repr(batch) for batch in itertools.islice(batches, count - cut)])
             except Exception as error:  # noqa: BLE001  # compared by the test
                 found.append([repr(error)])
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -21,8 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest.importorskip("sklearn", reason="needs midepoch[demo]")
-pytest.importorskip("typer", reason="needs midepoch[demo]")
+for name in ("sklearn", "typer"):
+    if importlib.util.find_spec(name) is None:  # not imported, which takes sklearn seconds in each of pytest's processes
+        pytest.skip("needs midepoch[demo]", allow_module_level=True)
 
 import forking
 from PIL import Image

@@ -197,7 +197,8 @@ def resumes() -> Iterator[dict[str, Any]]:
     """For each source: what was given, told and promised; and what another process gives from each state on."""
     found, calls = {}, []
     for name in own.EXACT | own.TOLD:
-        given, states, told, loader = saving(name, 11 if "rows" in name else 30)
+        slow = any(each in name for each in ("rows", "prefetched", "threads"))  # threads are started for each state
+        given, states, told, loader = saving(name, 11 if slow else 30)
         found[name] = given, told, loader.capabilities
         loader.close()
         calls.append((name, states[:-1], len(given)))
@@ -541,6 +542,7 @@ class TestDatasetsBuffered(_Own):
     shuffled = True
 
 
+@pytest.mark.long  # its iterator is TestGrainDataset's; test_every_place_of_two_epochs_is_gone_on_from has both
 class TestGrainLoader(_Own):
     make_loader = staticmethod(own.wrapped_grain_loader)
 
