@@ -1054,3 +1054,19 @@ def test_ranks_that_see_other_files_are_told_once_and_saved(tmp_path: Path) -> N
     first, second = sources.in_gloo_world(_save_other_files, 2, str(path))
     assert first.count("rank 0 and rank 1 do not see the same data in data") == 1 and "sort them" in first
     assert second == "" and path.exists()
+
+
+def _held_after_an_exchange(rank: int, path: str) -> list[int]:
+    """How many others hold the tensor of an exchange when the call returns."""
+    snapshot = Snapshot(path, signals=(), data=midepoch.wrap([[1], [2]]))
+    found = []
+    for _ in range(50):
+        snapshot.poll()
+        snapshot._polling.next_step = 0  # the next call exchanges again
+        found.append(snapshot._polling._numbers._use_count() - 1)  # type: ignore[attr-defined]
+    return found
+
+
+def test_no_thread_waits_for_the_interpreter_after_an_exchange(tmp_path: Path) -> None:
+    """A program that frees its process group then would never end."""
+    assert sources.in_gloo_world(_held_after_an_exchange, 2, str(tmp_path / "snapshot.pt")) == [[0] * 50] * 2
