@@ -403,6 +403,15 @@ def spawned_rank(rank: int, loader: Loader, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def fail_in_an_epoch(path: str) -> None:
+    """One process of multiprocessing: an error while its workers are reading."""
+    loader = midepoch.wrap(noisy_loader(num_workers=2), seed=1)
+    with midepoch.Snapshot(path, data=loader) as snapshot:
+        for _ in loader:
+            snapshot.step()
+            raise ValueError("out of order")
+
+
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": random.random,
     "getrandbits": lambda: random.getrandbits(1),

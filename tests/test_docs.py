@@ -130,24 +130,26 @@ def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
 
 def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     """In mid-epoch, with its agent; each epoch has each sample once, in the order of an undisturbed one."""
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    os.environ.update({name: os.environ.get(name, value) for name, value in environment.items()})
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    environment["PYTHON_EXEC"] = forking.executable()
+    script = [str(ROOT / "examples" / "torchrun.py"), str(tmp_path / "snapshot.pt")]
 
-    def torchrun(processes: int, epochs: int) -> list[str]:
+    def torchrun(processes: int, epochs: int) -> forking.Program:
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={processes}"]
-        script = [str(ROOT / "examples" / "torchrun.py"), str(tmp_path / "snapshot.pt"), f"--epochs={epochs}"]
-        return [sys.executable, "-m", "torch.distributed.run", *rendezvous, *script]
+        command = ["-m", "torch.distributed.run", *rendezvous, *script, f"--epochs={epochs}"]
+        return forking.Program(command, modules=["torch.distributed.run"], cwd=tmp_path, env=environment, merged=True)
 
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs.sum(1, keepdim=True)), batch_size=96, shuffle=True)
     orders = [rows.tolist() for loader in [midepoch.wrap(data, seed=0)] for _ in range(1000) for (rows,) in loader]
 
     # 12 batches of two processes an epoch, a snapshot after each fifth.
-    with subprocess.Popen(torchrun(2, 1000), stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        killed = [job.stdout.readline() for _ in range(71)]
-        kill_with_children(job.pid)
-        killed += job.stdout.readlines()
+    job = torchrun(2, 1000)
+    killed = [job.stdout.readline() for _ in range(71)]
+    kill_with_children(job.pid)
+    killed += job.stdout.readlines()
     seen: dict[int, list[Any]] = {}
     # Torchrun's processes write a line's text and its end apart, so two may stand in one.
     for number, rows in re.findall(r"batch (\d+) of rank \d: (\[\[.*?\]\])", "".join(killed)):
@@ -160,7 +162,9 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
         assert len(found) == 8 or number >= max(seen) - 1, "of its last batches one rank may have told nothing yet"
 
     epoch = max(seen) // 12 + 1
-    output = run(torchrun(1, epoch + 1), tmp_path)
+    job = torchrun(1, epoch + 1)
+    output, _ = job.communicate()
+    assert job.returncode == 0, output[-3000:]
     resumed, *_ = re.findall(r"^epoch (\d+) from position (\d+)$", output, re.MULTILINE)
     begin, position = int(resumed[0]), int(resumed[1])
     assert 12 * begin + position // 8 in (max(seen) // 5 * 5, max(seen) // 5 * 5 + 5, max(seen) // 5 * 5 - 5)
@@ -227,9 +231,9 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
     assert len((package / "midepoch_rows.py").read_text().splitlines()) <= 60
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(tmp_path / "site"), str(package)], check=True, capture_output=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(package / "test_rows.py")]
+    command: list[str | Path] = ["-m", "pytest", "-q", "-c", os.devnull, package / "test_rows.py"]
     found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(command, cwd=package, env=found, capture_output=True, text=True, timeout=300)
+    done = forking.run(command, cwd=package, env=found)
     assert done.returncode == 0, done.stdout
     assert "17 passed" in done.stdout
 

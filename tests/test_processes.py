@@ -111,19 +111,11 @@ def test_a_loader_wrapped_before_the_processes_are_spawned(tmp_path: Path) -> No
 # --- processes that multiprocessing started ---
 
 
-def fail_in_an_epoch(path: str) -> None:
-    loader = midepoch.wrap(sources.noisy_loader(num_workers=2), seed=1)
-    with midepoch.Snapshot(path, data=loader) as snapshot:
-        for _ in loader:
-            snapshot.step()
-            raise ValueError("out of order")
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_rank_that_multiprocessing_started_ends_with_its_workers_when_it_fails(method: str, tmp_path: Path) -> None:
     """Workers outlive signals as long as their rank wants them; nothing of atexit's runs in such a process."""
     context: Any = multiprocessing.get_context(method)
-    rank = context.Process(target=fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
+    rank = context.Process(target=sources.fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
     rank.start()
     rank.join(60)
     ended = rank.exitcode

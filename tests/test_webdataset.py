@@ -902,7 +902,7 @@ def _wrap_in_process(urls: list[str], barrier: Any, results: Any) -> None:
 
 
 def test_processes_that_build_one_index_at_once_agree(urls: list[str], cache: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(3), context.Queue()
     processes = [context.Process(target=_wrap_in_process, args=(urls, barrier, results)) for _ in range(3)]
     for process in processes:
