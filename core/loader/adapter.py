@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
-from midepoch.errors import StateCorruptError
+from midepoch.errors import MidepochError, StateCorruptError
 from midepoch.randomness.owned import find_generators
 from midepoch.state.parts import part_of
 from midepoch.state.witness import Look, Witness
@@ -87,6 +87,14 @@ class Options:
     def streams(self) -> bool:
         """Whether each sample has a random stream of its own."""
         return self.randomness == "sample"
+
+    @property
+    def known_ranks(self) -> int:
+        """How many ranks share the data, as far as can be known before iteration starts; otherwise 1."""
+        try:
+            return (World.current() if self.world is None else self.world).world_size
+        except MidepochError:
+            return 1  # it is raised when iteration starts
 
 
 @dataclass(frozen=True)
