@@ -330,9 +330,8 @@ class Snapshot:
             if not self._told_of_put_off:
                 self._told_of_put_off = True
                 warnings.warn(
-                    "save() behind the last batch of an epoch is put off to the end of the body of snapshot.epochs, "
-                    "which saves what the rest of the body does, too: call save() before the last batch, or leave it "
-                    "out and pass every=",
+                    "save() was called after the epoch's last batch, so the snapshot is written when the body of "
+                    "snapshot.epochs ends: call save() before the last batch, or leave it out and pass every=",
                     MidepochWarning,
                     stacklevel=2,
                 )

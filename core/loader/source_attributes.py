@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from midepoch.errors import UnsupportedSourceError
 
-__all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset"]
+__all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset", "refuse_change"]
 
 
 class SourceAttribute:
@@ -27,10 +27,15 @@ class SourceAttribute:
         return getattr(source, self._name)
 
     def __set__(self, loader: Any, value: object) -> NoReturn:
-        raise AttributeError(
-            f"{self._name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
-            f"midepoch.wrap(DataLoader(dataset, {self._name}=...))"
-        )
+        refuse_change(self._name)
+
+
+def refuse_change(name: str) -> NoReturn:
+    """Say how to have another one."""
+    raise AttributeError(
+        f"{name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
+        f"midepoch.wrap(DataLoader(dataset, {name}=...))"
+    )
 
 
 class SourceDataset(SourceAttribute):
@@ -52,7 +57,7 @@ class SourceDataset(SourceAttribute):
 class BatchesOfOurs:
     """A stand-in for a DataLoader's batch sampler. It raises when used: a loader made of it would skip batches.
 
-    Lightning looks for a sampler in it, and finds none.
+    Trainers that look for a sampler in it find none.
     """
 
     def __iter__(self) -> Iterator[Any]:

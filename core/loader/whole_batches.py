@@ -238,7 +238,7 @@ class _MadeAhead(_WholeBatches):
         super().__init__(then, inner, run, adapter)
         self._ahead, self._results = then.ahead, deque[_Made]()
         self._keeps_marks = inner.marks or not adapter.remembers
-        # An inner session is not asked for more than its share, unless the loader does so.
+        # Never read ahead past the session's share.
         self._steps = None if run.share is None else run.share.steps
         self._over = False  # the last entry of `_results` is an error or the end
         self._drift = 0
