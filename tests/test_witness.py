@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,78 @@ def test_a_curriculum_is_no_other_data() -> None:
     resumed.load_state_dict(before.state_dict())
     with pytest.warns(MidepochWarning, match="another one"):
         assert read(resumed, 2) == whole[8:]
+
+
+class Texts(Dataset[Any]):
+    """Texts of numbers, in some order."""
+
+    def __init__(self, of_number: Callable[[int], Any], numbers: list[int]) -> None:
+        self.of_number, self.numbers = of_number, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.of_number(self.numbers[index])
+
+
+def resumed_over(before: Callable[[int], Any], now: Callable[[int], Any], reordered: bool = False) -> list[Any]:
+    """The rest of an epoch that was begun over `before`."""
+    saved_from = midepoch.wrap(DataLoader(Texts(before, list(range(11, 11 + SIZE))), 4, collate_fn=as_it_is), seed=1)
+    next(iter(saved_from))
+    numbers = list(range(11, 11 + SIZE))
+    dataset = Texts(now, numbers[::-1] if reordered else numbers)
+    loader = midepoch.wrap(DataLoader(dataset, 4, collate_fn=as_it_is), seed=1)
+    loader.load_state_dict(saved_from.state_dict())
+    return list(loader)
+
+
+# Each has the same text behind its last slash.
+TEXTS: dict[str, Callable[[int], Any]] = {
+    "a conversation": lambda number: f"<s>user: what is {number} + {number}? assistant: {2 * number}</s>",
+    "markup": lambda number: json.dumps({"number": number, "type": "text/plain"}),
+    "a command": lambda number: f"/imagine {number} cats and/or dogs",
+    "an address": lambda number: f"https://example.org/{number}/full.jpg",
+    "a path": lambda number: f"/data/{number}/image.png",
+    "a path of Windows": lambda number: f"D:\\data\\{number}\\image.png",
+    "a relative path": lambda number: f"{number}/of a row.png",
+    "a path by its type": lambda number: Path(f"/data/{number}/x.png"),
+    "a relative path by its type": lambda number: Path(f"data/{number}/x.png"),
+    "a picture as base64": lambda number: "/9j/" + f"{number}4AAQSkZ/RgABA" * 50 + "/2Q==",
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_in_another_order_are_other_samples(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(resumed_over(TEXTS[kind], TEXTS[kind])) == 7
+    with pytest.raises(StateMismatchError, match="another one"):
+        resumed_over(TEXTS[kind], TEXTS[kind], reordered=True)
+
+
+@pytest.mark.parametrize("paths", [("/data/ann/a.jpg", "/data/bob/a.jpg"), ("/7/left/a.jpg", "/8/left/a.jpg")])
+def test_folders_that_may_be_the_mount_are_told(paths: tuple[str, str]) -> None:
+    with pytest.warns(MidepochWarning, match="not bit for bit"):
+        assert len(resumed_over(lambda number: paths[0], lambda number: paths[1])) == 7
+
+
+# Behind another mount, each is the same.
+PATHS: dict[str, Callable[[str, int], Any]] = {
+    "flat": lambda mount, number: f"{mount}/{number:05d}.png",
+    "of a class": lambda mount, number: f"{mount}/cats/fluffy.png",
+    "of a folder each": lambda mount, number: f"{mount}/{number}/image.png",
+    "with spaces": lambda mount, number: f"{mount}/my pictures/IMG {number:04d}.png",
+    "by its type": lambda mount, number: Path(f"{mount}/{number}.png"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mounts", [("/mnt/a", "/tmp/job-98765/data"), ("/mnt/a", "s3://bucket"), ("C:/a", "//host/b")])
+@pytest.mark.parametrize("kind", PATHS)
+def test_paths_on_another_mount_are_no_other_samples(kind: str, mounts: tuple[str, str]) -> None:
+    one, other = (functools.partial(PATHS[kind], mount) for mount in mounts)
+    assert len(resumed_over(one, other)) == 7
 
 
 def test_samples_that_are_named_by_text_are_compared_within_their_epoch() -> None:
@@ -480,14 +552,28 @@ def test_other_samples_differ_and_another_decoder_s_do_not(kind: str) -> None:
 
 def test_a_look_says_the_same_in_another_process() -> None:
     # A witness is compared by other versions and on other machines, so what it says must never change.
-    value = {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
-    assert text_of(value) == GOLDEN
+    assert text_of(golden()) == GOLDEN
 
 
-GOLDEN = (
+def test_a_witness_of_the_former_form_is_compared_in_that_form() -> None:
+    witness = Witness.parse(FORMER_GOLDEN)
+    assert witness is not None and str(witness) == FORMER_GOLDEN
+    assert witness.compare(look_at(golden()), False) is None
+    changed = golden()
+    changed["x"][3] = "another text"
+    difference = witness.compare(look_at(changed), False)
+    assert difference is not None and difference.names == "['x'][3]"
+
+
+def golden() -> dict[str, Any]:
+    return {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
+
+
+FORMER_GOLDEN = (
     "0/0/4642b9a1//0:cA00=4Q3h,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=Y3UN,7:EF00=DJqK,"
     "8:kkj8~+80-96"
 )
+GOLDEN = FORMER_GOLDEN.replace("4642b9a1", "+b9c7a32e").replace("Y3UN", "QeY1")  # of "a/b.txt", no longer of "b.txt"
 
 
 def endless() -> Iterator[Any]:

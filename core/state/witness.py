@@ -1,16 +1,20 @@
 """What one sample looked like, in at most 200 characters: enough to tell another sample from other bits of the same.
 
 A witness is compared in another process, perhaps on another machine with another decoder. So each part of the sample is
-described as suits its kind: integers and text exactly, a path by its last component, measured values (floating point,
-8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
+described as suits its kind: integers and text exactly, a path by what is behind its mount, measured values (floating
+point, 8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
 
-    epoch/index/bits/parts left out/part,part,...
+    epoch/index/+bits/parts left out/part,part,...
+
+A witness without the plus is of a former form: of any text with a slash it has only what stands behind the last one. It
+is compared with what a sample looked like in that form.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -36,7 +40,9 @@ _LARGEST_NUMBER = 1 << 16  # of a part that is told or left out
 _SAMPLED = 1 << 16  # elements of an array from which the coarse numbers are made
 _FEW = 64  # 8-bit and 16-bit arrays of fewer elements are labels or masks rather than measured values
 
-_TEXT = re.compile(r"(\d{1,19})/(-?\d{0,19})/([0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII)
+_TEXT = re.compile(
+    r"(\d{1,19})/(-?\d{0,19})/(\+?[0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII
+)
 _PART = re.compile(
     r"([0-9a-f]{1,4}):([0-9A-Za-z_-]{2})([0-9A-Za-z_-]{2})(?:=([0-9A-Za-z_-]{4})|~(z|[+-]\d{1,5})([+-]\d{1,6}))",
     re.ASCII,
@@ -71,6 +77,7 @@ class _Part(NamedTuple):
         content: four letters of its checksum, or coarse numbers; None if the type's content cannot be seen.
         bits: the checksum of its bytes.
         slack: hundredths by which rounding to integers may move `pattern`.
+        former: this part as a witness of the former form has it; None if that is the same.
     """
 
     name: str
@@ -80,6 +87,7 @@ class _Part(NamedTuple):
     content: str | _Coarse | None
     bits: int
     slack: float = 0.0
+    former: _Part | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,7 @@ class Witness:
         left_out: the parts that differ from one read to the next.
         bits: the checksum of all other parts; empty if too many vary.
         told: the parts that are told one by one: (number, part).
+        former: it has the former form.
     """
 
     epoch: int
@@ -146,6 +155,7 @@ class Witness:
     bits: str
     left_out: frozenset[int]
     told: tuple[tuple[int, _Part], ...] = field(default=())
+    former: bool = False
 
     @classmethod
     def of(cls, epoch: int, index: Any, look: Look, left_out: frozenset[int] = frozenset()) -> Witness:
@@ -162,7 +172,8 @@ class Witness:
 
     def __str__(self) -> str:
         index = "" if self.index is None else str(self.index)
-        head = f"{self.epoch}/{index}/{self.bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
+        bits = f"{'' if self.former else '+'}{self.bits}"
+        head = f"{self.epoch}/{index}/{bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
         parts = [_part_text(number, part) for number, part in self.told]
         while len(head) + len(",".join(parts)) > LONGEST:
             parts.pop()
@@ -186,7 +197,8 @@ class Witness:
             left_out = frozenset(int(each, 16) for each in match[4].split(".") if match[4])
         except ValueError as error:
             raise StateCorruptError("the state's witness has another form: use an undamaged state") from error
-        return cls(int(match[1]), index, match[3], left_out, tuple(_told(each) for each in parts if each))
+        bits, former = match[3].removeprefix("+"), not match[3].startswith("+")
+        return cls(int(match[1]), index, bits, left_out, tuple(_told(each) for each in parts if each), former)
 
     def compare(self, look: Look, at_boundary: bool) -> Difference | None:
         """How the sample that was read now differs; None if it is the same, bit for bit.
@@ -195,6 +207,8 @@ class Witness:
             look: at the sample that was read now.
             at_boundary: it is of an epoch that has ended. Its shape may have been meant for that epoch only.
         """
+        if self.former:
+            look = replace(look, parts=tuple(part.former or part for part in look.parts))
         differing, shapes, names, total = 0, False, [], 0
         for number, saved in self.told:
             if number >= len(look.parts):
@@ -272,7 +286,7 @@ def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterato
     elif isinstance(value, np.ndarray | list | dict):
         yield from _members(value, kind, name, depth, unseen)
     else:
-        yield _single(value, name)
+        yield _single(value, name, isinstance(item, os.PathLike))
 
 
 def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
@@ -294,17 +308,59 @@ def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, Non
         yield from _parts(each, path, depth + 1, unseen)
 
 
-def _single(value: Any, name: str) -> _Part:
-    """A number, a text or bytes."""
-    kind = type(value).__name__
+def _single(value: Any, name: str, is_path: bool) -> _Part:
+    """A number, a text or bytes. `is_path`: the text is a path by its type."""
     if isinstance(value, float | np.floating):
-        return _array(np.asarray(value), name, kind)
-    if isinstance(value, str) and "/" in value and "\n" not in value:
-        value = value.rstrip("/").rpartition("/")[2]  # a path, perhaps on another mount
-    data = value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
+        return _array(np.asarray(value), name, type(value).__name__)
+    kind = type(value).__name__
+    if not isinstance(value, str):
+        return _exact(value, name, kind)
+    identity, seen = _behind_mount(value) if is_path or _is_path(value) else (value, value)
+    part = _exact(identity, name, kind)._replace(bits=zlib.crc32(_bytes_of(seen)))
+    if "/" not in value or "\n" in value:
+        return part
+    former = _exact(value.rstrip("/").rpartition("/")[2], name, kind)
+    return part if former == part else part._replace(former=former)
+
+
+def _exact(value: Any, name: str, kind: str) -> _Part:
+    data = _bytes_of(value)
     size = 8 if isinstance(value, int | complex | np.generic) else len(data)
-    crc = zlib.crc32(data)
-    return _Part(name, max(size, 1), _letters(kind), _letters(""), _letters(data, 4), crc)
+    return _Part(name, max(size, 1), _letters(kind), _letters(""), _letters(data, 4), zlib.crc32(data))
+
+
+def _bytes_of(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
+
+
+# Longer text is none: a picture as base64 may begin with a slash, and end as any other picture does.
+_LONGEST_PATH = 512
+_PATH = re.compile(r'(?:/|[A-Za-z][A-Za-z0-9+.-]*://|[A-Za-z]:[\\/])(?! )(?:[^\x00-\x20<>"|*{}]| (?! ))*')
+_NAME_WITH_SPACE = re.compile(r".*\.\w{1,8}")
+_NUMBERED = re.compile(r"\d+|(?:.*\d){3}.*", re.DOTALL)
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text is nothing but an absolute path or an address. What only contains a slash is none."""
+    if len(text) > _LONGEST_PATH or not _PATH.fullmatch(text):
+        return False
+    return " " not in text or bool(_NAME_WITH_SPACE.fullmatch(text))
+
+
+def _behind_mount(path: str) -> tuple[str, str]:
+    """What of a path tells which sample it is, and what is compared as bits. Both are the same on another mount.
+
+    A file's name is enough if it is numbered. Others may be the same in the folder of each sample (``7/image.png``), so
+    a numbered folder counts too. Where neither is numbered, names in front may be of samples or of the mount, and only
+    count as bits.
+    """
+    names = [name for name in (path.replace("\\", "/") if path[1:2] == ":" else path).split("/") if name]
+    last, folder, outer = ["/".join(names[-count:]) for count in (1, 2, 3)]
+    numbered = [bool(_NUMBERED.fullmatch(name.rpartition(".")[0] or name)) for name in reversed(names[-3:])]
+    if True in numbered[:2]:
+        identity = last if numbered[0] else folder
+        return identity, identity
+    return last, outer if True in numbered else folder
 
 
 def _array(array: np.ndarray[Any, Any], name: str, kind: str = "") -> _Part:
