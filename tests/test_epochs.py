@@ -297,7 +297,7 @@ def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
             before = path.read_bytes()
             snapshot.save()
             assert path.read_bytes() == before
-    assert len([each for each in told if "put off" in str(each.message)]) == 1
+    assert len([each for each in told if "written when the body" in str(each.message)]) == 1
     assert places(path) == (12, 2, 0, 2)
 
 
