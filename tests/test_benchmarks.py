@@ -322,7 +322,10 @@ def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:
         ),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_are_refused(options: list[str], said: str) -> None:
-    job = started(*options)
-    _, errors = job.communicate(timeout=60)
-    assert job.returncode == 2 and said in errors
+def test_options_that_cannot_be_are_refused(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [compare.__file__, "--quick", *options])
+    with pytest.raises(SystemExit) as end:
+        compare.main()
+    assert end.value.code == 2 and said in capsys.readouterr().err

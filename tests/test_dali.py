@@ -752,6 +752,7 @@ def load_mutations(kind: str, root: str, count: int, report: Any) -> None:
     report.put(("done", outcomes))
 
 
+@pytest.mark.long  # test_fuzz mutates states of both kinds, 150 times each
 @pytest.mark.parametrize("kind", ["native", "sampled"])
 def test_mutated_states_never_hang_crash_or_go_on_with_other_data(root: str, kind: str) -> None:
     count = 2000

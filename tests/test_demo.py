@@ -64,7 +64,7 @@ def processes_of(output: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     output = tmp_path_factory.mktemp("demo") / "output"
-    return output, run_demo(output, "--kills=2", "--world-sizes=1,2")
+    return output, run_demo(output, "--kills=1", "--world-sizes=1,2")
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def test_nothing_is_lost_repeated_or_different(runs: dict[str, dict[str, Any]]) 
 def test_each_run_was_killed_and_went_on_with_the_next_number_of_processes(
     runs: dict[str, dict[str, Any]],
 ) -> None:
-    for name, sizes in (("same world", [1, 1, 1]), ("other worlds", [1, 2, 1])):
+    for name, sizes in (("same world", [1, 1]), ("other worlds", [1, 2])):
         segments = runs[name]["segments"]
         assert [segment["world_size"] for segment in segments] == sizes
-        assert [segment["kill"] is None for segment in segments] == [False, False, True]
+        assert [segment["kill"] is None for segment in segments] == [False, True]
         for before, after in pairwise(segments):
             assert after["first_step"] <= before["kill"]["reached_step"] + 1 < 40
             assert after["first_step"] % 3 == 0  # a snapshot every 3 batches
@@ -128,9 +128,9 @@ def test_the_plot_and_the_table_are_there_and_no_process_is_left(
     with Image.open(output / "loss.png") as plot:
         assert plot.format == "PNG"
         red, green, blue = np.asarray(plot.convert("RGB")).transpose(2, 0, 1)
-    assert np.sum((red > 180) & (green < 80) & (blue < 80)) > 500  # four dashed lines, one for each kill
+    assert np.sum((red > 180) & (green < 80) & (blue < 80)) > 250  # two dashed lines, one for each kill
     assert "samples lost" in finished.stdout
-    assert finished.stdout.count("SIGKILL to rank") + finished.stdout.count("SIGKILL to all") >= 4
+    assert finished.stdout.count("SIGKILL to rank") + finished.stdout.count("SIGKILL to all") >= 2
     assert processes_of(output) == []
 
 
@@ -270,7 +270,7 @@ def test_every_backend_reads_the_images_and_goes_on_exactly(name: str, tmp_path:
     # In a process of its own, as in the demonstration: writers fork.
     prepare = "from pathlib import Path; from midepoch.tools.demo.backends import BACKENDS as found; import sys; "
     prepare += "found[sys.argv[1]].prepare(Path(sys.argv[2]))"
-    subprocess.run([sys.executable, "-c", prepare, name, str(folder)], check=True, timeout=300)
+    forking.run(["-c", prepare, name, str(folder)], check=True)
     with backend.load(folder, 12, 5, 1) as loader:
         first = [backend.unpack(batch, labels) for batch in loader]
         second = [backend.unpack(batch, labels) for batch in loader]
@@ -410,14 +410,17 @@ def test_a_missing_package_is_named_with_the_cure(
 
 def test_without_typer_every_command_names_the_cure() -> None:
     code = "import sys; sys.modules['typer'] = None; from midepoch.tools.cli import main; main()"
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    finished = forking.run(["-c", code])
     assert finished.returncode == 2
     assert finished.stderr == "midepoch: the command line needs typer: pip install 'midepoch[cli]'\n"
 
 
 def test_help_lists_the_commands() -> None:
-    for command in ([sys.executable, "-m", "midepoch"], [str(Path(sys.executable).parent / "midepoch")]):
-        finished = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
+    script = [str(Path(sys.executable).parent / "midepoch"), "--help"]
+    for finished in (
+        forking.run(["-m", "midepoch", "--help"]),
+        subprocess.run(script, capture_output=True, text=True, timeout=120),
+    ):
         assert finished.returncode == 0
         for name in ("check", "demo", "inspect"):
             assert name in finished.stdout

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import pickle
-import resource
 import struct
 import subprocess
 import sys
@@ -494,13 +493,19 @@ def test_files_that_ask_for_memory_or_time_without_end(kind: str, tmp_path: Path
         os.mkfifo(path)
     else:
         path = Path("/dev/zero")
-    limited = "import resource, sys; from midepoch.tools.cli import main; sys.argv = sys.argv[1:]; main()"
-    command = [sys.executable, "-c", limited, "midepoch", "inspect", str(path)]
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    code = """
+import resource, sys
+from midepoch.tools.cli import main
+sys.argv = sys.argv[1:]
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    done = forking.run(["-c", code, "midepoch", "inspect", str(path)], timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith(f"midepoch: {path} ") and "Traceback" not in done.stderr
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(usage, 4 << 20), "KiB"
+    assert int(done.stdout.split()[-1]) < 4 << 20, "KiB"
 
 
 def test_a_folder_with_a_file_that_is_not_unpickled(tmp_path: Path) -> None:

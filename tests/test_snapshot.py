@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import forking
 import sources
 
 import midepoch
@@ -803,12 +804,16 @@ def test_a_signal_to_all_processes_with_their_workers(
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed (pip install midepoch[streaming,torchdata])")
     (tmp_path / "job.py").write_text(WITH_WORKERS)
-    command = [sys.executable, "job.py", "snapshot.pt", context, "raise" if number is None else "wait", kind]
-    job = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-    )  # fmt: skip
-    assert job.stdout is not None
+    command = ["job.py", "snapshot.pt", context, "raise" if number is None else "wait", kind]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    job: Any
+    if context == "fork":
+        job = forking.Program(command, cwd=tmp_path, env=environment, new_session=True)
+    else:  # which starts interpreters
+        job = subprocess.Popen(
+            [sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True, env=environment,
+        )  # fmt: skip
     for line in job.stdout:
         if line.strip() == "3":
             break
