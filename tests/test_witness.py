@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, SubsetRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -142,16 +142,61 @@ class Renewed(Dataset[int]):
         self.epoch = epoch
 
 
-def test_a_curriculum_is_no_other_data() -> None:
+class Shared(Dataset[int]):
+    """Has other items in each epoch, which the user's own code tells it."""
+
+    def __init__(self, epoch: list[int]) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.epoch[0] + index
+
+
+def test_samples_that_the_users_own_code_changes_between_epochs_are_refused_with_the_reason_why_they_may_be_right() -> (
+    None
+):
+    epoch = [0]
+    loader = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1)
+    list(loader)
+    state = loader.state_dict()
+    epoch[0] = 1
+    rest = [batch.tolist() for batch in loader]
+    for verify in ("sample", "warn"):
+        resumed = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1, verify=verify)  # type: ignore[arg-type]
+        resumed.load_state_dict(state)
+        if verify == "sample":
+            with pytest.raises(StateMismatchError, match=r"the epoch before: if your own code.*'warn' is right"):
+                next(iter(resumed))
+        else:
+            with pytest.warns(MidepochWarning, match="another one"):
+                assert [batch.tolist() for batch in resumed] == rest
+
+
+INSIDE: dict[str, Callable[[Renewed], Any]] = {
+    "itself": lambda renewed: renewed,
+    "a subset": lambda renewed: Subset(renewed, range(SIZE)),
+    "concatenated": lambda renewed: ConcatDataset([Subset(renewed, range(8)), Subset(renewed, range(8, SIZE))]),
+    "stacked": lambda renewed: StackDataset(first=ConcatDataset([renewed])),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_curriculum_is_no_other_data(inside: str) -> None:
     def read(loader: Any, epochs: int) -> list[Any]:
         batches = []
         for _ in range(epochs):
-            loader.source.dataset.set_epoch(loader.epoch)
-            batches += [batch.tolist() for batch in loader]
+            loader.renewed.set_epoch(loader.epoch)
+            batches += [str(batch) for batch in loader]
         return batches
 
     def made() -> Any:
-        return midepoch.wrap(DataLoader(Renewed(), 4, shuffle=True), seed=1)
+        renewed = Renewed()
+        loader: Any = midepoch.wrap(DataLoader(INSIDE[inside](renewed), 4, shuffle=True), seed=1)
+        loader.renewed = renewed
+        return loader
 
     whole = read(made(), 3)
     before = made()

@@ -27,7 +27,7 @@ from midepoch.loader.bodies import RUNNING, Passes, all_over, bring_together, ch
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key
-from midepoch.state.parts import is_rank_independent, join_states
+from midepoch.state.parts import is_rank_independent, join_states, warn_of_witnesses
 
 from .bodies import Bodies
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
@@ -121,7 +121,7 @@ class Snapshot:
         self._every, self._exit_status = every, exit_status
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
-        self._other_witnesses: set[str] = set()  # parts whose ranks do not see the same data, as was said
+        self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
         self._resumed: Bodies | None = None  # of the loaded snapshot, until a body has begun
@@ -397,8 +397,7 @@ class Snapshot:
                     f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
                     f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
                 )
-            elif len({each["witness"] for each in of_all}) > 1:
-                self._warn_of_witnesses(name, [each["witness"] for each in of_all])
+            warn_of_witnesses(name, of_all, self._other_witnesses)
         for name, state in states.items():
             if path := sharded(state, name):
                 raise SnapshotError(
@@ -417,21 +416,6 @@ class Snapshot:
             "parts": states,
             "kinds": kinds_of(self._parts),
         }
-
-    def _warn_of_witnesses(self, name: str, witnesses: list[str]) -> None:
-        """Say once that the ranks do not read the same first sample."""
-        if name in self._other_witnesses:
-            return
-        self._other_witnesses.add(name)
-        other = next(rank for rank, each in enumerate(witnesses) if each != witnesses[0])
-        warnings.warn(
-            f"rank 0 and rank {other} do not see the same data in {name}: each has read the first sample of the "
-            "epoch, and they differ. If a rank lists its files in another order (glob and os.listdir do not sort), "
-            "samples are lost and repeated: sort them. If only bits differ (another decoder, a host's name in the "
-            "sample), samples depend on the rank that reads them",
-            MidepochWarning,
-            stacklevel=4,
-        )
 
     # --- loading ---
 

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _KEY_BLOCK = 512
+_MOST_DATASETS = 256  # in one another, that are asked for a set_epoch; one may contain itself
 
 # Modules that register collate functions with torch's default_collate which are known to draw nothing.
 _drawless = {default_collate.__module__}
@@ -394,10 +395,15 @@ class MapReader:
 
 def _is_told_the_epoch(dataset: Any) -> bool:
     """Whether a dataset, or one inside it, has the ``set_epoch`` by which trainers tell it the epoch."""
-    for _ in range(8):
-        if callable(getattr(dataset, "set_epoch", None)):
+    datasets = [dataset]
+    for each in datasets:
+        if callable(getattr(each, "set_epoch", None)):
             return True
-        dataset = getattr(dataset, "dataset", None)
+        # As torch's Subset, ConcatDataset and StackDataset hold them.
+        several = getattr(each, "datasets", None)
+        inside = list(several.values()) if isinstance(several, dict) else several
+        datasets += [getattr(each, "dataset", None), *(inside if isinstance(inside, list | tuple) else ())]
+        del datasets[_MOST_DATASETS:]
     return False
 
 
