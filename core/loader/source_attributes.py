@@ -38,18 +38,25 @@ def refuse_change(name: str) -> NoReturn:
     )
 
 
+_NO_SKIPPING = "To resume, load a state and iterate the wrapped loader itself, which continues by itself: skip nothing"
+
+
 class SourceDataset(SourceAttribute):
     """The source's dataset, if it can be indexed.
 
     Raises for an IterableDataset: trainers that skip batches would make a plain loader, which silently starts over.
+    They ask for the dataset first.
     """
 
     def _read(self, source: Any) -> Any:
-        dataset = super()._read(source)
+        try:
+            dataset = super()._read(source)
+        except AttributeError as error:
+            raise AttributeError(f"{error}. {_NO_SKIPPING}") from None
         if isinstance(dataset, IterableDataset):
             raise AttributeError(
                 "the dataset of a wrapped loader over an IterableDataset is loader.source.dataset: a loader that "
-                "somebody else makes of it would not resume"
+                f"somebody else makes of it would not resume. {_NO_SKIPPING}"
             )
         return dataset
 
