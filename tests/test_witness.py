@@ -8,8 +8,9 @@ import json
 import random
 import sys
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_samples_that_the_users_own_code_changes_between_epochs_are_refused_with
     epoch[0] = 1
     rest = [batch.tolist() for batch in loader]
     for verify in ("sample", "warn"):
-        resumed = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1, verify=verify)  # type: ignore[arg-type]
+        resumed = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1, verify=verify)
         resumed.load_state_dict(state)
         if verify == "sample":
             with pytest.raises(StateMismatchError, match=r"the epoch before: if your own code.*'warn' is right"):
@@ -253,6 +254,73 @@ def test_texts_in_another_order_are_other_samples(kind: str) -> None:
         assert len(resumed_over(TEXTS[kind], TEXTS[kind])) == 7
     with pytest.raises(StateMismatchError, match="another one"):
         resumed_over(TEXTS[kind], TEXTS[kind], reordered=True)
+
+
+# Of each, nothing else is another one.
+KEYS: dict[str, Callable[[int], Any]] = {
+    "a counter": lambda number: Counter({number: 1}),
+    "a counter of many": lambda number: Counter({20 * number + each: 1 for each in range(20)}),
+    "keys that are paths": lambda number: {f"/data/{number}/image.png": 1},
+    "keys behind the first": lambda number: {**dict.fromkeys(range(-100, 0), 1), number + 1: 0},
+    "a large set": lambda number: set(range(10_000 * number, 10_000 * number + 5_000)),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_other_keys_and_members_are_other_samples(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(resumed_over(KEYS[kind], KEYS[kind])) == 7
+    with pytest.raises(StateMismatchError, match="another one"):
+        resumed_over(KEYS[kind], KEYS[kind], reordered=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_keys_in_another_order_or_on_another_mount_are_no_other_sample() -> None:
+    def of(mount: str, order: int) -> Callable[[int], Any]:
+        return lambda number: dict.fromkeys([f"{mount}/{number + each}.png" for each in range(9)][::order], 1)
+
+    assert len(resumed_over(of("/mnt/a", 1), of("/data/b", -1))) == 7
+
+
+def long(kind: str, number: int) -> Any:
+    words = ["<s>"] * 50 + [f"word {number}"] + ["</s>"] * 50
+    if kind == "list":
+        return words
+    if kind == "object array":
+        return np.array(words, dtype=object)
+    return dict(enumerate(["<s>"] * 50 + words))
+
+
+@pytest.mark.parametrize("kind", ["list", "object array", "dict"])
+def test_the_middle_of_long_containers_counts_as_bits(kind: str) -> None:
+    of = functools.partial(long, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(resumed_over(of, of)) == 7
+    with pytest.warns(MidepochWarning, match="not bit for bit"):
+        assert len(resumed_over(of, of, reordered=True)) == 7
+
+
+def test_a_witness_of_the_former_form_does_not_know_keys() -> None:
+    with make() as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    for sample, other in (({1: "a"}, {2: "a"}), (long("list", 1), long("list", 2)), ({"p": "/a/b"}, {"p": "c/b"})):
+        look = look_at(sample)
+        former = [part.former or part for part in look.parts]
+        witness = replace(Witness.of(0, 0, replace(look, parts=tuple(former))), former=True)
+        parsed = Witness.parse(str(witness))
+        assert parsed is not None and parsed.former and parsed.compare(look_at(other), False) is None
+        changed = Witness.of(0, 0, look).compare(look_at(other), False)
+        assert changed is not None
+    assert state["witness"].split("/")[2].startswith("+")
+
+
+def test_rows_that_are_not_looked_at_are_named() -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    assert look_at(arrow.table({"number": list(range(64))})).unseen == ()
+    assert look_at(arrow.table({"number": list(range(65))})).unseen == ("Table behind its first 64 rows",)
 
 
 @pytest.mark.parametrize("paths", [("/data/ann/a.jpg", "/data/bob/a.jpg"), ("/7/left/a.jpg", "/8/left/a.jpg")])
@@ -466,6 +534,11 @@ class Popped(Dataset[int]):
         return self.queue.popleft()
 
 
+class PoppedKeys(Popped):
+    def __getitem__(self, index: int) -> Any:
+        return {self.queue.popleft(): 1}
+
+
 class Entropy(Dataset[Any]):
     """Pictures with noise from a generator that the operating system seeds."""
 
@@ -491,7 +564,7 @@ class Cached(Dataset[float]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("dataset", "order"), [(Popped, False), (Entropy, True)])
+@pytest.mark.parametrize(("dataset", "order"), [(Popped, False), (PoppedKeys, False), (Entropy, True)])
 def test_an_item_that_is_no_function_of_its_index_is_told_before_the_first_state(
     dataset: type[Dataset[Any]], order: bool, workers: int
 ) -> None:
@@ -618,7 +691,10 @@ FORMER_GOLDEN = (
     "0/0/4642b9a1//0:cA00=4Q3h,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=Y3UN,7:EF00=DJqK,"
     "8:kkj8~+80-96"
 )
-GOLDEN = FORMER_GOLDEN.replace("4642b9a1", "+b9c7a32e").replace("Y3UN", "QeY1")  # of "a/b.txt", no longer of "b.txt"
+GOLDEN = (
+    "0/0/+2105b1e1//0:cA00=rFhX,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=QeY1,7:EF00=DJqK,"
+    "8:kkj8~+80-96"
+)
 
 
 def endless() -> Iterator[Any]:

@@ -6,8 +6,8 @@ point, 8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all pa
 
     epoch/index/+bits/parts left out/part,part,...
 
-A witness without the plus is of a former form: of any text with a slash it has only what stands behind the last one. It
-is compared with what a sample looked like in that form.
+A witness without the plus is of a former form: of any text with a slash it has only what stands behind the last one,
+of a dict no keys, and of long containers not all members. It is compared with what a sample looked like in that form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 from midepoch.errors import StateCorruptError
 from midepoch.order.keys import derive_keys
 
-from .contents import MOST_ITEMS, Unseen, plain
+from .contents import MOST_ITEMS, MOST_MEMBERS, Unseen, has_more_rows, plain, text_of
 
 __all__ = ["LONGEST", "Difference", "Look", "Witness", "look_at", "of_another_sample"]
 
@@ -78,6 +78,7 @@ class _Part(NamedTuple):
         bits: the checksum of its bytes.
         slack: hundredths by which rounding to integers may move `pattern`.
         former: this part as a witness of the former form has it; None if that is the same.
+        keys: bytes of a container's keys. A key stands for its member, so they count where they differ, and only there.
     """
 
     name: str
@@ -88,6 +89,7 @@ class _Part(NamedTuple):
     bits: int
     slack: float = 0.0
     former: _Part | None = None
+    keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class Look:
 
     def holds_most(self, numbers: frozenset[int]) -> bool:
         """Whether these parts hold more than half of the sample's bytes."""
-        return 2 * sum(self.parts[n].size for n in numbers if n < len(self.parts)) > sum(p.size for p in self.parts)
+        chosen = [self.parts[number] for number in numbers if number < len(self.parts)]
+        keys = sum(part.keys for part in chosen)
+        return 2 * (sum(part.size for part in chosen) + keys) > sum(part.size for part in self.parts) + keys
 
     def names(self, numbers: frozenset[int]) -> str:
         """The parts by name, for a message."""
@@ -162,7 +166,7 @@ class Witness:
         """The witness of a sample that looks like `look`."""
         kept = [number for number in range(len(look.parts)) if number not in left_out]
         seen = [number for number in kept if look.parts[number].content is not None]
-        largest = sorted(sorted(seen, key=lambda number: -look.parts[number].size)[:_MOST_PARTS])
+        largest = sorted(sorted(seen, key=lambda each: -look.parts[each].size - look.parts[each].keys)[:_MOST_PARTS])
         few = len(left_out) <= _MOST_LEFT_OUT and max(left_out, default=0) < _LARGEST_NUMBER
         bits = _bits_of(look, left_out) if few else ""
         number = index if type(index) is int and abs(index) < 1 << 60 else None
@@ -220,7 +224,8 @@ class Witness:
             if at_boundary and saved.kind == now.kind and saved.shape != now.shape:
                 shapes = True
             elif not _same(saved, now):
-                differing += now.size
+                differing += now.size + now.keys
+                total += now.keys
                 names.append(now.name or "all of it")
         if 2 * differing > total:
             return Difference(True, shapes, ", ".join(names[:4]))
@@ -245,8 +250,12 @@ def _bits_of(look: Look, left_out: frozenset[int]) -> str:
     crc = 0
     for number, part in enumerate(look.parts):
         if number not in left_out:
-            crc = zlib.crc32(f"{part.kind}{part.shape}{part.bits:08x}".encode(), crc)
+            crc = zlib.crc32(_bits_as_text(part).encode(), crc)
     return f"{crc:08x}"
+
+
+def _bits_as_text(part: _Part) -> str:
+    return f"{part.kind}{part.shape}{part.bits:08x}"
 
 
 def _same(saved: _Part, now: _Part) -> bool:
@@ -277,6 +286,8 @@ def look_at(sample: object) -> Look:
 def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
     value = plain(item)
     kind = type(item).__name__
+    if has_more_rows(item):
+        unseen[f"{kind} behind its first {MOST_ITEMS} rows"] = None
     if isinstance(value, Unseen) or depth > _DEEPEST:
         seen = value.kind if isinstance(value, Unseen) else kind
         unseen[seen] = None
@@ -284,15 +295,19 @@ def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterato
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield _array(value, name)
     elif isinstance(value, np.ndarray | list | dict):
-        yield from _members(value, kind, name, depth, unseen)
+        yield from _members(item, value, name, depth, unseen)
     else:
         yield _single(value, name, isinstance(item, os.PathLike))
 
 
-def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+def _members(item: Any, value: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+    kind = type(item).__name__
     members: list[tuple[str, Any]]
+    rest: list[Any]
     if isinstance(value, dict):
-        members = [(f"{name}[{key!r:.40}]", each) for key, each in list(value.items())[:MOST_ITEMS]]
+        pairs = list(value.items())
+        members = [(f"{name}[{key!r:.40}]", each) for key, each in pairs[:MOST_ITEMS]]
+        rest = [each for _, each in pairs[MOST_ITEMS:]]
     else:
         rows = value.reshape(-1) if isinstance(value, np.ndarray) else value
         if len(rows) > MOST_ITEMS and all(type(each) in (int, float) for each in rows):
@@ -301,11 +316,35 @@ def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, Non
         half = MOST_ITEMS // 2
         chosen = rows if len(rows) <= MOST_ITEMS else [*rows[:half], *rows[-half:]]
         members = [(f"{name}[{number}]", each) for number, each in enumerate(chosen)]
-    text = f"{kind}{len(value)}"
-    # The container itself: its type and how much it holds.
-    yield _Part(name, 1, _letters(kind), _letters(""), _letters(text, 4), zlib.crc32(text.encode()))
+        rest = list(rows[half:-half]) if len(rows) > MOST_ITEMS else []
+    untold = [part for each in rest for part in _parts(each, "", depth + 1, unseen)]
+    yield _container(item, kind, len(value), name, untold)
     for path, each in members:
         yield from _parts(each, path, depth + 1, unseen)
+
+
+def _container(item: Any, kind: str, count: int, name: str, rest: list[_Part]) -> _Part:
+    """The container itself: its type, how much it holds, and its keys. `rest`: of its members, which count as bits."""
+    text = f"{kind}{count}"
+    former = _Part(name, 1, _letters(kind), _letters(""), _letters(text, 4), zlib.crc32(text.encode()))
+    keys: list[str] = []
+    if isinstance(item, Mapping):
+        keys = [_key_text(key) for key in item]
+    elif isinstance(item, Set) and len(item) > MOST_MEMBERS:
+        keys = [text_of(member) for member in item]
+    if not keys and not rest:
+        return former
+    # In any order, which may be that of hashes.
+    text += f" {sum(zlib.crc32(key.encode('utf-8', 'surrogatepass')) for key in keys)}" if keys else ""
+    bits = zlib.crc32("".join(map(_bits_as_text, rest)).encode(), zlib.crc32(text.encode()))
+    size = sum(8 + len(key) for key in keys)
+    return former._replace(content=_letters(text, 4), bits=bits, former=former, keys=size)
+
+
+def _key_text(key: Any) -> str:
+    is_path = isinstance(key, os.PathLike)
+    path = os.fspath(key) if is_path else key
+    return _behind_mount(path)[0] if isinstance(path, str) and (is_path or _is_path(path)) else text_of(key)
 
 
 def _single(value: Any, name: str, is_path: bool) -> _Part:
