@@ -139,7 +139,7 @@ class Hidden(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         own = range(self.r, SIZE, self.n)
         size = getattr(self, "batch_size", 0)
-        return iter(BatchSampler(own, size, False) if size else own)  # type: ignore[arg-type]
+        return iter(BatchSampler(own, size, False) if size else own)
 
 
 DIVIDING = {

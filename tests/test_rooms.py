@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     ("errors",),
     ("world", "packages", "copying"),
-    ("dividing",),
-    ("order",),
+    ("dividing", "order"),
     ("state",),
     ("randomness",),
+    ("repeating",),
     ("loader",),
     ("samplers",),
     ("reading",),
