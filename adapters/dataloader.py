@@ -63,10 +63,11 @@ class MapDataLoaderAdapter(Adapter):
         self._server = Server(source, options)
 
     def _understand(self) -> None:
-        understood = understand(self._sampler, length_of(self.source.dataset))
+        size = length_of(self.source.dataset)
+        understood = understand(self._sampler, size, self.options.known_ranks, self._listed_batches)
         if self.options.shard is None:
             check_division(self._sampler, understood.division)
-        self._order, self._length = understood.order, length_of(self.source.dataset)
+        self._order, self._length = understood.order, size
         self.tail, self.world = understood.tail, understood.world
         own = self.source.generator
         self.seed = understood.seed

@@ -30,13 +30,13 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, 
 _ADDRESS = re.compile(r"(?!file:)[a-z][a-z0-9+.-]{1,15}://")
 
 
-def private_copy(value: Any) -> Any | None:
-    """A deep copy of `value`, or None if it is too large or cannot be copied.
+def private_copy(value: Any, most: int = LARGEST_COPY) -> Any | None:
+    """A deep copy of `value`, or None if it holds more than `most` bytes or cannot be copied.
 
     Datasets and torch's generators are shared with the original: data, and what `Streams` puts back as it was. Nothing
     else that the copy changes is.
     """
-    return _copied(value, lambda each: isinstance(each, Dataset | torch.Generator), _anything)[0]
+    return _copied(value, lambda each: isinstance(each, Dataset | torch.Generator), _anything, most=most)[0]
 
 
 def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None, str]:
@@ -164,10 +164,10 @@ def _functions_anew(functions: list[types.FunctionType], memo: dict[int, Any]) -
         for cell in each.__closure__ or ():
             cells.setdefault(id(cell), (cell, types.CellType()))
         anew = types.FunctionType(
-            each.__code__, each.__globals__, each.__name__, each.__defaults__,
+            each.__code__, each.__globals__, each.__name__, copy.deepcopy(each.__defaults__, memo),
             tuple(cells[id(cell)][1] for cell in each.__closure__ or ()),
         )  # fmt: skip
-        anew.__kwdefaults__, anew.__qualname__ = each.__kwdefaults__, each.__qualname__
+        anew.__kwdefaults__, anew.__qualname__ = copy.deepcopy(each.__kwdefaults__, memo), each.__qualname__
         memo[id(each)] = anew
     for cell, other in cells.values():
         with contextlib.suppress(ValueError):  # an empty cell
@@ -192,7 +192,11 @@ def _what_forbids(each: Any) -> str:
 
 
 def _copied(
-    value: Any, is_shared: Callable[[Any], bool], forbids: Callable[[Any], str], with_closures: bool = False
+    value: Any,
+    is_shared: Callable[[Any], bool],
+    forbids: Callable[[Any], str],
+    with_closures: bool = False,
+    most: int = LARGEST_COPY,
 ) -> tuple[Any | None, str]:
     shared: list[Any] = []
     functions: list[types.FunctionType] = []
@@ -203,8 +207,8 @@ def _copied(
             shared.append(each)
             continue
         size += _bytes_of(each)
-        if size > LARGEST_COPY or count > _MOST_OBJECTS:
-            return None, f"it holds more than {LARGEST_COPY >> 20} MB, or too many objects, to be copied"
+        if size > most or count > _MOST_OBJECTS:
+            return None, f"it holds more than {most >> 20} MB, or too many objects, to be copied"
         if why := forbids(each):
             return None, why
         if with_closures and isinstance(each, types.FunctionType):
@@ -264,8 +268,10 @@ def _members(value: Any) -> Iterator[Any]:
 
 
 def _held_by(value: Any) -> Iterator[Any]:
-    """What a function's closure holds."""
+    """What a function's closure and its default arguments hold."""
     if isinstance(value, types.FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 yield cell.cell_contents

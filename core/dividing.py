@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +15,24 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from .errors import MidepochWarning, UnsupportedSourceError
+from .world import World
 
 __all__ = ["Division", "check_division", "division_of"]
 
 _MOST_OBJECTS = 1000  # looked at in one sampler, the nearest first
 _LONGEST_CONTAINER = 256  # members; a longer one holds data
 # Names of attributes, without leading underscores.
-_RANKS = {"rank", "rank_id", "global_rank", "dp_rank", "process_index", "replica_id", "shard_id", "shard_index"}
-_WORLDS = {"num_replicas", "n_replicas", "world_size", "dp_size", "num_ranks", "num_processes", "num_shards"}
+_RANKS = {
+    "rank", "rank_id", "rank_index", "global_rank", "world_rank", "process_rank", "dist_rank", "ddp_rank", "dp_rank",
+    "data_parallel_rank", "data_rank", "process_index", "process_id", "replica_id", "replica_rank", "shard_id",
+    "shard_index", "shard_rank",
+}  # fmt: skip
+_WORLDS = {
+    "num_replicas", "n_replicas", "world_size", "dist_world_size", "ddp_world_size", "dp_size", "dp_world_size",
+    "dp_degree", "data_parallel_size", "data_parallel_world_size", "data_world_size", "num_ranks", "n_ranks",
+    "num_processes", "n_processes", "process_count", "num_shards", "n_shards",
+}  # fmt: skip
+_STATED = (property, cached_property, MemberDescriptorType, int, np.integer)  # by a class, of its objects
 _DATA = (Dataset, torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, int, float, type(None))
 
 
@@ -62,31 +75,64 @@ def check_division(sampler: Any, division: Division | None) -> None:
     )
 
 
-def division_of(sampler: Any, size: int | None) -> Division | None:
+def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batches: bool = False) -> Division | None:
     """The signs that `sampler`, or one that it holds at any depth, shards `size` samples over several ranks.
 
-    A DistributedSampler for several ranks is certain. So are two consistent signs: the name of a rank, the name of a
-    number of ranks, a list as long as one rank's share. A number of ranks of 1 means that nothing is sharded.
+    A DistributedSampler for several ranks is certain, and so is a `World` of several. So are two consistent signs: the
+    name of a rank, the name of a number of ranks, a list as long as one rank's share. A number of ranks of 1 means that
+    nothing is sharded.
+
+    Args:
+        sampler: as the user made it.
+        size: samples in the dataset; None if unknown.
+        world_size: ranks that share the data, as far as is known.
+        gives_batches: it is a batch sampler.
     """
     rank: tuple[str, int] | None = None
     world: tuple[str, int] | None = None
     share = ""
+    stated_alone = False
     for path, held in _held(sampler):
         if isinstance(held, DistributedSampler):
             if held.num_replicas > 1:
                 return Division(True, f"{path} is a {type(held).__name__} for {held.num_replicas} ranks")
+            stated_alone = True
+            continue
+        if isinstance(held, World):
+            if held.world_size > 1:
+                return Division(True, f"{path} is {held!r}")
+            stated_alone = True
             continue
         if not isinstance(held, Iterable):
             continue  # a trainer, for example, which knows its rank and need not shard anything
         its_rank, its_world = _named(path, held, _RANKS), _named(path, held, _WORLDS)
         if its_world is not None and its_world[1] < 2:
+            stated_alone = True
             continue
         rank, world = rank or its_rank, world or its_world
         if its_world is not None and size is not None and _length(held) in _shares(size, its_world[1]):
             share = f"{path} has a length of {_length(held)} for {size} samples"
+    if not share and not stated_alone and size is not None and world_size > 1:
+        share = _share_in(sampler, size, world_size, gives_batches)
     agree = rank is not None and world is not None and 0 <= rank[1] < world[1]
     signs = [f"{sign[0]}={sign[1]}" for sign in (rank, world) if sign is not None] + [share] * bool(share)
-    return Division(agree or bool(share), " and ".join(signs)) if signs else None
+    return Division(agree or bool(share and (rank or world)), " and ".join(signs)) if signs else None
+
+
+def _share_in(sampler: Any, size: int, world_size: int, gives_batches: bool) -> str:
+    """In words, that a sampler, or the one in a batch sampler, is as long as one rank's share; empty if none is."""
+    shares = _shares(size, world_size) - {0, size}
+    name, inner = type(sampler).__name__, getattr(sampler, "sampler", None)
+    if not gives_batches and _length(sampler) in shares:
+        return f"{name} has a length of {_length(sampler)} for {size} samples and {world_size} ranks"
+    if inner is not None and _length(inner) in shares:
+        return f"{name}.sampler has a length of {_length(inner)} for {size} samples and {world_size} ranks"
+    in_batch = _integer(getattr(sampler, "batch_size", None))
+    if gives_batches and in_batch is not None and in_batch > 0:
+        batches = {count for share in shares for count in _shares(share, in_batch)} - _shares(size, in_batch) - {0}
+        if _length(sampler) in batches:
+            return f"{name} has a length of {_length(sampler)} batches of {in_batch} for {size} samples"
+    return ""
 
 
 def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
@@ -105,16 +151,34 @@ def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, list | tuple):
             members = [(f"[{at}]", each) for at, each in enumerate(value)] if len(value) <= _LONGEST_CONTAINER else ()
         else:
-            members = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
+            members = [(f".{name}", each) for name, each in _attributes(value)]
         queue.extend((path + step, each) for step, each in members if not isinstance(each, _DATA))
 
 
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes in an object's dict and in its slots."""
+    yield from list(getattr(value, "__dict__", {}).items())
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, MemberDescriptorType) and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
 def _named(path: str, held: Any, names: set[str]) -> tuple[str, int] | None:
-    """The first attribute with one of these names and an integer, with its path."""
-    for name, value in getattr(held, "__dict__", {}).items():
-        if name.lstrip("_") in names and type(value) is int:
-            return f"{path}.{name}", value
+    """The first attribute with one of these names and an integer, with its path: of the object, or of its class."""
+    own = list(getattr(held, "__dict__", {}))
+    stated = [name for base in type(held).__mro__ for name, each in vars(base).items() if isinstance(each, _STATED)]
+    for name in (*own, *stated):
+        if name.rpartition("__")[2].lstrip("_") not in names:  # a name with two underscores has its class before them
+            continue
+        with contextlib.suppress(Exception):  # a property may refer to what is made later
+            if (value := _integer(getattr(held, name))) is not None:
+                return f"{path}.{name}", value
     return None
+
+
+def _integer(value: object) -> int | None:
+    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
 
 
 def _length(held: Any) -> int | None:

@@ -208,10 +208,14 @@ def understand_as_parent(module: str, name: str) -> None:
     _as_parent.add((module, name))
 
 
-def understand(sampler: Any, size: int | None = None) -> Understood:
+def understand(sampler: Any, size: int | None = None, world_size: int = 1, gives_batches: bool = False) -> Understood:
     """The order that `sampler` stands for: computed where possible, listed otherwise.
 
-    `size`: of the dataset, if known; a list that is shorter may be one rank's share.
+    Args:
+        sampler: as the user made it.
+        size: of the dataset, if known; a list that is shorter may be one rank's share.
+        world_size: ranks that share the data, as far as is known.
+        gives_batches: it is a batch sampler.
     """
     kind = type(sampler)
     if (kind.__module__, kind.__qualname__) in _as_parent:
@@ -231,7 +235,7 @@ def understand(sampler: Any, size: int | None = None) -> Understood:
     if "understood" in vars(kind):  # not a subclass of such a class, which may have another order
         return cast(OrderedSampler, sampler).understood()
     seed = _seed_of(getattr(sampler, "generator", None))
-    return Understood(Listed(sampler), seed=seed, division=division_of(sampler, size))
+    return Understood(Listed(sampler), seed=seed, division=division_of(sampler, size, world_size, gives_batches))
 
 
 def _seed_of(generator: object) -> int | None:

@@ -56,10 +56,12 @@ _DRAWLESS_COLLATES = ("nvidia.dali.plugin.pytorch.experimental.proxy",)
 # Trainers that count or skip batches by themselves: the module that asks a loader for an iterator, or tells it the
 # epoch, and a function that compares this with the loader's place. The function is imported on that call.
 _COUNTING_TRAINERS = {
+    "ignite.engine.deterministic": "midepoch.adapters.trainers.ignite:refuse_to_be_skipped",
     "lightning.fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
     "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
     "lightning_fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
     "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
+    "transformers.trainer": "midepoch.adapters.trainers.transformers_alone:warn_unless_exact",
 }
 
 

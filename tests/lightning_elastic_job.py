@@ -1,6 +1,7 @@
 """A Lightning job on any number of processes, with the callback or without: each rank writes down what it was given.
 
-``python lightning_elastic_job.py FOLDER PHASE RANKS --kind mapped --stop 7 [--checkpoint PATH] [--bare]``
+``python lightning_elastic_job.py FOLDER PHASE RANKS --kind mapped --stop 7 [--checkpoint PATH] [--bare]``, or
+``--max-steps 7`` in place of ``--stop``.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("ranks", type=int)
     parser.add_argument("--kind", default="mapped")
     parser.add_argument("--stop", type=int, default=-1)
+    parser.add_argument("--max-steps", type=int, default=-1, help="end by this option of Lightning's, and save then")
     parser.add_argument("--checkpoint", default=None)
     parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
@@ -86,10 +88,12 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", max_epochs=2,
         logger=False, default_root_dir=options.folder, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=callbacks,
+        enable_checkpointing=False, callbacks=callbacks, max_steps=options.max_steps,
     )  # fmt: skip
     module = Recorder(options.folder, options.phase)
     trainer.fit(module, loader, ckpt_path=options.checkpoint, weights_only=False)
+    if options.max_steps != -1:
+        trainer.save_checkpoint(options.folder / f"{options.phase}.ckpt")
 
 
 if __name__ == "__main__":

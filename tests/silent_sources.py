@@ -240,6 +240,49 @@ class Files(Dataset[Any]):
         return torch.from_numpy(picture).float() / 255 + random.random() * (0.11 if changed == "code" else 0.1)
 
 
+class BatchBefore:
+    """Adds half of the batch before, as some mixups do."""
+
+    def __init__(self) -> None:
+        self.before: Any = None
+
+    def __call__(self, batch: Any) -> Any:
+        batch = batch if isinstance(batch, torch.Tensor) else torch.tensor(batch, dtype=torch.float64)
+        before, self.before = self.before, batch
+        return batch if before is None or len(before) != len(batch) else (batch + before) / 2
+
+
+class Calls:
+    """Grows stronger with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        return torch.as_tensor(batch) * self.calls
+
+
+def from_entropy(samples: list[int]) -> Any:
+    return torch.tensor(samples) + torch.from_numpy(np.random.default_rng().normal(size=len(samples)))
+
+
+def collated_by(make: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: DataLoader(range(SIZE), BATCH, shuffle=True, collate_fn=make())  # type: ignore[arg-type]
+
+
+def with_default_argument() -> Callable[[Any], Any]:
+    def collate(samples: list[int], generator: random.Random = random.Random(5)) -> Any:  # noqa: B008
+        return torch.tensor(samples) + generator.random()
+
+    return collate
+
+
+def worked_on_by(make: Callable[[], Any]) -> Callable[[], Any]:
+    source = range(SIZE)
+    return lambda: midepoch.wrap(DataLoader(source, BATCH, shuffle=True), seed=3, then=make())  # type: ignore[arg-type]
+
+
 class Row(NamedTuple):
     """A source, and what is expected of it.
 
@@ -277,6 +320,12 @@ ROWS: dict[str, Row] = {
     "a thread that reads ahead": Row(ReadsAhead, "told", "exact_augmentations"),
     "a replay with the same last unit": Row(lambda: SameLast(0), "told", "exact_order"),
     "a replay that begins and ends alike": Row(lambda: SameLast(2), "chain"),
+    "a collate function that adds the batch before": Row(collated_by(BatchBefore), "told", "exact_augmentations"),
+    "a collate function that counts its calls": Row(collated_by(Calls), "told", "exact_augmentations"),
+    "a collate function seeded by the system": Row(collated_by(lambda: from_entropy), "told", "exact_augmentations"),
+    "a default argument that draws": Row(collated_by(with_default_argument), "told", "exact_augmentations"),
+    "work on batches that adds the batch before": Row(worked_on_by(BatchBefore), "told", "exact_augmentations"),
+    "work on batches that counts its calls": Row(worked_on_by(Calls), "told", "exact_augmentations"),
     "bfloat16": unlike(bfloat16),
     "sparse tensors": unlike(sparse),
     "images": unlike(image),

@@ -12,11 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import check_sources
 import forking
 
+from midepoch.testing import items
 from midepoch.tools.cli import main
 
 pytest.importorskip("typer", reason="needs midepoch[cli]")
@@ -131,6 +134,23 @@ def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> Non
     assert parser.open == [] and parser.text.index("two reads of sample") < parser.text.index("rests on")
     without = check("check_sources:promising", "--quick", "--epochs=1", "--laws=honesty", "--trials=0").stdout
     assert "does not keep" not in without and "believed" not in without
+
+
+@pytest.mark.parametrize("factory", ["of_kinds", "of_nested"])
+def test_tensors_of_every_layout_are_compared(factory: str) -> None:
+    done = check(f"check_sources:{factory}", "--quick", "--epochs=1", "--laws=tail,isolation,witness")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"tail +holds", done.stdout) and "failed" not in done.stdout
+
+
+@pytest.mark.parametrize("kind", check_sources.KINDS)
+def test_content_of_every_layout_is_told_apart(kind: str) -> None:
+    of, row = check_sources.KINDS[kind], torch.arange(4.0)
+    assert items.digest(of(row)) == items.digest(of(row.clone()))
+    assert items.digest(of(row)) != items.digest(of(row + torch.tensor([0.0, 1.0, 0.0, 0.0])))
+    assert len(set(items.identify(of(row)))) == len(items.identify(of(row)))
+    same_integers = torch.quantize_per_tensor(row * 2, 0.2, 0, torch.quint8)
+    assert kind != "quantized" or items.digest(of(row)) != items.digest(same_integers)
 
 
 @pytest.mark.parametrize(

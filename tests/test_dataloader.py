@@ -6,8 +6,10 @@ import functools
 import gc
 import itertools
 import multiprocessing
+import random
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +36,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import sources
 
 import midepoch
-from midepoch import MidepochError, ResumableSampler, SourceError, StateError, UnsupportedSourceError, World
+from midepoch import (
+    MidepochError,
+    MidepochWarning,
+    ResumableSampler,
+    SourceError,
+    StateError,
+    UnsupportedSourceError,
+    World,
+)
 from midepoch.loader.loader import Loader
 
 SIZE = 22
@@ -818,3 +828,59 @@ def test_a_loader_that_is_dropped_in_mid_epoch_ends_its_workers_at_once(cyclic: 
     finally:
         gc.enable()
     assert not any(worker.is_alive() for worker in workers)
+
+
+class ByAttribute(Sampler[int]):
+    """Shuffles by numbers that the training loop sets."""
+
+    set_epoch = None
+
+    def __init__(self, salt: int = 0) -> None:
+        self.epoch, self.salt = 0, salt
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.salt + self.epoch).sample(range(12), 12))
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_what_the_loop_changes_between_epochs_counts_though_a_state_was_asked_for(load: bool) -> None:
+    def epochs(asking: bool) -> list[Any]:
+        sampler, found = ByAttribute(), []
+        loader = midepoch.wrap(DataLoader(range(12), 4, sampler=sampler), seed=0)  # type: ignore[arg-type]
+        for epoch in range(3):
+            sampler.epoch = epoch
+            found.append([batch.tolist() for batch in loader])
+            if asking:
+                state = loader.state_dict()
+                assert len(loader) == 3
+                if load:
+                    loader.load_state_dict(state)
+        return found
+
+    assert epochs(True) == epochs(False)
+    assert len({str(epoch) for epoch in epochs(True)}) == 3
+
+
+@pytest.mark.parametrize("make", [ByAttribute, lambda salt=0: WeightedRandomSampler([1.0, 2.0, 3.0 + salt], 12)])
+def test_a_sampler_that_differs_in_this_process_is_told_at_an_epoch_s_beginning(make: Callable[..., Any]) -> None:
+    def loader(salt: int = 0) -> Loader:
+        return midepoch.wrap(DataLoader(range(12), 4, sampler=make(salt)), seed=0)  # type: ignore[arg-type]
+
+    whole = [[batch.tolist() for batch in each] for each in [loader()] for _ in range(2)]
+    ended = loader()
+    list(ended)
+    state = ended.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        same = loader()
+        same.load_state_dict(state)
+        assert [batch.tolist() for batch in same] == whole[1]
+    with pytest.warns(MidepochWarning, match="the list of epoch 0 differs.*differs between processes"):
+        loader(1).load_state_dict(state)
+    for detail in ("last=0", "last=", "crc"):
+        with pytest.raises(StateError) if detail == "crc" else pytest.warns(MidepochWarning):
+            loader().load_state_dict(midepoch.reseal({**state, "detail": detail}))

@@ -7,9 +7,18 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, UnsupportedSourceError, World
@@ -48,7 +57,7 @@ class Holding(Sampler[Any]):
 class Named(Sampler[int]):
     """Holds numbers under some names, and gives all indices."""
 
-    def __init__(self, length: int = SIZE, **names: int) -> None:
+    def __init__(self, length: int = SIZE, **names: Any) -> None:
         self.__dict__.update(names)
         self.length = length
 
@@ -69,7 +78,76 @@ def distributed(replicas: int = 2, rank: int = 0) -> DistributedSampler[int]:
     return DistributedSampler(range(SIZE), replicas, rank)  # type: ignore[arg-type]
 
 
+class Slots(Sampler[int]):
+    """Keeps what it knows in slots."""
+
+    __slots__ = ("rank", "world_size")
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 1, 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, SIZE, 2))
+
+
+class Properties(Sampler[int]):
+    """Asks for what it knows when it is needed."""
+
+    world_size = 2
+
+    @property
+    def rank(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, SIZE, 2))
+
+
+class Unmade(Sampler[int]):
+    """A property that cannot be asked for yet."""
+
+    @property
+    def rank(self) -> int:
+        raise RuntimeError("torch.distributed is not initialized")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class OfAWorld(Sampler[int]):
+    """Divides by midepoch's own description of the ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.w = world
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.w.rank, SIZE, self.w.world_size))
+
+
+class Hidden(Sampler[Any]):
+    """One rank's list, or its batches, with no name that says so."""
+
+    def __init__(self, r: int, n: int, batch_size: int = 0, **held: Any) -> None:
+        self.r, self.n = r, n
+        self.__dict__.update(held)
+        if batch_size:
+            self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Iterator[Any]:
+        own = range(self.r, SIZE, self.n)
+        size = getattr(self, "batch_size", 0)
+        return iter(BatchSampler(own, size, False) if size else own)
+
+
 DIVIDING = {
+    "numpy's integers": lambda: loader(Named(_rank=np.int64(1), _world_size=np.int32(2))),
+    "names of data-parallel ranks": lambda: loader(Named(data_parallel_rank=1, data_parallel_size=2)),
+    "slots": lambda: loader(Slots()),
+    "a property, and an attribute of the class": lambda: loader(Properties()),
+    "a World": lambda: loader(OfAWorld(World(1, 2))),
     "private names": lambda: loader(Private(1, 2)),
     "a DistributedSampler under another name": lambda: loader(batch_sampler=Holding(distributed())),
     "names in two objects": lambda: loader(batch_sampler=Holding(Named(num_shards=3), sampler=Named(shard_id=2))),
@@ -100,6 +178,48 @@ def test_the_cure_divides_once(rank: int) -> None:
 def test_one_sign_warns(names: dict[str, int]) -> None:
     with pytest.warns(MidepochWarning, match="may divide its list among ranks .*num_replicas=1"):
         midepoch.wrap(loader(Named(**names)), seed=1)
+
+
+ONE_RANK_S = {
+    "a list": lambda: loader(list(range(0, SIZE, 2))),
+    "a sampler": lambda: loader(Hidden(1, 2)),
+    "torch's": lambda: loader(SubsetRandomSampler(range(1, SIZE, 2))),
+    "a batch sampler": lambda: loader(batch_sampler=Hidden(1, 2, 4)),
+    "in a batch sampler": lambda: loader(batch_sampler=Hidden(0, 1, sampler=range(0, SIZE, 2), batch_size=3)),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_RANK_S)
+def test_a_list_as_long_as_one_rank_s_share_is_one_sign(kind: str) -> None:
+    with pytest.warns(MidepochWarning, match=r"may divide its list among ranks \(.* has a length of .* for 24 samples"):
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 2), shard=True)
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 3))
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1)
+
+
+def test_the_environment_s_world_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(MidepochWarning, match="for 24 samples and 2 ranks"):
+        midepoch.wrap(ONE_RANK_S["a list"](), seed=1)
+    monkeypatch.delenv("RANK")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(ONE_RANK_S["a list"](), seed=1)  # half an environment is an error when iteration starts
+
+
+@pytest.mark.parametrize("sampler", [
+    Named(), OfAWorld(World()), Unmade(), SubsetRandomSampler(range(SIZE)), Named(rank=True), list(range(SIZE))
+])  # fmt: skip
+def test_in_a_world_of_two_the_whole_list_is_no_alarm(sampler: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(loader(sampler), seed=1, world=World(1, 2))
+        midepoch.wrap(loader(batch_sampler=Holding(range(SIZE))), seed=1, world=World(1, 2))
+        midepoch.wrap(loader(batch_sampler=Hidden(0, 1, 2)), seed=1, world=World(1, 2))
 
 
 @pytest.mark.parametrize("sampler", [Named(), Named(num_replicas=1, rank=0), Named(seed=3), RandomSampler(range(SIZE))])

@@ -56,6 +56,12 @@ def test_reads_go_to_the_source_and_assignments_are_refused(name: str) -> None:
         assert hasattr(twin, name)
 
 
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_another_sampler_is_refused_with_the_cure(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"wrap\(DataLoader\(dataset, {name}=\.\.\.\)\)"):
+        setattr(midepoch.wrap(source(), seed=1), name, None)
+
+
 def test_what_programs_print_in_their_first_lines() -> None:
     loader = midepoch.wrap(source(), seed=1)
     assert (len(loader.dataset), len(loader.sampler), len(loader), loader.batch_size) == (20, 20, 5, 4)

@@ -288,7 +288,7 @@ def test_a_save_at_the_last_batch_is_put_off_to_the_end_of_the_body(tmp_path: Pa
 def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
     path, loader = tmp_path / "snapshot.pt", shuffled()
     snapshot = Snapshot(path, signals=(), data=loader)
-    with pytest.warns(MidepochWarning, match="put off to the end of the body") as told:
+    with pytest.warns(MidepochWarning, match="written when the body of snapshot.epochs ends") as told:
         for epoch in snapshot.epochs(2):
             snapshot.save()
             assert places(path)[1:3] == (epoch, 0)
@@ -297,7 +297,7 @@ def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
             before = path.read_bytes()
             snapshot.save()
             assert path.read_bytes() == before
-    assert len([each for each in told if "put off" in str(each.message)]) == 1
+    assert len([each for each in told if "written when the body" in str(each.message)]) == 1
     assert places(path) == (12, 2, 0, 2)
 
 

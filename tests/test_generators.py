@@ -462,3 +462,41 @@ def test_what_cannot_be_seeded_is_not_promised() -> None:
     dataset.generator = random.SystemRandom()  # type: ignore[attr-defined]
     told = midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
     assert not told and "SystemRandom" in told.reason
+
+
+class _HeldAsClass:
+    generator = random.Random(3)
+
+
+def test_a_class_that_is_held_and_not_its_instance() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.kind = _HeldAsClass
+
+    (found,), hopeless = find_generators(Holder())
+    assert found.generator is _HeldAsClass.generator
+    assert not hopeless
+
+
+def test_the_search_enters_no_more_than_it_visits() -> None:
+    class Record:
+        def __init__(self) -> None:
+            self.number = 1
+
+    class Records:
+        def __init__(self) -> None:
+            self.first = [[[Record() for _ in range(200)] for _ in range(200)] for _ in range(3)]
+
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    records = Records()
+    sys.setprofile(count)
+    try:
+        find_generators(records)
+    finally:
+        sys.setprofile(None)
+    assert calls < 10 * MOST_OBJECTS

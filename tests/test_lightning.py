@@ -391,6 +391,17 @@ def test_another_global_batch(tmp_path: Path) -> None:
     assert sorted(samples) == [float(number) for number in range(72)]
 
 
+def test_a_run_that_max_steps_ended_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    job(tmp_path, "whole", 1)
+    for phase, options in (("bare", ["--bare"]), ("exact", [])):
+        job(tmp_path, phase, 1, "--max-steps", "4", *options)
+        printed = job(tmp_path, f"{phase}-rest", 1, "--checkpoint", str(tmp_path / f"{phase}.ckpt"), *options)
+        batches = steps_of(tmp_path, phase) + steps_of(tmp_path, f"{phase}-rest")
+        assert (batches == steps_of(tmp_path, "whole")) is (phase == "exact")
+        told = "the run ended after 4 of 6 batches of an epoch" in printed and "ExactResume()" in printed
+        assert told is (phase == "bare")
+
+
 def test_another_number_of_processes_without_the_callback(tmp_path: Path) -> None:
     """Lightning's count is of the old batches: the same if the global batch is, and otherwise told."""
     job(tmp_path, "first", 2, "--stop", "4", "--bare")

@@ -463,6 +463,27 @@ def test_a_pass_that_was_read_to_its_end_is_followed_by_the_next_epoch(make: Cal
         assert sources.taken(again) == epochs[passes + 1]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", [Drawing, lambda: torch.utils.data.ChainDataset([Drawing(), Drawing()])])
+def test_a_job_that_dies_again_and_again_loses_nothing_of_a_dataset_without_a_state(make: Any, workers: int) -> None:
+    def loader() -> Loader:
+        return wrap(StatefulDataLoader(make(), 2, num_workers=workers), seed=0)
+
+    whole = sources.taken(loader())
+    if workers:
+        whole = [[int(each) for each in batch] for batch in whole]  # its numbers are not promised
+    got: list[Any] = []
+    state = None
+    while len(got) < len(whole):
+        resumed = loader()
+        if state is not None:
+            resumed.load_state_dict(state)
+        got += sources.taken(resumed, 1)
+        state = resumed.state_dict()
+        resumed.close()
+    assert [[int(each) for each in batch] for batch in got] == whole if workers else got == whole
+
+
 class Holding(own.Stream):
     def __init__(self, held: Any) -> None:
         super().__init__()

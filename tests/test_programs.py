@@ -178,16 +178,15 @@ class Job:
         """Whether it was killed."""
         life = run(self.name, self.folder, self.ranks, kill, rank)
         for number, (events, whole) in enumerate(zip(life.events, self.whole, strict=True)):
+            if not events:
+                continue
             begins = [at for at in range(len(whole)) if whole[at : at + len(events)] == events]
             assert begins, f"rank {number} did something else after {self.reached[number]} events: {events[:3]}"
-            begin = begins[0] if events else len(whole)
             # A process that is killed when it has saved cannot say so any more.
-            left_out = [event for event in whole[self.reached[number] : begin] if event[0] != "saved"]
-            assert not left_out or (life.status and not events), f"rank {number} left out {left_out[:3]}"
-            if number == 0 and events:
-                assert begins[0] in self.begins, f"it went on at event {begins[0]}, not at {self.begins}"
-            if events:
-                self.reached[number] = begins[0] + len(events)
+            left_out = [event for event in whole[self.reached[number] : begins[0]] if event[0] != "saved"]
+            assert not left_out, f"rank {number} left out {left_out[:3]}"
+            assert number or begins[0] in self.begins, f"it went on at event {begins[0]}, not at {self.begins}"
+            self.reached[number] = begins[0] + len(events)
         done = [at + 1 for at in self.saves if at < self.reached[0]]
         coming = [at + 1 for at in self.saves if at >= self.reached[0]]
         # A save that was interrupted may have been done.

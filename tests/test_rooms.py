@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up: a room imports rooms that stand before it, and none of its own line.
 FLOORS = (
     ("errors",),
-    ("world", "packages", "copying", "dividing"),
-    ("order",),
+    ("world", "packages", "copying"),
+    ("dividing", "order"),
     ("state",),
     ("randomness",),
+    ("repeating",),
     ("loader",),
     ("samplers",),
     ("reading",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import itertools
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent))
 
 import forking
+import own_state_sources
 import sources
 
 import midepoch
@@ -1041,10 +1043,14 @@ def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def _save_other_files(rank: int, path: str) -> str:
+def _files(rank: int) -> DataLoader[Any]:
     numbers = list(range(16)) if rank == 0 else list(range(15, -1, -1))  # as another node lists them
     files: Any = [torch.full((8,), number) for number in numbers]
-    loader = midepoch.wrap(DataLoader(files, batch_size=2), seed=0)
+    return DataLoader(files, batch_size=2)
+
+
+def _save_other_files(rank: int, path: str) -> str:
+    loader = midepoch.wrap(_files(rank), seed=0)
     snapshot = Snapshot(path, signals=(), data=loader)
     next(iter(loader))
     with warnings.catch_warnings(record=True) as caught:
@@ -1059,3 +1065,48 @@ def test_ranks_that_see_other_files_are_told_once_and_saved(tmp_path: Path) -> N
     first, second = sources.in_gloo_world(_save_other_files, 2, str(path))
     assert first.count("rank 0 and rank 1 do not see the same data in data") == 1 and "sort them" in first
     assert second == "" and path.exists()
+
+
+def _held_after_an_exchange(rank: int, path: str) -> list[int]:
+    """How many others hold the tensor of an exchange when the call returns."""
+    snapshot = Snapshot(path, signals=(), data=midepoch.wrap([[1], [2]]))
+    found = []
+    for _ in range(50):
+        snapshot.poll()
+        snapshot._polling.next_step = 0  # the next call exchanges again
+        found.append(snapshot._polling._numbers._use_count() - 1)  # type: ignore[attr-defined]
+    return found
+
+
+def test_no_thread_waits_for_the_interpreter_after_an_exchange(tmp_path: Path) -> None:
+    """A program that frees its process group then would never end."""
+    assert sources.in_gloo_world(_held_after_an_exchange, 2, str(tmp_path / "snapshot.pt")) == [[0] * 50] * 2
+
+
+def _save_other_files_in_parts(rank: int, path: str) -> list[str]:
+    """Told of a combination, of one with a part of which each rank has its own state, and when it is gathered."""
+    same = midepoch.wrap(_files(0), seed=0)
+    combined = midepoch.combine([same, midepoch.wrap(_files(rank), seed=0)], mode="max_size")
+    own = midepoch.wrap(own_state_sources.Stream(), seed=0)
+    with_own = midepoch.combine([midepoch.combine([midepoch.wrap(_files(rank), seed=0)]), own])
+    found = []
+    for loader in (combined, with_own):
+        next(iter(loader))
+    saves: list[Callable[[], object]] = [
+        Snapshot(path, signals=(), data=combined).save, Snapshot(f"{path}.own", signals=(), data=with_own).save,
+        functools.partial(midepoch.gather, with_own),
+    ]  # fmt: skip
+    for save in saves:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save()
+        found.append("; ".join(str(each.message) for each in caught if "do not see" in str(each.message)))
+    return found
+
+
+def test_parts_of_a_combination_of_which_ranks_see_other_files_are_told(tmp_path: Path) -> None:
+    first, second = sources.in_gloo_world(_save_other_files_in_parts, 2, str(tmp_path / "snapshot.pt"))
+    names = ("part 1 of data", "part 0.0 of data", "part 0.0 of the loader")
+    for told, name in zip(first, names, strict=True):
+        assert told.count("rank 0 and rank 1 do not see the same data in ") == 1 and f"in {name}:" in told
+    assert second == [""] * 3

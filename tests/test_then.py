@@ -7,6 +7,7 @@ import functools
 import itertools
 import pickle
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -425,9 +426,11 @@ def seeded(loader: Loader) -> int:
 
 
 def test_a_function_that_draws_nothing_is_seeded_once_a_pass() -> None:
-    loader = midepoch.wrap(list(range(50)), then=lambda batch: batch)
+    loader = midepoch.wrap(list(range(50)), then=lambda batch: batch, verify="off")
     assert [seeded(loader) for _ in range(3)] == [1, 1, 1]
-    loader = midepoch.wrap(list(range(50)), then=lambda batch: random.random())
+    loader = midepoch.wrap(list(range(50)), then=lambda batch: batch)
+    assert [seeded(loader) for _ in range(3)] == [4, 1, 1], "it is tried once"
+    loader = midepoch.wrap(list(range(50)), then=lambda batch: random.random(), verify="off")
     assert [seeded(loader) for _ in range(2)] == [50, 50]
 
 
@@ -534,7 +537,7 @@ def test_a_function_that_keeps_its_numbers_is_told() -> None:
 
 
 class Failing:
-    """Fails for one batch, as often as it is told to."""
+    """Fails for the same batch, as often as it is told to."""
 
     def __init__(self, at: int, times: int = 1) -> None:
         self.at, self.times = at, times
@@ -787,3 +790,116 @@ def test_a_function_that_only_moves_batches_to_a_gpu_is_not_seeded() -> None:
     loader = midepoch.wrap([torch.ones(3)] * 50, then=lambda batch: batch.to("cuda", non_blocking=True))
     list(loader)
     assert [seeded(loader) for _ in range(2)] == [1, 1]
+
+
+# --- functions that keep something, tried on a copy -------------------------------------------------------------------
+
+
+class Counting:
+    """Counts its calls, and gives what it is told to."""
+
+    def __init__(self, give: Callable[[Any, int], Any]) -> None:
+        self.give, self.calls = give, 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        return self.give(batch, self.calls)
+
+
+class Blending(torch.nn.Module):
+    """Mixes with the batch before."""
+
+    before: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("before", None)
+
+    def forward(self, batch: Any) -> Any:
+        before, self.before = self.before, batch
+        return batch if before is None else batch + before[: len(batch)]
+
+
+class RunningStatistics(torch.nn.Module):
+    """Normalizes by what it has seen so far, with the running numbers or with those of the batch."""
+
+    def __init__(self, of_the_batch: bool) -> None:
+        super().__init__()
+        self.norm, self.of_the_batch = torch.nn.BatchNorm1d(1), of_the_batch
+
+    @torch.no_grad()
+    def forward(self, batch: Any) -> Any:
+        rows = batch.reshape(-1, 1).float()
+        result = self.norm.train()(rows)
+        return result if self.of_the_batch else self.norm.eval()(rows)
+
+
+def worked(function: Any, **settings: Any) -> Loader:
+    data: Any = torch.arange(24)
+    return midepoch.wrap(DataLoader(data, 4, shuffle=True), seed=3, then=function, **settings)
+
+
+KEEPING: dict[str, Callable[[], Any]] = {
+    "a count": lambda: Counting(lambda batch, calls: batch * calls),
+    "the batch before": Blending,
+    "running statistics": lambda: RunningStatistics(False),
+    "a generator of the system's": lambda: lambda batch: batch + np.random.default_rng().random(),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_function_that_keeps_something_is_told_once(kind: str, prefetch: int) -> None:
+    loader = worked(KEEPING[kind](), prefetch=prefetch)
+    assert loader.capabilities.exact_augmentations
+    with pytest.warns(MidepochWarning, match=r"two calls of then= for the same batch differ") as told:
+        next(iter(loader))
+        next(iter(loader))
+    assert len([each for each in told if "two calls" in str(each.message)]) == 1
+    assert not loader.capabilities.exact_augmentations and loader.capabilities.exact_order
+    assert "two calls" in loader.capabilities.exact_augmentations.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(worked(KEEPING[kind](), prefetch=prefetch, verify="off"))
+
+
+QUIET: dict[str, Callable[[], Any]] = {
+    "draws": lambda: then_sources.Work(),
+    "in place": lambda: lambda batch: batch.mul_(2),
+    "batch normalization": lambda: RunningStatistics(True),
+    "counts only": lambda: Counting(lambda batch, calls: batch),
+}
+
+
+@pytest.mark.parametrize("kind", QUIET)
+def test_trying_a_function_is_no_alarm_and_changes_nothing(kind: str) -> None:
+    functions = QUIET[kind](), QUIET[kind]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tried = worked(functions[0])
+        batches = [list(tried), list(tried)]
+        assert tried.capabilities.exact_augmentations and not tried.capabilities.exact_augmentations.believed
+        untried = worked(functions[1], verify="off")
+        assert repr([list(untried), list(untried)]) == repr(batches)
+    one, other = functions
+    if isinstance(one, Counting):
+        assert one.calls == other.calls == 12
+    if isinstance(one, RunningStatistics):
+        assert one.norm.running_mean is not None
+        assert torch.equal(one.norm.running_mean, other.norm.running_mean)
+
+
+SCALES = [2]
+
+
+@pytest.mark.parametrize(("function", "why"), [
+    (lambda batch: SCALES[0] * batch, "uses the global variable SCALES"),
+    (functools.partial(lambda open_file, batch: batch, sys.stdout), "it holds a|it cannot be copied"),
+])  # fmt: skip
+def test_a_function_that_cannot_be_tried_is_believed(function: Any, why: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = worked(function)
+        next(iter(loader))
+    told = loader.capabilities.exact_augmentations
+    assert told.holds and told.believed and re.search(f"then= was not tried: .*({why})", told.reason)

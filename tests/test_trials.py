@@ -336,6 +336,129 @@ def test_nobody_s_error_is_hidden_and_no_error_of_a_copy_is_told() -> None:
         next(iter(midepoch.wrap(failing, seed=5)))
 
 
+# --- collate functions ---
+
+
+class Collate:
+    """Counts its calls, and gives what it is told to."""
+
+    def __init__(self, give: Callable[[Any, int], Any] = lambda samples, calls: torch.tensor(samples)) -> None:
+        self.give, self.calls = give, 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        return self.give(samples, self.calls)
+
+
+class Own:
+    """Draws from generators of its own, one of them made late."""
+
+    def __init__(self) -> None:
+        self.early, self.late = np.random.default_rng(5), None
+
+    def __call__(self, samples: list[int]) -> Any:
+        self.late = self.late or random.Random(random.random())  # type: ignore[assignment]
+        return torch.tensor(samples) + self.early.random() + self.late.random()  # type: ignore[attr-defined]
+
+
+def drawing(samples: list[int]) -> Any:
+    own = midepoch.sample_generator().random()
+    return torch.tensor(samples) + random.random() + np.random.rand() + torch.rand(()) + own
+
+
+def in_place(samples: list[Any]) -> Any:
+    samples.sort()
+    return [samples.pop() for _ in range(len(samples))]
+
+
+SCALE = [2]
+
+
+def with_a_global(samples: list[int]) -> Any:
+    return torch.tensor(samples) * SCALE[0]
+
+
+PURE: dict[str, Callable[[], Any]] = {
+    "counts": Collate, "draws": lambda: drawing, "generators of its own": Own, "in place": lambda: in_place,
+    "a lambda": lambda: lambda samples: samples, "a partial": lambda: functools.partial(np.stack, axis=0),
+}  # fmt: skip
+
+
+def of_numbers(collate: Any, workers: int = 0, **settings: Any) -> Loader:
+    data: Any = range(24)
+    return midepoch.wrap(
+        DataLoader(data, 4, shuffle=True, collate_fn=collate, num_workers=workers), seed=3, **settings
+    )
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+def of_a_stream(collate: Any, **settings: Any) -> Loader:
+    return midepoch.wrap(DataLoader(Stream(), 4, collate_fn=collate), seed=3, **settings)
+
+
+@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+@pytest.mark.parametrize("kind", PURE)
+def test_a_collate_function_that_keeps_nothing_is_no_alarm(kind: str, make: Callable[..., Loader]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if kind == "generators of its own" and make is of_a_stream:
+            pytest.skip("a replay does not seed what is made late")
+        loader = make(PURE[kind]())
+        batches = list(loader)
+        promised = loader.capabilities
+        assert promised.exact_augmentations and not promised.exact_augmentations.believed
+        off = list(make(PURE[kind](), verify="off"))
+    assert repr(batches) == repr(off), "trying it changes nothing"
+
+
+@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+def test_a_collate_function_is_tried_on_a_copy_of_it(make: Callable[..., Loader]) -> None:
+    collate = Collate()
+    with make(collate) as loader:
+        assert len(list(loader)) == len(list(loader)) == collate.calls / 2 == 6
+
+
+@pytest.mark.parametrize(("make", "workers"), [(of_numbers, {}), (of_numbers, {"workers": 1}), (of_a_stream, {})])
+def test_a_collate_function_that_keeps_something_is_told(make: Callable[..., Loader], workers: dict[str, int]) -> None:
+    for give in (lambda samples, calls: torch.tensor(samples) * calls, lambda samples, calls: (samples * 9, calls)):
+        loader = make(Collate(give), **workers)
+        with loader, pytest.warns(MidepochWarning, match="two calls of the collate function for the same s") as told:
+            sources.taken(loader, 3)
+        assert len(told) == 1
+        promised = loader.capabilities
+        assert not promised.exact_augmentations and "two calls" in promised.exact_augmentations.reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make(Collate(give), **workers, verify="off")
+
+
+def needs_four(samples: Any, calls: int) -> Any:
+    if len(samples) < 4:
+        raise ValueError("too few")
+    return samples
+
+
+@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+@pytest.mark.parametrize(("collate", "why"), [
+    (Collate(needs_four), "a copy of it raised ValueError: too few"),
+    (with_a_global, "with_a_global uses the global variable SCALE"),
+    (functools.partial(lambda lock, samples: samples, threading.Lock()), "it cannot be copied"),
+])  # fmt: skip
+def test_what_cannot_be_tried_of_a_collate_function_is_believed(
+    make: Callable[..., Loader], collate: Any, why: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = make(collate)
+        assert len(list(loader)) == 6
+    told = loader.capabilities.exact_augmentations
+    assert told.holds and told.believed and f"the collate function was not tried: {why}" in told.reason
+
+
 # --- copies that share nothing that changes ---
 
 

@@ -8,8 +8,9 @@ import json
 import random
 import sys
 import warnings
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, SubsetRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -142,16 +143,61 @@ class Renewed(Dataset[int]):
         self.epoch = epoch
 
 
-def test_a_curriculum_is_no_other_data() -> None:
+class Shared(Dataset[int]):
+    """Has other items in each epoch, which the user's own code tells it."""
+
+    def __init__(self, epoch: list[int]) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.epoch[0] + index
+
+
+def test_samples_that_the_users_own_code_changes_between_epochs_are_refused_with_the_reason_why_they_may_be_right() -> (
+    None
+):
+    epoch = [0]
+    loader = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1)
+    list(loader)
+    state = loader.state_dict()
+    epoch[0] = 1
+    rest = [batch.tolist() for batch in loader]
+    for verify in ("sample", "warn"):
+        resumed = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1, verify=verify)
+        resumed.load_state_dict(state)
+        if verify == "sample":
+            with pytest.raises(StateMismatchError, match=r"the epoch before: if your own code.*'warn' is right"):
+                next(iter(resumed))
+        else:
+            with pytest.warns(MidepochWarning, match="another one"):
+                assert [batch.tolist() for batch in resumed] == rest
+
+
+INSIDE: dict[str, Callable[[Renewed], Any]] = {
+    "itself": lambda renewed: renewed,
+    "a subset": lambda renewed: Subset(renewed, range(SIZE)),
+    "concatenated": lambda renewed: ConcatDataset([Subset(renewed, range(8)), Subset(renewed, range(8, SIZE))]),
+    "stacked": lambda renewed: StackDataset(first=ConcatDataset([renewed])),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_curriculum_is_no_other_data(inside: str) -> None:
     def read(loader: Any, epochs: int) -> list[Any]:
         batches = []
         for _ in range(epochs):
-            loader.source.dataset.set_epoch(loader.epoch)
-            batches += [batch.tolist() for batch in loader]
+            loader.renewed.set_epoch(loader.epoch)
+            batches += [str(batch) for batch in loader]
         return batches
 
     def made() -> Any:
-        return midepoch.wrap(DataLoader(Renewed(), 4, shuffle=True), seed=1)
+        renewed = Renewed()
+        loader: Any = midepoch.wrap(DataLoader(INSIDE[inside](renewed), 4, shuffle=True), seed=1)
+        loader.renewed = renewed
+        return loader
 
     whole = read(made(), 3)
     before = made()
@@ -160,6 +206,145 @@ def test_a_curriculum_is_no_other_data() -> None:
     resumed.load_state_dict(before.state_dict())
     with pytest.warns(MidepochWarning, match="another one"):
         assert read(resumed, 2) == whole[8:]
+
+
+class Texts(Dataset[Any]):
+    """Texts of numbers, in some order."""
+
+    def __init__(self, of_number: Callable[[int], Any], numbers: list[int]) -> None:
+        self.of_number, self.numbers = of_number, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.of_number(self.numbers[index])
+
+
+def resumed_over(before: Callable[[int], Any], now: Callable[[int], Any], reordered: bool = False) -> list[Any]:
+    """The rest of an epoch that was begun over `before`."""
+    saved_from = midepoch.wrap(DataLoader(Texts(before, list(range(11, 11 + SIZE))), 4, collate_fn=as_it_is), seed=1)
+    next(iter(saved_from))
+    numbers = list(range(11, 11 + SIZE))
+    dataset = Texts(now, numbers[::-1] if reordered else numbers)
+    loader = midepoch.wrap(DataLoader(dataset, 4, collate_fn=as_it_is), seed=1)
+    loader.load_state_dict(saved_from.state_dict())
+    return list(loader)
+
+
+# Each has the same text behind its last slash.
+TEXTS: dict[str, Callable[[int], Any]] = {
+    "a conversation": lambda number: f"<s>user: what is {number} + {number}? assistant: {2 * number}</s>",
+    "markup": lambda number: json.dumps({"number": number, "type": "text/plain"}),
+    "a command": lambda number: f"/imagine {number} cats and/or dogs",
+    "an address": lambda number: f"https://example.org/{number}/full.jpg",
+    "a path": lambda number: f"/data/{number}/image.png",
+    "a path of Windows": lambda number: f"D:\\data\\{number}\\image.png",
+    "a relative path": lambda number: f"{number}/of a row.png",
+    "a path by its type": lambda number: Path(f"/data/{number}/x.png"),
+    "a relative path by its type": lambda number: Path(f"data/{number}/x.png"),
+    "a picture as base64": lambda number: "/9j/" + f"{number}4AAQSkZ/RgABA" * 50 + "/2Q==",
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_in_another_order_are_other_samples(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(resumed_over(TEXTS[kind], TEXTS[kind])) == 7
+    with pytest.raises(StateMismatchError, match="another one"):
+        resumed_over(TEXTS[kind], TEXTS[kind], reordered=True)
+
+
+# Of each, nothing else is another one.
+KEYS: dict[str, Callable[[int], Any]] = {
+    "a counter": lambda number: Counter({number: 1}),
+    "a counter of many": lambda number: Counter({20 * number + each: 1 for each in range(20)}),
+    "keys that are paths": lambda number: {f"/data/{number}/image.png": 1},
+    "keys behind the first": lambda number: {**dict.fromkeys(range(-100, 0), 1), number + 1: 0},
+    "a large set": lambda number: set(range(10_000 * number, 10_000 * number + 5_000)),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_other_keys_and_members_are_other_samples(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(resumed_over(KEYS[kind], KEYS[kind])) == 7
+    with pytest.raises(StateMismatchError, match="another one"):
+        resumed_over(KEYS[kind], KEYS[kind], reordered=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_keys_in_another_order_or_on_another_mount_are_no_other_sample() -> None:
+    def of(mount: str, order: int) -> Callable[[int], Any]:
+        return lambda number: dict.fromkeys([f"{mount}/{number + each}.png" for each in range(9)][::order], 1)
+
+    assert len(resumed_over(of("/mnt/a", 1), of("/data/b", -1))) == 7
+
+
+def long(kind: str, number: int) -> Any:
+    words = ["<s>"] * 50 + [f"word {number}"] + ["</s>"] * 50
+    if kind == "list":
+        return words
+    if kind == "object array":
+        return np.array(words, dtype=object)
+    return dict(enumerate(["<s>"] * 50 + words))
+
+
+@pytest.mark.parametrize("kind", ["list", "object array", "dict"])
+def test_the_middle_of_long_containers_counts_as_bits(kind: str) -> None:
+    of = functools.partial(long, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(resumed_over(of, of)) == 7
+    with pytest.warns(MidepochWarning, match="not bit for bit"):
+        assert len(resumed_over(of, of, reordered=True)) == 7
+
+
+def test_a_witness_of_the_former_form_does_not_know_keys() -> None:
+    with make() as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    for sample, other in (({1: "a"}, {2: "a"}), (long("list", 1), long("list", 2)), ({"p": "/a/b"}, {"p": "c/b"})):
+        look = look_at(sample)
+        former = [part.former or part for part in look.parts]
+        witness = replace(Witness.of(0, 0, replace(look, parts=tuple(former))), former=True)
+        parsed = Witness.parse(str(witness))
+        assert parsed is not None and parsed.former and parsed.compare(look_at(other), False) is None
+        changed = Witness.of(0, 0, look).compare(look_at(other), False)
+        assert changed is not None
+    assert state["witness"].split("/")[2].startswith("+")
+
+
+def test_rows_that_are_not_looked_at_are_named() -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    assert look_at(arrow.table({"number": list(range(64))})).unseen == ()
+    assert look_at(arrow.table({"number": list(range(65))})).unseen == ("Table behind its first 64 rows",)
+
+
+@pytest.mark.parametrize("paths", [("/data/ann/a.jpg", "/data/bob/a.jpg"), ("/7/left/a.jpg", "/8/left/a.jpg")])
+def test_folders_that_may_be_the_mount_are_told(paths: tuple[str, str]) -> None:
+    with pytest.warns(MidepochWarning, match="not bit for bit"):
+        assert len(resumed_over(lambda number: paths[0], lambda number: paths[1])) == 7
+
+
+# Behind another mount, each is the same.
+PATHS: dict[str, Callable[[str, int], Any]] = {
+    "flat": lambda mount, number: f"{mount}/{number:05d}.png",
+    "of a class": lambda mount, number: f"{mount}/cats/fluffy.png",
+    "of a folder each": lambda mount, number: f"{mount}/{number}/image.png",
+    "with spaces": lambda mount, number: f"{mount}/my pictures/IMG {number:04d}.png",
+    "by its type": lambda mount, number: Path(f"{mount}/{number}.png"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mounts", [("/mnt/a", "/tmp/job-98765/data"), ("/mnt/a", "s3://bucket"), ("C:/a", "//host/b")])
+@pytest.mark.parametrize("kind", PATHS)
+def test_paths_on_another_mount_are_no_other_samples(kind: str, mounts: tuple[str, str]) -> None:
+    one, other = (functools.partial(PATHS[kind], mount) for mount in mounts)
+    assert len(resumed_over(one, other)) == 7
 
 
 def test_samples_that_are_named_by_text_are_compared_within_their_epoch() -> None:
@@ -349,6 +534,11 @@ class Popped(Dataset[int]):
         return self.queue.popleft()
 
 
+class PoppedKeys(Popped):
+    def __getitem__(self, index: int) -> Any:
+        return {self.queue.popleft(): 1}
+
+
 class Entropy(Dataset[Any]):
     """Pictures with noise from a generator that the operating system seeds."""
 
@@ -374,7 +564,7 @@ class Cached(Dataset[float]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("dataset", "order"), [(Popped, False), (Entropy, True)])
+@pytest.mark.parametrize(("dataset", "order"), [(Popped, False), (PoppedKeys, False), (Entropy, True)])
 def test_an_item_that_is_no_function_of_its_index_is_told_before_the_first_state(
     dataset: type[Dataset[Any]], order: bool, workers: int
 ) -> None:
@@ -480,12 +670,29 @@ def test_other_samples_differ_and_another_decoder_s_do_not(kind: str) -> None:
 
 def test_a_look_says_the_same_in_another_process() -> None:
     # A witness is compared by other versions and on other machines, so what it says must never change.
-    value = {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
-    assert text_of(value) == GOLDEN
+    assert text_of(golden()) == GOLDEN
 
 
-GOLDEN = (
+def test_a_witness_of_the_former_form_is_compared_in_that_form() -> None:
+    witness = Witness.parse(FORMER_GOLDEN)
+    assert witness is not None and str(witness) == FORMER_GOLDEN
+    assert witness.compare(look_at(golden()), False) is None
+    changed = golden()
+    changed["x"][3] = "another text"
+    difference = witness.compare(look_at(changed), False)
+    assert difference is not None and difference.names == "['x'][3]"
+
+
+def golden() -> dict[str, Any]:
+    return {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
+
+
+FORMER_GOLDEN = (
     "0/0/4642b9a1//0:cA00=4Q3h,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=Y3UN,7:EF00=DJqK,"
+    "8:kkj8~+80-96"
+)
+GOLDEN = (
+    "0/0/+2105b1e1//0:cA00=rFhX,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=QeY1,7:EF00=DJqK,"
     "8:kkj8~+80-96"
 )
 

@@ -311,6 +311,8 @@ class TorchdataAdapter(StatefulAdapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds its own generators."""
+        if state is not None and private.counts_only(state):
+            return self._read_again(run)
         if self._inside is not None:
             self._inside.set_epoch(run.epoch)
             if state is None:
@@ -324,6 +326,17 @@ class TorchdataAdapter(StatefulAdapter):
                 generator.manual_seed(key)
         with self._streams.under(key):
             return super().start(run, state)
+
+    def _read_again(self, run: Run) -> Iterator[Any]:
+        """Start the epoch, and read what was consumed.
+
+        torchdata does the same for a dataset without a state, but counts it twice in the states that it gives later.
+        """
+        iterator = self.start(run, None)
+        read = self.reading(dataclasses.replace(run, position=0), iterator)
+        for _ in range(run.position // run.world.world_size):
+            read()
+        return iterator
 
     def before_first_read(self) -> None:
         """Say what is known of a dataset inside; else as every source."""

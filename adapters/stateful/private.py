@@ -13,7 +13,10 @@ from typing import Any
 from midepoch.packages import Package
 from midepoch.samplers import length_of
 
-__all__ = ["forget_end", "grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps", "shared_kinds"]
+__all__ = [
+    "counts_only", "forget_end", "grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps",
+    "shared_kinds",
+]  # fmt: skip
 
 
 @functools.cache
@@ -75,6 +78,23 @@ def has_workers(source: Any) -> bool:
     options = getattr(source, "_multiprocessing_options", source)  # a Grain DataLoader's
     workers = getattr(options, "num_workers", 0)
     return isinstance(workers, int) and workers > 0
+
+
+def counts_only(state: Any) -> bool:
+    """Whether a StatefulDataLoader's state has nothing of an iterable dataset's own: it counts batches, and skips."""
+    found = _values_of(state, ("dataset_state", "dataset_iter_state"))
+    return "dataset_iter_state" in found and set(found.values()) == {None}
+
+
+def _values_of(state: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if name in names:
+            found[name] = None if value is None else True
+        else:
+            for inner, kept in _values_of(value, names).items():
+                found[inner] = found.get(inner) or kept
+    return found
 
 
 def forget_end(iterator: Any) -> None:

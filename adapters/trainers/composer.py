@@ -13,7 +13,8 @@ from midepoch.errors import MidepochWarning
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
-from midepoch.state.parts import gather
+from midepoch.loader.saving import state_for_checkpoint
+from midepoch.state.parts import gather_state
 
 __all__ = ["ExactResume"]
 
@@ -48,7 +49,9 @@ class ExactResume(Callback):
         if self._loaded is not None:
             loader.load_state_dict(self._loaded["loader"])
         elif before is loader:  # another fit of the same Trainer, which continues where the previous one ended
-            loader.load_state_dict(loader.state_dict(self._in_flight()))
+            now = state_for_checkpoint(loader, self._in_flight())[0]
+            if now is not None:
+                loader.load_state_dict(now)
         else:
             if before is None and (begun or int(state.timestamp.epoch)):
                 warnings.warn(
@@ -85,11 +88,13 @@ class ExactResume(Callback):
         self._loaded = self._shortened = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Called on every process. Empty before the loader is known."""
+        """Called on every process. Empty before the loader is known, and where its state is not."""
         if self._loader is None or self._loaded is not None:
             return self._loaded or {}
-        state = gather(self._loader, in_flight=self._in_flight())
-        return {"loader": state, "generators": reproducibility.get_rng_state()}
+        state = state_for_checkpoint(self._loader, self._in_flight())[0]
+        if state is None:
+            return {}
+        return {"loader": gather_state(self._loader, state), "generators": reproducibility.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state until the loader is known."""

@@ -8,6 +8,7 @@ counts the batches that were handed over but not trained on, and saves the rest 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from midepoch.errors import MidepochWarning, StateError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
+from midepoch.loader.saving import state_for_checkpoint
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
 
@@ -57,9 +59,9 @@ class ExactResume(Callback):
         self._saved: dict[str, Any] | None = None  # from the checkpoint that this run resumes from
         self._by_lightning: list[State] = []  # what Lightning had saved of the train loaders in it
         self._is_lightnings = False  # a train loader is not wrapped, so their states are left to Lightning
-        self._validation_states: list[State] = []  # from that checkpoint, until there are loaders to load them
+        self._validation_states: list[State | None] = []  # from that checkpoint, until there are loaders to load them
         self._validation_to_finish: tuple[int, int] | None = None
-        self._interrupted: list[State] = []
+        self._interrupted: list[State | None] = []
         self._give_back: list[Callable[[], None]] = []
 
     # --- between Lightning and the loaders ---
@@ -146,8 +148,11 @@ class ExactResume(Callback):
             progress.current.ready == progress.current.processed == self._train.handed and self._train.is_exhausted()
         )
         train: State | None = None
-        if not _will_reload_loaders(trainer, private.train_made_in(trainer)):
-            train = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
+        left_out = 0
+        reloads = _will_reload_loaders(trainer, private.train_made_in(trainer))
+        if not reloads:
+            train, left_out = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
+            ended = ended or (left_out > 0 and (private.has_read_all(trainer) or self._train.is_exhausted()))
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
         validating = _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
         next_place = self._validated if validating else None
@@ -158,20 +163,22 @@ class ExactResume(Callback):
         again = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
         for index, each in enumerate(validated):
             if next_place is None:
-                validation.append(each.state(0, ended=True))
+                validation.append(each.state(0, ended=True)[0])
             elif again:
-                validation.append(each.state(each.handed, ended=False))
+                validation.append(each.state(each.handed, ended=False)[0])
             else:
                 loader, batch = next_place
                 in_flight = each.handed - batch if index == loader else each.handed if index > loader else 0
                 # A loader that this validation has not reached may still be where the previous one left it.
                 begun = index == loader and batch > 0
-                validation.append(each.state(in_flight, ended=index < loader or (not begun and not each.handed)))
+                validation.append(each.state(in_flight, ended=index < loader or (not begun and not each.handed))[0])
         checkpoint[_KEY] = {
             "version": _VERSION,
             "train": train,
+            "lost": train is None and not reloads,
             "ended": ended,
-            "batches": progress.current.processed,
+            "batches": progress.current.processed + left_out,
+            "left_out": left_out,
             "validation": validation,
             "next_in_validation": None if again else next_place,
         }
@@ -215,6 +222,11 @@ class ExactResume(Callback):
                 f"the checkpoint was saved by another version of midepoch's callback ({saved.get('version')}, this is "
                 f"{_VERSION}): resume with the midepoch that saved it"
             )
+        if saved.get("lost"):
+            raise StateError(
+                "the checkpoint was saved after an exception that left the train loader's state unknown: resume from "
+                "an earlier one"
+            )
         self._saved, self._validation_states = dict(saved), list(saved["validation"])
         place = saved["next_in_validation"]
         self._validation_to_finish = None if place is None else (place[0], place[1])
@@ -226,6 +238,10 @@ class ExactResume(Callback):
         if epochs["current"]["started"] < epochs["current"]["ready"]:
             # Saved by on_train_epoch_start, before Lightning has reset the previous epoch.
             batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False
+        for each in (batches["current"], batches["total"]):
+            if saved.get("left_out"):  # these batches will not be given again, so they count as trained on
+                each["processed"] += saved["left_out"]
+                each["ready"] = each["started"] = each["completed"] = each["processed"]
         trained_on = batches["current"]["processed"] == batches["current"]["ready"]
         if trained_on and batches["current"]["completed"] < batches["current"]["processed"]:
             # Saved by on_train_batch_end. If a validation was due, it is still due.
@@ -260,7 +276,7 @@ class ExactResume(Callback):
         if self._saved is not None and self._train is not None and self._saved.get("train") is not None:
             self._train.load(self._saved["train"], 0 if self._saved["ended"] else self._saved["batches"])
 
-    def _load_validation(self, states: list[State]) -> None:
+    def _load_validation(self, states: list[State | None]) -> None:
         if not states:
             return
         if len(states) != len(self._validation):
@@ -270,14 +286,15 @@ class ExactResume(Callback):
             )
         place, self._interrupted = self._validation_to_finish, states
         for index, (each, state) in enumerate(zip(self._validation, states, strict=True)):
-            each.load(state, place[1] if place is not None and place[0] == index else 0)
+            if state is not None:
+                each.load(state, place[1] if place is not None and place[0] == index else 0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called when all is restored and nothing has begun."""
         saved, train = self._saved, self._train
         if saved is None or train is None:
             return
-        if train.handed_in_pass or train.loaded is not saved["train"]:
+        if train.loaded is not saved["train"]:
             # The loaders were made before the checkpoint was read.
             self._load_train()
             iter(private.fetcher_of(trainer.fit_loop))
@@ -343,7 +360,8 @@ class ExactResume(Callback):
             fetcher.batches.clear()
             fetcher.done = False
             for index, (each, state) in enumerate(zip(self._validation, self._interrupted, strict=True)):
-                each.load(state, place[1] if place[0] == index else 0)
+                if state is not None:
+                    each.load(state, place[1] if place[0] == index else 0)
         private.put_validation_at(val_loop, *place)
         self._validated = place
         warnings.warn(
@@ -409,6 +427,8 @@ class _CountedLoader:
         self.handed = self.handed_in_pass = 0
         self.loaded: State | None = None
         self._continues = False
+        self._batches: Iterator[Any] = iter(())  # of the running pass
+        self._first: list[Any] = []  # the pass's first batch, until the second is handed over
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -420,19 +440,22 @@ class _CountedLoader:
         return self._pass(len(getattr(self._fetcher(), "batches", ())))
 
     def _pass(self, ahead: int) -> Iterator[Any]:
-        if ahead and ahead == self.handed_in_pass:
-            # Lightning makes a second iterator and drops what it has prefetched with the first.
-            before = self.handed - ahead
-            self._loader.load_state_dict(self._loader.state_dict(ahead))
+        again: list[Any] = []
+        if ahead and ahead == self.handed_in_pass == len(self._first):
+            # Lightning makes a second iterator and drops what it has prefetched with the first. It gets that again.
+            before, again = self.handed - ahead, self._first
         elif self._continues:
             before = self.handed
         else:
             before = 0
             self.leave()
         self.handed, self.handed_in_pass, self._continues = before, 0, False
-        for batch in self._loader:
+        if not again:
+            self._batches = iter(self._loader)
+        for batch in itertools.chain(again, self._batches):
             self.handed += 1
             self.handed_in_pass += 1
+            self._first = [batch] if self.handed_in_pass == 1 else []
             yield batch if self._shape is None else self._shape(batch)
 
     def is_exhausted(self) -> bool:
@@ -451,6 +474,8 @@ class _CountedLoader:
             self._loader.peek()
         except StopIteration:
             return True
+        except Exception:  # noqa: BLE001  # the source has failed; who asks for the batch will learn it
+            return False
         return False
 
     def is_split_like(self, state: State) -> bool:
@@ -458,16 +483,27 @@ class _CountedLoader:
         part = Part("", self._loader)
         return (part.world.world_size, part.batch_size) == (state["world_size"], state["batch_size"])
 
-    def state(self, in_flight: int, ended: bool) -> State:
-        """A state for every rank; that of the next epoch's beginning if this epoch has ended."""
-        state = self._loader.state_dict(in_flight)
-        if ended and state["position"]:
+    def state(self, in_flight: int, ended: bool) -> tuple[State | None, int]:
+        """A state for every rank; that of the next epoch's beginning if this epoch has ended.
+
+        Also how many batches in flight it leaves out, as `state_for_checkpoint` does.
+        """
+        state, left_out = state_for_checkpoint(self._loader, in_flight)
+        if state is None:
+            return None, 0
+        if (ended or (left_out and self.is_exhausted())) and state["position"]:
             state = Part("", self._loader).state_at(state, state["epoch"] + 1)
-        return gather_state(self._loader, state)
+        return gather_state(self._loader, state), left_out
 
     def state_dict(self) -> State:
-        """For Lightning, which calls it before the callback can gather."""
-        return self._loader.state_dict()
+        """For Lightning, which calls it before the callback can gather; the callback's state takes its place."""
+        handled = sys.exception()
+        try:
+            return self._loader.state_dict()
+        except StateError:
+            if handled is None:
+                raise
+            return {}
 
     def load(self, state: State, batches: int) -> None:
         """Continue from a state, with `batches` of this epoch done."""

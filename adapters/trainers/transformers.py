@@ -11,9 +11,10 @@ from midepoch.adapters.trainers import transformers_private as private
 from midepoch.errors import StateError, StateMismatchError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
+from midepoch.loader.saving import state_for_checkpoint
 from midepoch.packages import Need
 from midepoch.state.format import State
-from midepoch.state.parts import gather
+from midepoch.state.parts import gather_state
 
 __all__ = ["feed"]
 
@@ -41,14 +42,15 @@ def feed(trainer: Trainer, loader: Loader) -> None:
             f"{type(loader).__name__}: feed(trainer, midepoch.wrap(loader))"
         )
     fed: Loader = found
-    gathered: list[State] = []
+    gathered: list[State | None] = []
+    read = (-1, 0)  # the steps done when batches were read, and how many were
     skips: list[Need] = []  # holds one while the Trainer might skip batches
 
     class MidepochState(TrainerCallback, ExportableState):
         """Saved by the Trainer in its own state, under the name of this class."""
 
         def state(self) -> dict[str, Any]:
-            state = gathered.pop() if gathered else fed.state_dict()
+            state = gathered.pop() if gathered else state_now()
             return {"args": {}, "attributes": {"loader": state, "batches": _length(fed)}}
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
@@ -64,11 +66,22 @@ def feed(trainer: Trainer, loader: Loader) -> None:
         def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
             skips.clear()
 
+    def state_now() -> State | None:
+        # An exception or a signal may come when batches have been read whose step is not done: they are given again.
+        in_flight = read[1] if read[0] == trainer.state.global_step else 0
+        return state_for_checkpoint(fed, in_flight)[0]
+
+    def has_read(batches: int) -> None:
+        nonlocal read
+        read = trainer.state.global_step, batches
+
     def collect() -> None:
         # The Trainer asks for states on one process only.
-        gathered[:] = [gather(fed)]
+        state = state_now()
+        gathered[:] = [None if state is None else gather_state(fed, state)]
 
     private.read_from(trainer, fed)
+    private.after_reading(trainer, has_read)
     private.before_saving(trainer, collect)
     trainer.add_callback(MidepochState())
 
@@ -80,6 +93,11 @@ def _load(loader: Loader, saved: Any) -> None:
             "was saved with it, or train without feed()"
         )
     found = saved["attributes"]
+    if found["loader"] is None:
+        raise StateError(
+            "the checkpoint was saved after an exception that left the loader's state unknown: resume from an earlier "
+            "one"
+        )
     if found["batches"] != _length(loader):
         raise StateMismatchError(
             f"an epoch had {found['batches']} batches for each process when the checkpoint was saved, but has "

@@ -11,10 +11,11 @@ from transformers import Trainer
 from midepoch.loader.loader import Loader
 from midepoch.packages import Package, Replacement
 
-__all__ = ["SKIPS", "before_saving", "read_from"]
+__all__ = ["SKIPS", "after_reading", "before_saving", "read_from"]
 
 _TRANSFORMERS = Package("transformers", ("transformers",), ("5.23", "5.23"))
 _TRANSFORMERS.part("transformers:Trainer._save_checkpoint")
+_TRANSFORMERS.part("transformers:Trainer.get_batch_samples")
 _TRANSFORMERS.part("transformers:Trainer.get_train_dataloader")
 
 
@@ -22,6 +23,18 @@ def read_from(trainer: Trainer, loader: Loader) -> None:
     """Make a trainer read from a loader, whatever data it was given."""
     given: Any = loader  # the Trainer's type for it is DataLoader
     trainer.get_train_dataloader = lambda: given  # type: ignore[method-assign]
+
+
+def after_reading(trainer: Trainer, call: Callable[[int], None]) -> None:
+    """Make a trainer call this with the number of batches that it has read for a step, before it trains on them."""
+    read = trainer.get_batch_samples
+
+    def called_after(*arguments: Any, **keywords: Any) -> Any:
+        found = read(*arguments, **keywords)
+        call(len(found[0]))
+        return found
+
+    trainer.get_batch_samples = called_after  # type: ignore[method-assign]
 
 
 def before_saving(trainer: Trainer, call: Callable[[], None]) -> None:

@@ -38,9 +38,9 @@ class Bodies(NamedTuple):
 
     @classmethod
     def joined(cls, of_ranks: Sequence[Bodies]) -> Bodies:
-        """What the ranks say together.
+        """Combine the bodies of all ranks.
 
-        A pass that was left is found out when python frees it, which may be later on one rank than on another.
+        An abandoned pass is noticed only when python frees its iterator, which may be later on one rank than another.
 
         Raises:
             SnapshotError: they do not run the same body.

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 import uuid
 import warnings
@@ -26,8 +27,9 @@ from midepoch.errors import MidepochError, MidepochWarning, SnapshotError, State
 from midepoch.loader.bodies import RUNNING, Passes, all_over, bring_together, check_epochs, tell_of_done
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
+from midepoch.loader.saving import state_or_that_of_now
 from midepoch.order.keys import derive_key
-from midepoch.state.parts import is_rank_independent, join_states
+from midepoch.state.parts import is_rank_independent, join_states, warn_of_witnesses
 
 from .bodies import Bodies
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
@@ -121,7 +123,7 @@ class Snapshot:
         self._every, self._exit_status = every, exit_status
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
-        self._other_witnesses: set[str] = set()  # parts whose ranks do not see the same data, as was said
+        self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
         self._resumed: Bodies | None = None  # of the loaded snapshot, until a body has begun
@@ -129,6 +131,7 @@ class Snapshot:
         self._passes: dict[str, Passes] = {}  # in the body that is running, by loader
         self._in_body = self._owes_a_save = self._told_of_put_off = False
         self._polling, self._polls = Agreement(group), 0
+        self._made_in = id(sys.exception())  # a whole run may be in an `except` clause
         self._signals = Signals(signals, self._signalled)
         weakref.finalize(self, self._signals.drop).atexit = False
 
@@ -319,25 +322,45 @@ class Snapshot:
 
         Behind the passes in the body of an `epochs` loop, it saves at the end of the body, and says so.
 
+        While an exception is being handled (in `except`, in `finally`), it saves at once, and nothing takes the place
+        of that exception: if the state of `in_flight` batches ago is not known, a warning says that the state of now
+        is saved; if the save fails, a warning says why.
+
         Args:
             in_flight: as in `step`.
 
         Raises:
             SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
-        if not in_flight and self._is_behind_the_passes:
-            self._owes_a_save = True
-            if not self._told_of_put_off:
-                self._told_of_put_off = True
-                warnings.warn(
-                    "save() behind the last batch of an epoch is put off to the end of the body of snapshot.epochs, "
-                    "which saves what the rest of the body does, too: call save() before the last batch, or leave it "
-                    "out and pass every=",
-                    MidepochWarning,
-                    stacklevel=2,
-                )
+        handled = self._handled()
+        try:
+            if handled is not None or in_flight or not self._is_behind_the_passes:
+                self._save(in_flight)
+                return
+        except Exception as error:
+            if handled is None:
+                raise
+            warnings.warn(
+                f"{self.path} was not saved after the {type(handled).__name__}, and the previous snapshot is "
+                f"unchanged: {error}",
+                MidepochWarning,
+                stacklevel=2,
+            )
             return
-        self._save(in_flight)
+        self._owes_a_save = True
+        if not self._told_of_put_off:
+            self._told_of_put_off = True
+            warnings.warn(
+                "save() was called after the epoch's last batch, so the snapshot is written when the body of "
+                "snapshot.epochs ends: call save() before the last batch, or leave it out and pass every=",
+                MidepochWarning,
+                stacklevel=2,
+            )
+
+    def _handled(self) -> BaseException | None:
+        """The exception that is being handled, if it came up after this object was made."""
+        handled = sys.exception()
+        return None if id(handled) == self._made_in else handled
 
     def _save(self, in_flight: int, by_step: bool = False) -> None:
         ranks = self._agreement.ranks()
@@ -366,14 +389,16 @@ class Snapshot:
         """The states of all parts, and this rank's contribution."""
         states: dict[str, Any] = {}
         loaders: dict[str, Any] = {}
-        name = "the process"
+        name, handled = "the process", self._handled()
         try:
             for name, part in self._parts.items():
                 loader = loader_of(part)
                 if loader is None:
                     states[name] = part.state_dict()
-                else:
+                elif handled is None:
                     states[name] = loaders[name] = loader.state_dict(in_flight)
+                else:
+                    states[name] = loaders[name] = state_or_that_of_now(loader, in_flight)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
             bodies = Bodies.of(self._epoch, self._passes, ends and self._epoch is None)
             return states, _Contribution(loaders, save_generators(), bodies, "")
@@ -398,8 +423,7 @@ class Snapshot:
                     f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
                     f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
                 )
-            elif len({each["witness"] for each in of_all}) > 1:
-                self._warn_of_witnesses(name, [each["witness"] for each in of_all])
+            warn_of_witnesses(name, of_all, self._other_witnesses)
         for name, state in states.items():
             if path := sharded(state, name):
                 raise SnapshotError(
@@ -418,21 +442,6 @@ class Snapshot:
             "parts": states,
             "kinds": kinds_of(self._parts),
         }
-
-    def _warn_of_witnesses(self, name: str, witnesses: list[str]) -> None:
-        """Say once that the ranks do not read the same first sample."""
-        if name in self._other_witnesses:
-            return
-        self._other_witnesses.add(name)
-        other = next(rank for rank, each in enumerate(witnesses) if each != witnesses[0])
-        warnings.warn(
-            f"rank 0 and rank {other} do not see the same data in {name}: each has read the first sample of the "
-            "epoch, and they differ. If a rank lists its files in another order (glob and os.listdir do not sort), "
-            "samples are lost and repeated: sort them. If only bits differ (another decoder, a host's name in the "
-            "sample), samples depend on the rank that reads them",
-            MidepochWarning,
-            stacklevel=4,
-        )
 
     # --- loading ---
 

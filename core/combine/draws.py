@@ -38,7 +38,7 @@ class Draws:
         return drawn
 
     def steps_until(self, first: int, lefts: list[int], until: Until) -> int:
-        """Steps until the first part with a weight, or every one, has been drawn as often as `lefts` says."""
+        """Steps until one part ("first"), or every part, has been drawn `lefts` times. Weights of 0 do not count."""
         alive = [number for number, weight in enumerate(self._weights) if weight]
         wanted = np.array(lefts)
         enough = np.any if until == "first" else np.all

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
-from midepoch.errors import StateCorruptError
+from midepoch.errors import MidepochError, MidepochWarning, StateCorruptError
 from midepoch.randomness.owned import find_generators
+from midepoch.repeating import Repeat
 from midepoch.state.parts import part_of
 from midepoch.state.witness import Look, Witness
 from midepoch.world import Share, Tail, World, check_tail
@@ -88,6 +90,14 @@ class Options:
         """Whether each sample has a random stream of its own."""
         return self.randomness == "sample"
 
+    @property
+    def known_ranks(self) -> int:
+        """How many ranks share the data, as far as can be known before iteration starts; otherwise 1."""
+        try:
+            return (World.current() if self.world is None else self.world).world_size
+        except MidepochError:
+            return 1  # it is raised when iteration starts
+
 
 @dataclass(frozen=True)
 class Run:
@@ -129,6 +139,7 @@ class Seen:
         error: why not; empty if it was read.
         missing: the source has no such sample.
         renews: the data are told the epoch, so the same index may be another sample in each.
+        collate: what came of calling the collate function again; None if that was not to be tried.
         what: was looked at, for messages; empty for the first sample of an epoch, which its index names. Without an
             index, it is the same in every epoch.
     """
@@ -141,6 +152,7 @@ class Seen:
     missing: bool = False
     renews: bool = False
     what: str = ""
+    collate: Repeat | None = None
 
 
 class Samples(Protocol):
@@ -247,6 +259,7 @@ class Adapter(ABC):
         self.seed: int | None = None
         self.world: World | None = None
         self._found: tuple[str, bool] | None = None
+        self._taken_at_its_word: dict[str, None] = {}
         self._unseen: tuple[str, ...] = ()
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
@@ -334,6 +347,10 @@ class Adapter(ABC):
             if self._unseen:
                 reason = f"{promises.exact_order.reason}; never compared, since unknown: {', '.join(self._unseen)}"
                 promises = replace(promises, exact_order=replace(promises.exact_order, reason=reason))
+            if self._taken_at_its_word:
+                reason = "; ".join((promises.exact_augmentations.reason, *self._taken_at_its_word))
+                exact = replace(promises.exact_augmentations, reason=reason, believed=True)
+                promises = replace(promises, exact_augmentations=exact if exact.holds else promises.exact_augmentations)
             if self._found is not None:
                 why, order = self._found
                 promises = replace(promises, exact_augmentations=Capability(False, why))
@@ -344,7 +361,29 @@ class Adapter(ABC):
 
     def found(self, why: str, order: bool) -> None:
         """Reading has shown that the source does not keep a promise. `order`: not even that of its order."""
+        if self._found is not None and why not in self._found[0]:
+            why, order = f"{self._found[0]}; {why}", order or self._found[1]
         self._found = why, order
+        self.learned()
+
+    def judge(self, function: str, argument: str, repeat: Repeat) -> None:
+        """Take over, and say, what came of calling a function of the user's again for the same argument."""
+        if repeat.untried:
+            self.believes(f"{function} was not tried: {repeat.untried}")
+        if repeat.differs:
+            why = f"two calls of {function} for {argument} differ in {repeat.differs}"
+            self.found(why, repeat.most and function != "then=")
+            warnings.warn(
+                f"{why}, so a resumed run does not get the same batches: let it keep nothing from one batch to the "
+                "next, and draw its numbers from python's, numpy's or torch's generators, or from "
+                "midepoch.sample_generator(). loader.capabilities says what still holds",
+                MidepochWarning,
+                stacklevel=7,
+            )
+
+    def believes(self, why: str) -> None:
+        """Something of the source was not tried, so that its augmentations are believed to be exact."""
+        self._taken_at_its_word[why] = None
         self.learned()
 
     def cannot_see(self, kinds: tuple[str, ...]) -> None:

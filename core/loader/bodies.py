@@ -19,7 +19,7 @@ class Passes:
 
     A body that is run again after a resume begins with its first pass, whatever pass was interrupted. So the passes
     that had come to their end must be empty when they are made again. A pass that ran within one step of another one
-    (a validation in the middle of a training pass) is not made again: the other one continues behind it.
+    (a validation in the middle of a training pass) is not repeated: the outer pass continues after it.
 
     Args:
         empty: whole passes that had been made when the resumed snapshot was saved.

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from midepoch.errors import (
     MidepochError,
@@ -24,7 +24,7 @@ from .course import Came, Course, Pass
 from .cursor import Phase, place_before
 from .place import Place
 from .setting import Setting
-from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset
+from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset, refuse_change
 from .states import States
 from .witnesses import Witnesses
 
@@ -117,10 +117,18 @@ class Loader:
         """Raises when it is iterated: a loader rebuilt from this one's parts would not resume."""
         return BatchesOfOurs()
 
+    @batch_sampler.setter
+    def batch_sampler(self, value: object) -> NoReturn:
+        refuse_change("batch_sampler")
+
     @property
     def sampler(self) -> Sampler:
         """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank."""
         return Sampler(self.set_epoch, self._samples)
+
+    @sampler.setter
+    def sampler(self, value: object) -> NoReturn:
+        refuse_change("sampler")
 
     def _samples(self) -> int:
         world = self._setting.world()
@@ -132,7 +140,7 @@ class Loader:
     def __repr__(self) -> str:
         return f"<midepoch {self._adapter.name} loader at epoch {self.epoch}, position {self.position}>"
 
-    # --- the world, the seed, the share ---
+    # --- how much there is ---
 
     def _no_length(self, instead: str) -> TypeError:
         return TypeError(f"this {self._adapter.name} source has no length: {instead}")
@@ -270,7 +278,7 @@ class Loader:
         checkpoint.
 
         What is left of a loaded epoch is never given up: until the next epoch begins, another number only causes a
-        warning. Later numbers are taken to be apart from the loader's by as much, until the two agree.
+        warning. Later numbers are corrected by the same difference, until they match `epoch`.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from midepoch.errors import UnsupportedSourceError
 
-__all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset"]
+__all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset", "refuse_change"]
 
 
 class SourceAttribute:
@@ -27,24 +27,36 @@ class SourceAttribute:
         return getattr(source, self._name)
 
     def __set__(self, loader: Any, value: object) -> NoReturn:
-        raise AttributeError(
-            f"{self._name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
-            f"midepoch.wrap(DataLoader(dataset, {self._name}=...))"
-        )
+        refuse_change(self._name)
+
+
+def refuse_change(name: str) -> NoReturn:
+    """Say how to have another one."""
+    raise AttributeError(
+        f"{name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
+        f"midepoch.wrap(DataLoader(dataset, {name}=...))"
+    )
+
+
+_NO_SKIPPING = "To resume, load a state and iterate the wrapped loader itself, which continues by itself: skip nothing"
 
 
 class SourceDataset(SourceAttribute):
     """The source's dataset, if it can be indexed.
 
     Raises for an IterableDataset: trainers that skip batches would make a plain loader, which silently starts over.
+    They ask for the dataset first.
     """
 
     def _read(self, source: Any) -> Any:
-        dataset = super()._read(source)
+        try:
+            dataset = super()._read(source)
+        except AttributeError as error:
+            raise AttributeError(f"{error}. {_NO_SKIPPING}") from None
         if isinstance(dataset, IterableDataset):
             raise AttributeError(
                 "the dataset of a wrapped loader over an IterableDataset is loader.source.dataset: a loader that "
-                "somebody else makes of it would not resume"
+                f"somebody else makes of it would not resume. {_NO_SKIPPING}"
             )
         return dataset
 
@@ -52,7 +64,7 @@ class SourceDataset(SourceAttribute):
 class BatchesOfOurs:
     """A stand-in for a DataLoader's batch sampler. It raises when used: a loader made of it would skip batches.
 
-    Lightning looks for a sampler in it, and finds none.
+    Trainers that look for a sampler in it find none.
     """
 
     def __iter__(self) -> Iterator[Any]:

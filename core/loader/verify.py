@@ -59,10 +59,14 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Verify) -> None:
         return
     parts = f" ({difference.names})" if difference.names else ""
     if difference.another:
+        between = (
+            ". The state is of an epoch's beginning, and tells of the epoch before: if your own code gives the dataset "
+            "other samples in each epoch, without a set_epoch, nothing is wrong, and verify='warn' is right"
+        )
         _tell(
             f"{which} is another one than when the state was saved{parts}: the files, their order, or what is made of "
             "them have changed, so every index may now be another sample; restore them (a list of files from glob or "
-            f"os.listdir has to be sorted), or {_GO_ON}",
+            f"os.listdir has to be sorted), or {_GO_ON}{between if at_boundary and not renewed else ''}",
             refuses,
         )
     elif difference.shapes and not difference.names:

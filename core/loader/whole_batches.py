@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from midepoch.errors import MidepochWarning, SourceError, StateError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.repeating import BatchTrial
 
 from .adapter import Adapter, Options, Run, Seen, Session
 
@@ -27,17 +28,19 @@ class Then:
         function: from a batch to what is handed out.
         ahead: results that are made before they are asked for.
         streams: the generators that the function may draw from; None if it uses the caller's.
+        tries: the function has not been called again yet, to see whether it repeats itself, and is to be.
     """
 
-    def __init__(self, function: Callable[[Any], Any], ahead: int, streams: Streams | None) -> None:
-        self.function, self.ahead, self.streams = function, ahead, streams
+    def __init__(self, function: Callable[[Any], Any], ahead: int, streams: Streams | None, tries: bool) -> None:
+        self.function, self.ahead, self.streams, self.tries = function, ahead, streams, tries
 
     @classmethod
     def of(cls, options: Options) -> Then | None:
         """None if there is no such function."""
         if options.then is None:
             return None
-        return cls(options.then, options.prefetch, Streams(options.then, devices=True) if options.streams else None)
+        streams = Streams(options.then, devices=True) if options.streams else None
+        return cls(options.then, options.prefetch, streams, options.streams and options.verify != "off")
 
     def around(self, session: Session, run: Run, adapter: Adapter) -> Session:
         """A session of the function's results. `session`: of `adapter`, opened for `run`."""
@@ -56,7 +59,7 @@ class _WholeBatches(Session):
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
         self.marks = inner.marks
-        self._function, self._streams = then.function, then.streams
+        self._then, self._function, self._streams = then, then.function, then.streams
         self._inner, self._take = inner, inner.take
         self._run, self._adapter = run, adapter
         self._rereads = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
@@ -159,13 +162,19 @@ class _WholeBatches(Session):
         """The session's first result: always under the batch's stream."""
         at = self._run.position
         streams.begin_pass()
-        result = self._under(streams, at, self._take())
+        batch = self._take()
+        trial = BatchTrial(self._function, batch) if self._then.tries else None
+        result = self._under(streams, at, batch)
         if streams.made_late():
             if self._rereads:
                 result = self._under(streams, at, self._read_again(at, None))
             else:
                 self._warn("made a random generator when it was first called, and its batch cannot be read again")
         self._made = 1
+        if trial is not None:
+            self._then.tries = False
+            repeat = trial.result(extend_key(self._key, at + self._offset))
+            self._adapter.judge("then=", "the same batch", repeat)
         return result
 
     def _under(self, streams: Streams, at: int, batch: Any) -> Any:
@@ -238,7 +247,7 @@ class _MadeAhead(_WholeBatches):
         super().__init__(then, inner, run, adapter)
         self._ahead, self._results = then.ahead, deque[_Made]()
         self._keeps_marks = inner.marks or not adapter.remembers
-        # An inner session is not asked for more than its share, unless the loader does so.
+        # Never read ahead past the session's share.
         self._steps = None if run.share is None else run.share.steps
         self._over = False  # the last entry of `_results` is an error or the end
         self._drift = 0

@@ -81,6 +81,8 @@ class Witnesses:
                     MidepochWarning,
                     stacklevel=6,
                 )
+        if seen.collate is not None:
+            self._adapter.judge("the collate function", "the same samples", seen.collate)
         self._known = {
             **{each: text for each, text in self._known.items() if each == epoch - 1},
             epoch: str(Witness.of(epoch, seen.index, look, self._left_out)),

@@ -12,6 +12,7 @@ It looks here, and nowhere else (docs/limits.md shows what is not found):
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import types
@@ -77,7 +78,8 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
             continue
         seen[id(value)] = value
         if not issubclass(type(value), _GENERATORS):
-            queue.extend(_children(path, value, seen))
+            room = MOST_OBJECTS - len(seen) - len(queue)  # what is further away would not be visited
+            queue.extend(itertools.islice(_children(path, value, seen), max(room, 0)))
         elif not _is_global(value):
             controls = _controls(value)
             if controls is None:
@@ -159,20 +161,25 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
     except AttributeError:
         attributes = {}
     found = [(f".{name}", child) for name, child in list(attributes.items())] if isinstance(attributes, dict) else []
-    for base in kind.__mro__:
-        for name, member in vars(base).items():
-            if issubclass(type(member), types.MemberDescriptorType):  # a slot
-                try:
-                    found.append((f".{name}", member.__get__(value)))
-                except AttributeError:
-                    continue
+    for name, slot in _slots(kind):
+        try:
+            found.append((f".{name}", slot.__get__(value)))
+        except AttributeError:
+            continue
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    members = [item for base in kind.__mro__ for item in vars(base).items()]
+    return [(name, member) for name, member in members if issubclass(type(member), types.MemberDescriptorType)]
+
+
 def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    if ~id(kind) in seen:  # its own key: as a value, a class may have been visited before
+        return
     for base in kind.__mro__:
-        if id(base) not in seen and not _is_library(base.__module__):
-            seen[id(base)] = base
+        if ~id(base) not in seen and not _is_library(base.__module__):
             for name, member in list(vars(base).items()):
                 if issubclass(type(member), (staticmethod, classmethod)):
                     member = member.__func__
@@ -181,6 +188,7 @@ def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]
                 if issubclass(type(member), _GENERATORS) or (type(member) is types.FunctionType and member.__closure__):
                     yield f" -> {_prefix(base.__module__)}{base.__qualname__}.{name}", member
             yield from _top_of_module(base.__module__, seen)
+        seen[~id(base)] = base
 
 
 def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from torch.utils.data import StackDataset, Subset, default_collate, default_convert
+from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from midepoch.errors import SourceError
@@ -22,6 +22,7 @@ from midepoch.loader.adapter import Run, Seen, Session
 from midepoch.order import EpochOrder
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.repeating import CollateTrial
 from midepoch.samplers import ListedEpoch, length_of
 from midepoch.state.witness import Look, look_at
 from midepoch.world import Share
@@ -36,6 +37,7 @@ __all__ = [
     "SeeingSession",
     "as_list",
     "draws_nothing",
+    "keeps_nothing",
     "map_requests",
     "never_draws",
     "reads_whole_batches",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _KEY_BLOCK = 512
+_MOST_HELD = 256  # in one another, that are asked for a set_epoch; one may contain itself
 
 # Modules that register collate functions with torch's default_collate which are known to draw nothing.
 _drawless = {default_collate.__module__}
@@ -302,18 +305,27 @@ class MapReader:
         if streams is not None:
             self._begin(request, streams)
         one, _ = self._look(request.seed, request.epoch, look.index)
-        batch = self(plain) if streams is None else self._read_under(plain, streams)
-        if streams is not None and streams.made_late():
-            # Before, what the sample drew came from generators without a stream.
-            one, _ = self._look(request.seed, request.epoch, look.index)
-            batch = self._read_under(plain, streams)
+        collate = self._collate
+        trial = CollateTrial(collate, self._single) if look.twice and not keeps_nothing(collate) else None
+        self._collate = trial or collate
+        try:
+            batch = self(plain) if streams is None else self._read_under(plain, streams)
+            if streams is not None and streams.made_late():
+                # Before, what the sample drew came from generators without a stream.
+                one, _ = self._look(request.seed, request.epoch, look.index)
+                batch = self._read_under(plain, streams)
+        finally:
+            self._collate = collate
+        key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
+        repeat = None if trial is None else trial.result(key)
         again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
         if look.expected is None:
-            return First(batch, Seen(look.index, one, again, one))
+            return First(batch, Seen(look.index, one, again, one, collate=repeat))
         expected, error = self._look(request.seed, *look.expected)
         text = "" if error is None else f"{type(error).__name__}: {error}"
         renews = _is_told_the_epoch(self.dataset)
-        return First(batch, Seen(look.index, one, again, expected, text, isinstance(error, IndexError), renews))
+        missing = isinstance(error, IndexError)
+        return First(batch, Seen(look.index, one, again, expected, text, missing, renews, collate=repeat))
 
     def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
@@ -394,10 +406,16 @@ class MapReader:
 
 def _is_told_the_epoch(dataset: Any) -> bool:
     """Whether a dataset, or one inside it, has the ``set_epoch`` by which trainers tell it the epoch."""
-    for _ in range(8):
-        if callable(getattr(dataset, "set_epoch", None)):
+    held = [dataset]
+    for each in held:
+        if callable(getattr(each, "set_epoch", None)):
             return True
-        dataset = getattr(dataset, "dataset", None)
+        if isinstance(each, ConcatDataset | StackDataset):
+            parts = each.datasets
+            held += parts.values() if isinstance(parts, dict) else parts
+        else:
+            held.append(getattr(each, "dataset", None))  # as torch's Subset holds it
+        del held[_MOST_HELD:]
     return False
 
 
@@ -408,6 +426,12 @@ def never_draws(module: str) -> None:
     generators for each batch.
     """
     _drawless.add(module)
+
+
+def keeps_nothing(collate: Callable[[Any], Any]) -> bool:
+    """Whether `collate` is one of torch's own functions or of midepoch's."""
+    own = getattr(collate, "__module__", None) or ""
+    return collate is default_convert or collate is default_collate or own.partition(".")[0] == "midepoch"
 
 
 def draws_nothing(collate: Callable[[Any], Any]) -> bool:

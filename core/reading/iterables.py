@@ -18,7 +18,7 @@ from midepoch.samplers import Understood, length_of, understand
 from midepoch.world import World
 
 from .driven import Driven, DrivenReader, driven_requests, exposed_samplers, probe
-from .indexed import unchanged
+from .indexed import keeps_nothing, unchanged
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 
 __all__ = ["IterableAdapter"]
@@ -247,6 +247,8 @@ class IterableAdapter(Adapter):
         if reader is None or reader.varies:  # a reader that varied cannot serve another epoch
             single = self._samples_in_batch is None
             collate = self._collate or _as_it_is
+            if self._collate is not None and not keeps_nothing(self._collate):
+                self.believes("the collate function was not tried: the source is read through its samplers")
             reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone, self._proved)
             self._readers[key] = reader
         answers, close = self.serve(reader, driven_requests(run, unchanged(self._stream, length_of(self._stream))), run)
@@ -290,6 +292,8 @@ class IterableAdapter(Adapter):
         """Take over what a reader has found out about the source."""
         if found.unseen:
             self.cannot_see(found.unseen)
+        if found.collate is not None:
+            self.judge("the collate function", "the same samples", found.collate)
         trial = found.trial
         if trial is None:
             return
@@ -361,10 +365,10 @@ class _Single:
     """Applies a collate function of one sample to the reader's list of one."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
+        self.of_one = collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self._collate(samples[0])
+        return self.of_one(samples[0])
 
 
 class _DrivenSession(Session):

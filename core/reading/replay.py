@@ -14,11 +14,12 @@ from midepoch.copying import copy_apart
 from midepoch.errors import SourceError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.repeating import CollateTrial, Repeat
 from midepoch.state.checksum import checksum_of, former_checksum_of
 from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
-from .indexed import draws_nothing
+from .indexed import draws_nothing, keeps_nothing
 from .trials import Trial, passes_differ, reading_threads
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
@@ -104,10 +105,12 @@ class Found(NamedTuple):
     Attributes:
         unseen: the names of types whose content it cannot see.
         trial: None if it was not asked to try the source.
+        collate: what came of calling the collate function again; None if that was not to be tried.
     """
 
     unseen: tuple[str, ...] = ()
     trial: Trial | None = None
+    collate: Repeat | None = None
 
 
 class Replayed(NamedTuple):
@@ -207,7 +210,7 @@ class ReplayReader:
         # Before reading: an object that is being read can rarely be copied.
         copied = copy_apart(self.dataset) if request.tries else None
         before = threading.enumerate() if request.tries else []
-        answer = self(request)
+        answer, repeat = self._trying_collate(request)
         trial = None
         if copied is not None:
             threads = reading_threads(before) if self.drawn else ()
@@ -216,7 +219,21 @@ class ReplayReader:
             else:
                 opened = functools.partial(Open(copied.value), request.seed, request.epoch)
                 trial = passes_differ(copied, opened, request.seed, request.epoch, self._own(request))
-        return answer._replace(found=Found(tuple(self._unseen), trial))
+        return answer._replace(found=Found(tuple(self._unseen), trial, repeat))
+
+    def _trying_collate(self, request: ReplayRequest) -> tuple[Replayed | End, Repeat | None]:
+        """The first batch, and what came of calling the collate function again if that is to be tried."""
+        collate = self._collate
+        if collate is None or not request.tries or keeps_nothing(getattr(collate, "of_one", collate)):
+            return self(request), None
+        self._collate = trial = CollateTrial(collate)
+        try:
+            answer = self(request)
+        finally:
+            self._collate = collate
+        if not isinstance(answer, Replayed) or request.skip:
+            return answer, None
+        return answer, trial.result(derive_key(Purpose.TRIAL, request.seed, request.epoch))
 
     @property
     def drawn(self) -> bool:

@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["MOST_ITEMS", "Unseen", "plain"]
+__all__ = ["MOST_ITEMS", "MOST_MEMBERS", "Unseen", "has_more_rows", "plain", "text_of"]
 
 MOST_ITEMS = 64
 """Members of a table or a device's tensor rows that are looked at; the number of them always counts."""
 
+MOST_MEMBERS = 1 << 12
+"""Members of a set that `plain` looks at; of a larger one only the number counts."""
+
 _MOST_BYTES = 1 << 16  # that are copied from a device
-_MOST_MEMBERS = 1 << 12  # of a set; of a larger one the number counts
 _PRINTED = (
     decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, uuid.UUID,
     range, slice, type, torch.dtype, torch.device, np.dtype,
@@ -78,15 +80,15 @@ def plain(item: Any) -> Any:
 
 def _members_of(members: Any) -> list[Any]:
     """The number of members, and one number made of all in any order, which differs between processes."""
-    texts = (_text_of(member).encode("utf-8", "surrogatepass") for member in itertools.islice(members, _MOST_MEMBERS))
-    return [len(members), sum(map(zlib.crc32, texts)) & 0xFFFFFFFF if len(members) <= _MOST_MEMBERS else 0]
+    texts = (text_of(member).encode("utf-8", "surrogatepass") for member in itertools.islice(members, MOST_MEMBERS))
+    return [len(members), sum(map(zlib.crc32, texts)) & 0xFFFFFFFF if len(members) <= MOST_MEMBERS else 0]
 
 
-def _text_of(member: Any) -> str:
-    """The same in each process. The text of an object may contain its address."""
+def text_of(member: Any) -> str:
+    """A key's or a set's member's text, the same in each process. The `repr` of an object may contain its address."""
     value = plain(member)
     if isinstance(value, list):
-        return f"{type(member).__name__}({','.join(map(_text_of, value))})"
+        return f"{type(member).__name__}({','.join(map(text_of, value))})"
     seen = value is None or isinstance(value, str | int | float | complex | bytes)
     return f"{type(member).__name__} {value!r}" if seen else type(member).__name__
 
@@ -126,10 +128,20 @@ def _as_integers(tensor: torch.Tensor) -> Any:
     return Unseen(str(tensor.dtype)) if kind is None else [tensor.contiguous().view(kind).numpy(), str(tensor.dtype)]
 
 
+def has_more_rows(item: Any) -> bool:
+    """Whether an item is a table of more rows than `plain` looks at."""
+    return _has_rows(type(item)) and len(item) > MOST_ITEMS
+
+
+def _has_rows(kind: type) -> bool:
+    """Whether it is the type of an Arrow table or array."""
+    return callable(getattr(kind, "to_pylist", None)) and callable(getattr(kind, "slice", None))
+
+
 def _other(item: Any) -> Any:
     """An object of another library: as an array or as rows, if it offers them; else its attributes."""
     kind = type(item)
-    if callable(getattr(kind, "to_pylist", None)) and callable(getattr(kind, "slice", None)):  # an Arrow table or array
+    if _has_rows(kind):
         types = getattr(item, "schema", getattr(item, "type", ""))
         return [len(item), str(types), item.slice(0, MOST_ITEMS).to_pylist()]
     if hasattr(kind, "__array__") or hasattr(kind, "__array_interface__"):  # an image, a data frame

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed
 
-from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError
+from midepoch.errors import MidepochError, MidepochWarning, StateCorruptError, StateMismatchError
 
-from .format import State, reseal
+from .format import State, from_values, reseal
 
 __all__ = [
     "gather", "gather_state", "is_rank_independent", "join_parts", "join_states", "part_of", "parts_in", "seal_detail",
-    "single_part", "unseal_detail",
+    "single_part", "unseal_detail", "warn_of_witnesses",
 ]  # fmt: skip
 
 
@@ -149,7 +151,10 @@ def gather_state(loader: object, state: State, group: torch.distributed.ProcessG
         )
     states: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(states, state, group=group)
-    return join_states(states)
+    joined = join_states(states)
+    if torch.distributed.get_rank(group) == 0:
+        warn_of_witnesses("the loader", states)
+    return joined
 
 
 def is_rank_independent(loader: object) -> bool:
@@ -173,3 +178,56 @@ def join_states(states: list[State]) -> State:
         return states[0]
     parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]
     return reseal({**states[0], "detail": join_parts(parts)})
+
+
+# --- the witnesses of all ranks ---------------------------------------------------------------------------------------
+
+
+def warn_of_witnesses(name: str, states: list[State], told: set[str] | None = None) -> None:
+    """Warn if the ranks do not read the same first sample, of the whole or of a combination's part.
+
+    Args:
+        name: of the loader, for the message.
+        states: of all ranks, which stand at the same place.
+        told: names that were told before, and are not told again; those told now are added.
+    """
+    told = set() if told is None else told
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, state in enumerate(states):
+        for part, witness in _witnesses_in(state, ""):
+            what = f"part {part} of {name}" if part else name
+            # Ranks may be in different epochs of a part, and then see different samples.
+            epoch = witness.partition("/")[0]
+            other, seen = first.setdefault((part, epoch), (rank, witness))
+            if seen == witness or what in told:
+                continue
+            told.add(what)
+            warnings.warn(
+                f"rank {other} and rank {rank} do not see the same data in {what}: each has read the first sample of "
+                "the epoch, and they differ. If a rank lists its files in another order (glob and os.listdir do not "
+                "sort), samples are lost and repeated: sort them. If only bits differ (another decoder, a host's name "
+                "in the sample), samples depend on the rank that reads them",
+                MidepochWarning,
+                stacklevel=4,
+            )
+
+
+def _witnesses_in(state: Mapping[str, Any], part: str) -> Iterator[tuple[str, str]]:
+    """The witnesses in a state, each with the name of its part: "1.0" is the first part of the second part."""
+    if state["witness"]:
+        yield part, state["witness"]
+    for number, inside in enumerate(_states_in(state["detail"])):
+        yield from _witnesses_in(inside, f"{part}.{number}" if part else f"{number}")
+
+
+def _states_in(detail: str) -> list[State]:
+    """The states of a combination's parts; none if the detail is another source's."""
+    if detail.startswith('{"rank":'):
+        (detail,) = parts_in(detail).values()
+    if not re.match(rf"[0-9a-f]{{{_SEAL}}}\[", detail):
+        return []
+    try:
+        *_, values = json.loads(detail[_SEAL:])
+        return [{"witness": "", **from_values(each)} for each in values]
+    except (ValueError, TypeError, RecursionError):
+        return []

@@ -1,19 +1,23 @@
 """What one sample looked like, in at most 200 characters: enough to tell another sample from other bits of the same.
 
 A witness is compared in another process, perhaps on another machine with another decoder. So each part of the sample is
-described as suits its kind: integers and text exactly, a path by its last component, measured values (floating point,
-8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
+described as suits its kind: integers and text exactly, a path by what is behind its mount, measured values (floating
+point, 8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
 
-    epoch/index/bits/parts left out/part,part,...
+    epoch/index/+bits/parts left out/part,part,...
+
+A witness without the plus is of a former form: of any text with a slash it has only what stands behind the last one,
+of a dict no keys, and of long containers not all members. It is compared with what a sample looked like in that form.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +26,7 @@ import numpy as np
 from midepoch.errors import StateCorruptError
 from midepoch.order.keys import derive_keys
 
-from .contents import MOST_ITEMS, Unseen, plain
+from .contents import MOST_ITEMS, MOST_MEMBERS, Unseen, has_more_rows, plain, text_of
 
 __all__ = ["LONGEST", "Difference", "Look", "Witness", "look_at", "of_another_sample"]
 
@@ -36,7 +40,9 @@ _LARGEST_NUMBER = 1 << 16  # of a part that is told or left out
 _SAMPLED = 1 << 16  # elements of an array from which the coarse numbers are made
 _FEW = 64  # 8-bit and 16-bit arrays of fewer elements are labels or masks rather than measured values
 
-_TEXT = re.compile(r"(\d{1,19})/(-?\d{0,19})/([0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII)
+_TEXT = re.compile(
+    r"(\d{1,19})/(-?\d{0,19})/(\+?[0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII
+)
 _PART = re.compile(
     r"([0-9a-f]{1,4}):([0-9A-Za-z_-]{2})([0-9A-Za-z_-]{2})(?:=([0-9A-Za-z_-]{4})|~(z|[+-]\d{1,5})([+-]\d{1,6}))",
     re.ASCII,
@@ -71,6 +77,8 @@ class _Part(NamedTuple):
         content: four letters of its checksum, or coarse numbers; None if the type's content cannot be seen.
         bits: the checksum of its bytes.
         slack: hundredths by which rounding to integers may move `pattern`.
+        former: this part as a witness of the former form has it; None if that is the same.
+        keys: bytes of a container's keys. A key stands for its member, so they count where they differ, and only there.
     """
 
     name: str
@@ -80,6 +88,8 @@ class _Part(NamedTuple):
     content: str | _Coarse | None
     bits: int
     slack: float = 0.0
+    former: _Part | None = None
+    keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,9 @@ class Look:
 
     def holds_most(self, numbers: frozenset[int]) -> bool:
         """Whether these parts hold more than half of the sample's bytes."""
-        return 2 * sum(self.parts[n].size for n in numbers if n < len(self.parts)) > sum(p.size for p in self.parts)
+        chosen = [self.parts[number] for number in numbers if number < len(self.parts)]
+        keys = sum(part.keys for part in chosen)
+        return 2 * (sum(part.size for part in chosen) + keys) > sum(part.size for part in self.parts) + keys
 
     def names(self, numbers: frozenset[int]) -> str:
         """The parts by name, for a message."""
@@ -139,6 +151,7 @@ class Witness:
         left_out: the parts that differ from one read to the next.
         bits: the checksum of all other parts; empty if too many vary.
         told: the parts that are told one by one: (number, part).
+        former: it has the former form.
     """
 
     epoch: int
@@ -146,13 +159,14 @@ class Witness:
     bits: str
     left_out: frozenset[int]
     told: tuple[tuple[int, _Part], ...] = field(default=())
+    former: bool = False
 
     @classmethod
     def of(cls, epoch: int, index: Any, look: Look, left_out: frozenset[int] = frozenset()) -> Witness:
         """The witness of a sample that looks like `look`."""
         kept = [number for number in range(len(look.parts)) if number not in left_out]
         seen = [number for number in kept if look.parts[number].content is not None]
-        largest = sorted(sorted(seen, key=lambda number: -look.parts[number].size)[:_MOST_PARTS])
+        largest = sorted(sorted(seen, key=lambda each: -look.parts[each].size - look.parts[each].keys)[:_MOST_PARTS])
         few = len(left_out) <= _MOST_LEFT_OUT and max(left_out, default=0) < _LARGEST_NUMBER
         bits = _bits_of(look, left_out) if few else ""
         number = index if type(index) is int and abs(index) < 1 << 60 else None
@@ -162,7 +176,8 @@ class Witness:
 
     def __str__(self) -> str:
         index = "" if self.index is None else str(self.index)
-        head = f"{self.epoch}/{index}/{self.bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
+        bits = f"{'' if self.former else '+'}{self.bits}"
+        head = f"{self.epoch}/{index}/{bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
         parts = [_part_text(number, part) for number, part in self.told]
         while len(head) + len(",".join(parts)) > LONGEST:
             parts.pop()
@@ -186,7 +201,8 @@ class Witness:
             left_out = frozenset(int(each, 16) for each in match[4].split(".") if match[4])
         except ValueError as error:
             raise StateCorruptError("the state's witness has another form: use an undamaged state") from error
-        return cls(int(match[1]), index, match[3], left_out, tuple(_told(each) for each in parts if each))
+        bits, former = match[3].removeprefix("+"), not match[3].startswith("+")
+        return cls(int(match[1]), index, bits, left_out, tuple(_told(each) for each in parts if each), former)
 
     def compare(self, look: Look, at_boundary: bool) -> Difference | None:
         """How the sample that was read now differs; None if it is the same, bit for bit.
@@ -195,6 +211,8 @@ class Witness:
             look: at the sample that was read now.
             at_boundary: it is of an epoch that has ended. Its shape may have been meant for that epoch only.
         """
+        if self.former:
+            look = replace(look, parts=tuple(part.former or part for part in look.parts))
         differing, shapes, names, total = 0, False, [], 0
         for number, saved in self.told:
             if number >= len(look.parts):
@@ -206,7 +224,8 @@ class Witness:
             if at_boundary and saved.kind == now.kind and saved.shape != now.shape:
                 shapes = True
             elif not _same(saved, now):
-                differing += now.size
+                differing += now.size + now.keys
+                total += now.keys
                 names.append(now.name or "all of it")
         if 2 * differing > total:
             return Difference(True, shapes, ", ".join(names[:4]))
@@ -231,8 +250,12 @@ def _bits_of(look: Look, left_out: frozenset[int]) -> str:
     crc = 0
     for number, part in enumerate(look.parts):
         if number not in left_out:
-            crc = zlib.crc32(f"{part.kind}{part.shape}{part.bits:08x}".encode(), crc)
+            crc = zlib.crc32(_bits_as_text(part).encode(), crc)
     return f"{crc:08x}"
+
+
+def _bits_as_text(part: _Part) -> str:
+    return f"{part.kind}{part.shape}{part.bits:08x}"
 
 
 def _same(saved: _Part, now: _Part) -> bool:
@@ -263,6 +286,8 @@ def look_at(sample: object) -> Look:
 def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
     value = plain(item)
     kind = type(item).__name__
+    if has_more_rows(item):
+        unseen[f"{kind} behind its first {MOST_ITEMS} rows"] = None
     if isinstance(value, Unseen) or depth > _DEEPEST:
         seen = value.kind if isinstance(value, Unseen) else kind
         unseen[seen] = None
@@ -270,15 +295,19 @@ def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterato
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield _array(value, name)
     elif isinstance(value, np.ndarray | list | dict):
-        yield from _members(value, kind, name, depth, unseen)
+        yield from _members(item, value, name, depth, unseen)
     else:
-        yield _single(value, name)
+        yield _single(value, name, isinstance(item, os.PathLike))
 
 
-def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+def _members(item: Any, value: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+    kind = type(item).__name__
     members: list[tuple[str, Any]]
+    rest: list[Any]
     if isinstance(value, dict):
-        members = [(f"{name}[{key!r:.40}]", each) for key, each in list(value.items())[:MOST_ITEMS]]
+        pairs = list(value.items())
+        members = [(f"{name}[{key!r:.40}]", each) for key, each in pairs[:MOST_ITEMS]]
+        rest = [each for _, each in pairs[MOST_ITEMS:]]
     else:
         rows = value.reshape(-1) if isinstance(value, np.ndarray) else value
         if len(rows) > MOST_ITEMS and all(type(each) in (int, float) for each in rows):
@@ -287,24 +316,90 @@ def _members(value: Any, kind: str, name: str, depth: int, unseen: dict[str, Non
         half = MOST_ITEMS // 2
         chosen = rows if len(rows) <= MOST_ITEMS else [*rows[:half], *rows[-half:]]
         members = [(f"{name}[{number}]", each) for number, each in enumerate(chosen)]
-    text = f"{kind}{len(value)}"
-    # The container itself: its type and how much it holds.
-    yield _Part(name, 1, _letters(kind), _letters(""), _letters(text, 4), zlib.crc32(text.encode()))
+        rest = list(rows[half:-half]) if len(rows) > MOST_ITEMS else []
+    untold = [part for each in rest for part in _parts(each, "", depth + 1, unseen)]
+    yield _container(item, kind, len(value), name, untold)
     for path, each in members:
         yield from _parts(each, path, depth + 1, unseen)
 
 
-def _single(value: Any, name: str) -> _Part:
-    """A number, a text or bytes."""
-    kind = type(value).__name__
+def _container(item: Any, kind: str, count: int, name: str, rest: list[_Part]) -> _Part:
+    """The container itself: its type, how much it holds, and its keys. `rest`: of its members, which count as bits."""
+    text = f"{kind}{count}"
+    former = _Part(name, 1, _letters(kind), _letters(""), _letters(text, 4), zlib.crc32(text.encode()))
+    keys: list[str] = []
+    if isinstance(item, Mapping):
+        keys = [_key_text(key) for key in item]
+    elif isinstance(item, Set) and len(item) > MOST_MEMBERS:
+        keys = [text_of(member) for member in item]
+    if not keys and not rest:
+        return former
+    # In any order, which may be that of hashes.
+    text += f" {sum(zlib.crc32(key.encode('utf-8', 'surrogatepass')) for key in keys)}" if keys else ""
+    bits = zlib.crc32("".join(map(_bits_as_text, rest)).encode(), zlib.crc32(text.encode()))
+    size = sum(8 + len(key) for key in keys)
+    return former._replace(content=_letters(text, 4), bits=bits, former=former, keys=size)
+
+
+def _key_text(key: Any) -> str:
+    is_path = isinstance(key, os.PathLike)
+    path = os.fspath(key) if is_path else key
+    return _behind_mount(path)[0] if isinstance(path, str) and (is_path or _is_path(path)) else text_of(key)
+
+
+def _single(value: Any, name: str, is_path: bool) -> _Part:
+    """A number, a text or bytes. `is_path`: the text is a path by its type."""
     if isinstance(value, float | np.floating):
-        return _array(np.asarray(value), name, kind)
-    if isinstance(value, str) and "/" in value and "\n" not in value:
-        value = value.rstrip("/").rpartition("/")[2]  # a path, perhaps on another mount
-    data = value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
+        return _array(np.asarray(value), name, type(value).__name__)
+    kind = type(value).__name__
+    if not isinstance(value, str):
+        return _exact(value, name, kind)
+    identity, seen = _behind_mount(value) if is_path or _is_path(value) else (value, value)
+    part = _exact(identity, name, kind)._replace(bits=zlib.crc32(_bytes_of(seen)))
+    if "/" not in value or "\n" in value:
+        return part
+    former = _exact(value.rstrip("/").rpartition("/")[2], name, kind)
+    return part if former == part else part._replace(former=former)
+
+
+def _exact(value: Any, name: str, kind: str) -> _Part:
+    data = _bytes_of(value)
     size = 8 if isinstance(value, int | complex | np.generic) else len(data)
-    crc = zlib.crc32(data)
-    return _Part(name, max(size, 1), _letters(kind), _letters(""), _letters(data, 4), crc)
+    return _Part(name, max(size, 1), _letters(kind), _letters(""), _letters(data, 4), zlib.crc32(data))
+
+
+def _bytes_of(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
+
+
+# Longer text is none: a picture as base64 may begin with a slash, and end as any other picture does.
+_LONGEST_PATH = 512
+_PATH = re.compile(r'(?:/|[A-Za-z][A-Za-z0-9+.-]*://|[A-Za-z]:[\\/])(?! )(?:[^\x00-\x20<>"|*{}]| (?! ))*')
+_NAME_WITH_SPACE = re.compile(r".*\.\w{1,8}")
+_NUMBERED = re.compile(r"\d+|(?:.*\d){3}.*", re.DOTALL)
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text is nothing but an absolute path or an address. What only contains a slash is none."""
+    if len(text) > _LONGEST_PATH or not _PATH.fullmatch(text):
+        return False
+    return " " not in text or bool(_NAME_WITH_SPACE.fullmatch(text))
+
+
+def _behind_mount(path: str) -> tuple[str, str]:
+    """What of a path tells which sample it is, and what is compared as bits. Both are the same on another mount.
+
+    A file's name is enough if it is numbered. Others may be the same in the folder of each sample (``7/image.png``), so
+    a numbered folder counts too. Where neither is numbered, names in front may be of samples or of the mount, and only
+    count as bits.
+    """
+    names = [name for name in (path.replace("\\", "/") if path[1:2] == ":" else path).split("/") if name]
+    last, folder, outer = ["/".join(names[-count:]) for count in (1, 2, 3)]
+    numbered = [bool(_NUMBERED.fullmatch(name.rpartition(".")[0] or name)) for name in reversed(names[-3:])]
+    if True in numbered[:2]:
+        identity = last if numbered[0] else folder
+        return identity, identity
+    return last, outer if True in numbered else folder
 
 
 def _array(array: np.ndarray[Any, Any], name: str, kind: str = "") -> _Part:

@@ -420,7 +420,7 @@ class Examination:
         return self.sound(recording, f"a run with {option}={value}")
 
     def resumed_with_workers(self) -> dict[tuple[int, int], Recording]:
-        """(epoch, cut) -> the rest of that epoch, from the states of a run with as many workers; {} without workers.
+        """Map (epoch, cut) to the rest of that epoch, resumed from a run with as many workers; {} without workers.
 
         At one place in each epoch, the next epoch too. The calling law judges failures.
         """

@@ -18,7 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Leaf", "combine", "digest", "first_difference", "identify", "leaves", "plain", "samples"]
+from midepoch.state import contents
+
+__all__ = [
+    "Leaf", "combine", "digest", "first_difference", "identify", "is_plain", "leaves", "plain", "rows_of", "samples",
+]  # fmt: skip
 
 _SHOWN_VALUES = 64
 
@@ -41,9 +45,9 @@ def digest(item: Any) -> str:
     """32 hexadecimal digits that agree for two items if and only if they are equal bit for bit.
 
     Types, dtypes and shapes matter: ``1``, ``True`` and ``1.0`` differ, and a list is not a tuple. NaN equals the same
-    NaN, and ``-0.0`` is not ``0.0``. The order of a dict's keys and a tensor's device do not matter. Tensors, numpy
-    arrays, dicts, sequences, named tuples, dataclasses and scalars are compared by their parts, other objects by their
-    pickle, in which sets have no order. Raises ``TypeError`` for what cannot be pickled.
+    NaN, and ``-0.0`` is not ``0.0``. The order of a dict's keys and a tensor's device do not matter. Tensors of every
+    layout, numpy arrays, dicts, sequences, named tuples, dataclasses and scalars are compared by their parts, other
+    objects by their pickle, in which sets have no order. Raises ``TypeError`` for what cannot be pickled.
     """
     return combine(leaves(item))
 
@@ -87,6 +91,8 @@ def identify(batch: Any) -> list[Hashable]:
     """
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
         batch = torch.from_numpy(np.ascontiguousarray(batch))
+    if isinstance(batch, torch.Tensor) and not is_plain(batch):
+        return [digest(row) for row in rows_of(batch)]
     if isinstance(batch, torch.Tensor):
         if any(size != 1 for size in batch.shape[1:]):
             return [digest(row) for row in batch]
@@ -122,6 +128,9 @@ def samples(batch: Any, count: int) -> list[str] | None:
 
 
 def _columns(batch: Any, count: int) -> list[Any] | None:
+    if isinstance(batch, torch.Tensor) and not is_plain(batch):
+        rows = rows_of(batch)
+        return [rows] if len(rows) == count else None
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return [batch] if batch.ndim > 0 and batch.shape[0] == count else None
     if isinstance(batch, Mapping):
@@ -164,7 +173,7 @@ def _walk(item: Any, path: str) -> Iterator[Leaf]:
         data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
         yield _leaf(path, name, data, [repr(item[:80])])
     elif isinstance(item, torch.Tensor):
-        yield _tensor(item, path)
+        yield from _tensor(item, path)
     elif isinstance(item, (np.ndarray, np.generic)) and not item.dtype.hasobject:
         array = np.asarray(item)
         kind = f"{array.dtype.str if array.dtype.names is None else array.dtype.descr} numpy {_shape(array)}"
@@ -192,20 +201,39 @@ def _parts(path: str, kind: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[L
         yield from _walk(value, f"{path}[{key}]")
 
 
-def _shape(array: np.ndarray[Any, Any]) -> str:
+def _shape(array: np.ndarray[Any, Any] | torch.Tensor) -> str:
     return "x".join(map(str, array.shape)) or "scalar"
 
 
-def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
+def _tensor(tensor: torch.Tensor, path: str) -> Iterator[Leaf]:
     tensor = tensor.detach()
-    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} "
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if not is_plain(tensor):
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        shape = "" if tensor.is_nested else f" {_shape(tensor)}"
+        arrays = contents.plain(tensor)
+        if isinstance(arrays, contents.Unseen):
+            raise TypeError(f"an item holds a tensor of {arrays.kind} at '{path}', whose content cannot be compared")
+        parts = arrays if isinstance(arrays, list) else [arrays]
+        if tensor.is_quantized:
+            parts = [*parts, tensor.dequantize()]  # tells the scale
+        yield from _parts(path, f"{layout} {name} tensor{shape}", enumerate(parts))
+        return
     tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    kind = f"{layout}{str(tensor.dtype).removeprefix('torch.')} tensor {'x'.join(map(str, tensor.shape)) or 'scalar'}"
     flat = tensor.reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return _leaf(path, kind, data, map(repr, flat[:_SHOWN_VALUES].tolist()))
+    yield _leaf(path, f"{name} tensor {_shape(tensor)}", data, map(repr, flat[:_SHOWN_VALUES].tolist()))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements are all stored, one behind another: it is not sparse, nested, quantized or without data."""
+    strided = not tensor.is_nested and tensor.layout is torch.strided
+    return strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def rows_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of a tensor that is not plain; of one without dimensions, itself."""
+    return list(tensor.detach().unbind()) if tensor.is_nested or tensor.ndim else [tensor]
 
 
 class _Pickler(pickle.Pickler):

@@ -943,7 +943,7 @@ def _resume_with_workers(examination: Examination, workers: int) -> None:
     cure="start the order at the position; if the source cannot be started there, declare constant_time_resume as no",
 )
 def cost(examination: Examination) -> Outcome:
-    """A resume reads no sample that it skips, but the witness."""
+    """A resume reads no sample that it skips, except the witness's."""
     declared, reason = examination.capability("constant_time_resume")
     if declared is False:
         return Outcome("refused clearly", f"constant_time_resume is declared no: {reason}")
@@ -965,7 +965,7 @@ def cost(examination: Examination) -> Outcome:
             "make_loader takes read_log, but its dataset wrote nothing to it; append one line for each "
             "sample that is read, leave the parameter out, or leave read_log out of options="
         )
-    # What a fresh loader reads beyond what it delivers, such as a first look at the dataset, is not due to the resume.
+    # Do not count what a fresh loader, too, reads beyond its batches, such as a first look at the dataset.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
     # That includes two looks at the first sample of the epoch. A resume at a boundary looks at the last epoch's, too.
     surplus = max(0, reads[0] - needed[0]) * 3 // 2

@@ -193,7 +193,9 @@ def _score(first: View, second: View, columns: Sequence[Column]) -> float:
 
 def _columns(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """All parts of a batch that may be columns. For a sequence: itself, or each of its elements if they are columns."""
-    if isinstance(part, (torch.Tensor, np.ndarray)):
+    if isinstance(part, torch.Tensor) and not items.is_plain(part):
+        yield path, items.rows_of(part)
+    elif isinstance(part, (torch.Tensor, np.ndarray)):
         yield path, part if part.ndim else part.reshape(1)
     elif isinstance(part, (str, int, float)):
         yield path, [part]

@@ -99,7 +99,7 @@ class ResumableTests:
         self._examine("delivery")
 
     def test_cost(self) -> None:
-        """A resume reads no sample that it skips, but the witness."""
+        """A resume reads no sample that it skips, except the witness's."""
         self._examine("cost")
 
     def test_guest(self) -> None:

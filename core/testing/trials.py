@@ -373,9 +373,9 @@ def _compared(first: Seen | None, again: Seen, by_ids: bool, what: str, epoch: i
     "have it read again from its start",
 )  # fmt: skip
 def _states(examination: Examination, seconds: float) -> Outcome:
-    """The state of every place of two epochs leads a loader made anew, in another process, to the batch that follows.
+    """Each state of two epochs, loaded by a new loader in another process, gives the batch that comes next.
 
-    So does one loader that is led from place to place in no order; and a few states of loaders with workers.
+    One loader is also moved between states at random, and a few states are tried with workers.
     """
     inexact = examination.inexact()
     if inexact:

@@ -126,7 +126,7 @@ def seek(
     very beginning, states of other sources have no detail either. If such a source cannot start at the new position,
     ``load_state_dict`` refuses the copy.
 
-    If several keys of the file refer to one state, as when Lightning and `ExactResume` both save it, it is moved in all
+    If several keys of the file refer to one state, as when a trainer and its callback both save it, it is moved in all
     of them. Tensors that were saved on a GPU are on the CPU in the copy.
 
     Args:
