@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
+import enum
 import functools
 import itertools
 import re
 import sys
 import types
+import typing
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,14 +89,12 @@ def copy_apart(value: Any, may_use_globals: bool = False) -> Apart:
 
     Args:
         value: the iterable or function.
-        may_use_globals: copy it even if it, or a method of a class that belongs to no installed package, uses global
-            variables. These belong to others too, and reading may change them.
+        may_use_globals: copy it even if its own code, or code that this calls, uses what a copy shares with the
+            original: see `_Own`.
     """
-    if isinstance(value, types.FunctionType) and not may_use_globals and (name := _global_used_by(value, set())):
-        return Apart(None, f"{value.__qualname__} uses the global variable {name}")
-    forbids = _what_is_released if may_use_globals else _what_cannot_be_apart
     copied, why = None, ""
     for is_shared in (_is_data, _is_large_data):
+        forbids = _what_is_released if may_use_globals else functools.partial(_what_cannot_be_apart, _Own())
         copied, why = _copied(value, is_shared, forbids, with_closures=True)
         if copied is not None:
             break
@@ -108,12 +110,11 @@ def _is_large_data(each: Any) -> bool:
     return _is_data(each) or (isinstance(each, torch.Tensor | np.ndarray) and _bytes_of(each) > _LARGE)
 
 
-def _what_cannot_be_apart(each: Any) -> str:
+def _what_cannot_be_apart(own: _Own, each: Any) -> str:
     """Why reading a copy of `each` could change something that is not copied; empty if it could not."""
-    for method in _own_methods(type(each)):
-        if name := _global_used_by(method, set()):
-            return f"{type(each).__name__} uses the global variable {name}"
-    return _what_is_released(each)
+    if isinstance(each, types.FunctionType):
+        return own.why_function(each)
+    return own.why_class(type(each), getattr(each, "__dict__", {})) or _what_is_released(each)
 
 
 def _what_is_released(each: Any) -> str:
@@ -123,38 +124,152 @@ def _what_is_released(each: Any) -> str:
     return f"it holds a {type(each).__name__}" if hasattr(type(each), "__del__") else _what_forbids(each)
 
 
-def _own_methods(kind: type) -> tuple[types.FunctionType, ...]:
-    """The methods of a class and its bases that belong to no installed package, whose globals nobody else changes."""
-    own = [base for base in kind.__mro__ if not _is_installed(base.__module__)]
-    return tuple(each for base in own for each in vars(base).values() if isinstance(each, types.FunctionType))
+class _Own:
+    """Looks through code that belongs to no installed package, and all such code that it calls by name.
+
+    A copy of an object shares with it the global variables and the attributes of classes, and both share the world
+    outside: files, sockets, servers. So code that changes any of these, or may, gives a copy what the original would
+    have been given. What it does through installed packages is known by the names of `_CONSUMING` alone.
+
+    Whatever has been looked at without a finding is not looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def why_class(self, kind: type, hidden: Any = ()) -> str:
+        """Why an object of this class cannot be read apart. `hidden`: names of attributes that it has itself."""
+        if kind in self._seen:
+            return ""
+        self._seen.add(kind)
+        own = [base for base in kind.__mro__ if not _is_installed(base.__module__)]
+        shared = {name for base in own for name, value in vars(base).items() if _function_of(value) is None}
+        for name, value in itertools.chain.from_iterable(vars(base).items() for base in own):
+            function = _function_of(value)
+            if function is not None:
+                why = self.why_function(function, kind.__name__)
+                stored, names = _stored_and_used(function)
+                if not why and (isinstance(value, classmethod) or {"type", "__class__"} & names) and shared & stored:
+                    why = f"{kind.__name__}.{min(shared & stored)} belongs to the class"
+            elif name.startswith("__") or name in hidden or name == "_abc_impl" or _is_fixed(value):
+                continue
+            else:
+                why = f"{kind.__name__}.{name} belongs to the class"
+            if why:
+                return why
+        return ""
+
+    def why_function(self, function: types.FunctionType, name: str = "") -> str:
+        """Why a function cannot be called apart. `name`: of what it belongs to."""
+        if function in self._seen or _is_installed(function.__module__):
+            return ""
+        self._seen.add(function)
+        name = name or function.__qualname__
+        for code in _codes_in(function.__code__):
+            for each in dis.get_instructions(code):
+                if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                    return f"{name} uses the global variable {each.argval}"
+            for text in code.co_consts:
+                if why := _address(text):
+                    return why
+        stored, names = _stored_and_used(function)
+        if consuming := _CONSUMING.intersection(part for each in names for part in each.split(".")):
+            return f"{name} uses {min(consuming)}, which may consume what it reads"
+        for used in sorted(names):
+            value = function.__globals__.get(used, sys.modules.get(used))  # some are imported in the function
+            if value is not None and (why := self._why_shared(f"{name} uses the global variable {used}", value)):
+                return why
+            if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+                # Which of its variables, only the code that runs knows: all that have a name in the code.
+                for part in sorted((names | stored) & vars(value).keys()):
+                    uses = f"{name} uses the global variable {used}.{part}"
+                    if why := uses if part in stored else self._why_shared(uses, vars(value)[part]):
+                        return why
+            if isinstance(value, type) and not _is_installed(value.__module__) and stored & vars(value).keys():
+                return f"{value.__name__}.{min(stored & vars(value).keys())} belongs to the class"
+        return ""
+
+    def _why_shared(self, uses: str, value: Any) -> str:
+        """Why code that uses a global variable cannot run apart: `uses`, or what the variable's own code does."""
+        if isinstance(value, str):
+            return _address(value)
+        while isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
+        where = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
+        if callable(value) and _CONSUMING.intersection((*where.split("."), getattr(value, "__name__", ""))):
+            return f"{uses}, which may consume what it reads"
+        function = _function_of(value)
+        if function is not None:
+            if _is_installed(function.__module__):
+                return ""
+            held = (self._why_shared(uses, each) for each in _held_by(function))
+            return self.why_function(function) or next((why for why in held if why), "")
+        if isinstance(value, type):
+            return "" if _is_installed(value.__module__) else self.why_class(value)
+        known = callable(value) and _is_installed(type(value).__module__)
+        return "" if known or _is_fixed(value) else uses
+
+
+def _stored_and_used(function: types.FunctionType) -> tuple[set[str], set[str]]:
+    """The names of attributes to which code assigns, and all names that it uses."""
+    codes = list(_codes_in(function.__code__))
+    instructions = itertools.chain.from_iterable(map(dis.get_instructions, codes))
+    stored = {each.argval for each in instructions if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    return stored, set(itertools.chain.from_iterable(code.co_names for code in codes))
+
+
+# Names in code. Each may mean something harmless too; then a source that could be tried is believed.
+_CONSUMING = frozenset(
+    (
+        "remove", "unlink", "rename", "rmdir", "rmtree", "removedirs", "truncate", "shutil", "mkfifo", "stdin", "input",
+        "socket", "create_connection", "connect", "recv", "recvfrom", "recv_into", "accept", "urllib", "urlopen",
+        "urlretrieve", "http", "ftplib", "requests", "httpx", "aiohttp", "websockets", "subprocess", "Popen", "popen",
+        "boto3", "botocore", "get_object", "paramiko", "redis", "zmq", "pika", "kafka", "KafkaConsumer", "pubsub",
+        "consume", "subscribe", "lpop", "rpop", "blpop", "brpop", "ack", "commit",
+    )
+)  # fmt: skip
+
+
+def _address(text: object) -> str:
+    """That it is an address; empty if it is not."""
+    if isinstance(text, str) and (found := _ADDRESS.match(text)):
+        return f"it reads from {found[0]}..., which is not read twice"
+    return ""
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The function in an attribute of a class or a global variable; None if it is something else."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    elif isinstance(value, classmethod | staticmethod | types.MethodType):
+        value = value.__func__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value that is shared never changes."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_fixed, value))
+    fixed = (*_ATOMS, types.ModuleType, types.BuiltinFunctionType, types.MemberDescriptorType, types.FunctionType)
+    return isinstance(value, (*fixed, enum.Enum, re.Pattern, Path, range, slice, property, typing.TypeVar)) or (
+        type(value).__module__ in ("typing", "types", "dataclasses", "abc", "_abc")
+    )
 
 
 def _is_installed(module: str) -> bool:
-    if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if module.partition(".")[0] in (*sys.stdlib_module_names, "midepoch") and module != "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 
 
-def _global_used_by(function: types.FunctionType, seen: set[types.FunctionType]) -> str:
-    """A global variable, no constant, that a function or another of its module that it calls uses; empty if none."""
-    seen.add(function)
-    for name in _names_in(function.__code__):
-        value = function.__globals__.get(name)
-        if isinstance(value, types.FunctionType) and value.__module__ == function.__module__ and value not in seen:
-            found = _global_used_by(value, seen)
-            if found:
-                return found
-        elif not isinstance(value, (*_ATOMS, types.ModuleType)) and not callable(value):
-            return name
-    return ""
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names_in(inner)
+            yield from _codes_in(inner)
 
 
 def _functions_anew(functions: list[types.FunctionType], memo: dict[int, Any]) -> None:
@@ -186,8 +301,8 @@ def _what_forbids(each: Any) -> str:
         return f"{each.__qualname__} changes an object that a copy would share"
     members = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
     for text in (*itertools.islice(members, _MOST_TEXTS), *getattr(each, "__dict__", {}).values()):
-        if isinstance(text, str) and (found := _ADDRESS.match(text)):
-            return f"it reads from {found[0]}..., which is not read twice"
+        if why := _address(text):
+            return why
     return ""
 
 

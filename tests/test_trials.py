@@ -7,12 +7,14 @@ import functools
 import queue
 import random
 import re
+import socket
 import sys
 import threading
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,8 +24,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import check_sources
+import feed
 import promise_sources
 import sources
+from feed import pull as pull_from_feed
 
 import midepoch
 from midepoch import MidepochWarning
@@ -499,8 +503,178 @@ def test_a_copy_of_a_function_has_variables_of_its_own() -> None:
     assert [next(other.value()), next(other.value()), next(outside())] == [100, 200, 100]
     assert copy_apart(by_the_system).value is not None, "it uses nothing that changes"
     assert copy_apart(moving).why == "moving uses the global variable REGISTRY"
-    assert copy_apart(Moving()).why == "Moving uses the global variable REGISTRY"
+    assert copy_apart(Moving()).why == "moving uses the global variable REGISTRY"
     assert copy_apart(around_the_module_s).why == "around_the_module_s uses the global variable LOADER"
+
+
+class OnItsClass:
+    """Pops from an attribute of its class."""
+
+    queue: ClassVar = collections.deque(range(100))
+
+    def __iter__(self) -> Iterator[int]:
+        while self.queue:
+            yield self.queue.popleft()
+
+
+class CountsOnItsClass:
+    """Keeps its place in a plain number of its class."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while type(self).place < 20:
+            type(self).place += 1
+            yield self.place
+
+
+class CountsByName(CountsOnItsClass):
+    def __iter__(self) -> Iterator[int]:
+        while CountsOnItsClass.place < 20:
+            CountsOnItsClass.place += 1
+            yield self.place
+
+
+class OfAnotherModule:
+    """Calls a function that it imports, which pops from a variable of its own module."""
+
+    def __iter__(self) -> Iterator[int]:
+        while (number := feed.pull()) is not None:
+            yield number
+
+
+class ByItsName(OfAnotherModule):
+    def __iter__(self) -> Iterator[int]:
+        while (number := pull_from_feed()) is not None:
+            yield number
+
+
+class ImportedLate(OfAnotherModule):
+    def __iter__(self) -> Iterator[int]:
+        import feed as late
+
+        while late.FEED:
+            yield late.FEED.popleft()
+
+
+class CountsInAModule(OfAnotherModule):
+    def __iter__(self) -> Iterator[int]:
+        while feed.place < 20:
+            feed.place += 1
+            yield feed.place
+
+
+def makes_a_reader() -> Callable[[], int]:
+    numbers = collections.deque(range(100))
+    return lambda: numbers.popleft()
+
+
+READER = makes_a_reader()
+
+
+class OfAClosure:
+    def __iter__(self) -> Iterator[int]:
+        return iter(READER, 20)
+
+
+class Spool:
+    """Removes each file when it has been read."""
+
+    def __init__(self, folder: Path) -> None:
+        for number in range(20):
+            (folder / f"{number:02d}").write_text(str(number))
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[int]:
+        for path in sorted(self.folder.iterdir()):
+            yield int(path.read_text())
+            path.unlink()
+
+
+class Server:
+    """Gives one number to each connection."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        for number in range(20):
+            with self.socket.accept()[0] as there:
+                there.sendall(f"HTTP/1.0 200 OK\r\n\r\n{number}".encode())
+                there.shutdown(socket.SHUT_WR)
+                there.recv(1000)
+
+
+class FromASocket:
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", self.port)) as here:
+                answer = b"".join(iter(lambda: here.recv(100), b""))
+            yield int(answer.rpartition(b"\n")[2])
+
+
+class FromAnAddress(FromASocket):
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(20):
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/") as answer:
+                yield int(answer.read())
+
+
+ADDRESS = "s3://bucket/name"
+
+
+def of_an_address() -> Iterator[str]:
+    for number in range(20):
+        yield f"{ADDRESS}{number}"
+
+
+def of_a_literal() -> Iterator[str]:
+    source = "gs://bucket"
+    yield source
+
+
+CONSUMED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "an attribute of its class": (lambda _: OnItsClass(), "OnItsClass.queue belongs to the class"),
+    "a number of its class": (lambda _: CountsOnItsClass(), "CountsOnItsClass.place belongs to the class"),
+    "a number of a class by name": (lambda _: CountsByName(), "CountsOnItsClass.place belongs to the class"),
+    "another module": (lambda _: OfAnotherModule(), "pull uses the global variable FEED"),
+    "a function of another module": (lambda _: ByItsName(), "pull uses the global variable FEED"),
+    "a module imported late": (lambda _: ImportedLate(), "uses the global variable feed.FEED"),
+    "a number of another module": (lambda _: CountsInAModule(), "uses the global variable feed.place"),
+    "a closure": (lambda _: OfAClosure(), "uses the global variable READER"),
+    "files that are removed": (Spool, "Spool uses unlink, which may consume"),
+    "a socket": (lambda _: FromASocket(Server().port), "uses create_connection, which may consume"),
+    "an address": (lambda _: FromAnAddress(Server().port), "it reads from http://"),
+}
+
+
+@pytest.mark.parametrize("kind", CONSUMED)
+def test_no_trial_consumes_what_a_source_reads(kind: str, tmp_path: Path) -> None:
+    make, why = CONSUMED[kind]
+    CountsOnItsClass.place = feed.place = 0
+    feed.refill()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = midepoch.wrap(make(tmp_path), seed=5)
+        batches = iter(loader)
+        taken = [next(batches) for _ in range(5)]
+    first = 1 if "number of" in kind else 0
+    assert taken == list(range(first, first + 5))
+    told = loader.capabilities.exact_order
+    assert told.holds and told.believed and why in told.reason
+
+
+def test_addresses_in_code_are_found_and_harmless_code_is_copied() -> None:
+    assert copy_apart(of_an_address).why == "it reads from s3://..., which is not read twice"
+    assert copy_apart(of_a_literal).why == "it reads from gs://..., which is not read twice"
+    for harmless in (Caching, CountsPasses, Collate, Own):
+        assert not copy_apart(harmless).why, harmless
 
 
 def test_a_copy_shares_data_that_is_too_large() -> None:
