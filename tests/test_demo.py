@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -22,9 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-for name in ("sklearn", "typer"):
-    if importlib.util.find_spec(name) is None:  # not imported, which takes sklearn seconds in each of pytest's processes
-        pytest.skip("needs midepoch[demo]", allow_module_level=True)
+pytest.importorskip("sklearn", reason="needs midepoch[demo]")
+pytest.importorskip("typer", reason="needs midepoch[demo]")
 
 import forking
 from PIL import Image
