@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _KEY_BLOCK = 512
-_MOST_DATASETS = 256  # in one another, that are asked for a set_epoch; one may contain itself
+_MOST_INSIDE = 256  # in one another, that are asked for a set_epoch; one may contain itself
 
 # Modules that register collate functions with torch's default_collate which are known to draw nothing.
 _drawless = {default_collate.__module__}
@@ -395,15 +395,16 @@ class MapReader:
 
 def _is_told_the_epoch(dataset: Any) -> bool:
     """Whether a dataset, or one inside it, has the ``set_epoch`` by which trainers tell it the epoch."""
-    datasets = [dataset]
-    for each in datasets:
+    found = [dataset]
+    for each in found:
         if callable(getattr(each, "set_epoch", None)):
             return True
-        # As torch's Subset, ConcatDataset and StackDataset hold them.
-        several = getattr(each, "datasets", None)
-        inside = list(several.values()) if isinstance(several, dict) else several
-        datasets += [getattr(each, "dataset", None), *(inside if isinstance(inside, list | tuple) else ())]
-        del datasets[_MOST_DATASETS:]
+        found.append(getattr(each, "dataset", None))
+        with contextlib.suppress(Exception):  # most have none; another library's may raise what it likes
+            several = each.datasets
+            inside = several.values() if isinstance(several, dict) else several
+            found += itertools.islice(inside, _MOST_INSIDE)
+        del found[_MOST_INSIDE:]
     return False
 
 
