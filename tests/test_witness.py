@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -32,6 +33,7 @@ from witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
+from midepoch.state.checksum import checksum_of
 from midepoch.state.witness import LONGEST, Witness, look_at
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
@@ -586,6 +588,20 @@ def test_a_dataset_that_keeps_what_it_has_read_is_no_false_alarm(dataset: type[D
     assert len(list(loader)) == 8 and loader.capabilities.exact_augmentations
 
 
+def test_a_copy_of_a_loader_says_what_was_found_in_its_own_passes() -> None:
+    loader = midepoch.wrap(DataLoader(Entropy(), 4, collate_fn=as_it_is), seed=1)
+    twin = copy.copy(loader)
+    with pytest.warns(MidepochWarning, match="two reads of sample 0 differ"):
+        next(iter(twin))
+    assert not twin.capabilities.exact_augmentations and loader.capabilities.exact_augmentations
+
+
+def test_nothing_is_looked_at_where_each_rank_has_data_of_its_own() -> None:
+    loader = make(options={"shard": False})
+    list(loader)
+    assert len(loader.source.dataset.reads) == SIZE and loader.state_dict()["witness"] == ""
+
+
 def test_types_that_cannot_be_compared_are_named() -> None:
     loader = make(extra="object")
     next(iter(loader))
@@ -666,6 +682,58 @@ def test_other_samples_differ_and_another_decoder_s_do_not(kind: str) -> None:
         assert other is not None, "other bits are always told"
         others += other.another
     assert others >= 50, "most other samples are told as such"
+
+
+def test_another_level_is_another_sample_where_the_pattern_is_the_same() -> None:
+    picture = witness_sources.image_of(0, 64).astype(np.float32)
+    for one, other in ((torch.full((64,), 3.0), torch.full((64,), 4.0)), (picture, picture * 1.5)):
+        difference = Witness.of(0, 0, look_at(one)).compare(look_at(other), False)
+        assert difference is not None and difference.another
+        slightly = Witness.of(0, 0, look_at(one)).compare(look_at(one * 1.01), False)
+        assert slightly is not None and not slightly.another
+
+
+class OnDevice(torch.Tensor):
+    """Stands for a tensor on a device that this machine need not have: what is done with it is done with `inside`."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> OnDevice:
+        shell = torch.Tensor._make_wrapper_subclass
+        made: OnDevice = shell(cls, inside.shape, dtype=inside.dtype, device=torch.device("cuda"))
+        made.inside = inside
+        return made
+
+    def to_local(self) -> OnDevice:
+        return self
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def reshape(self, *shape: Any) -> OnDevice:
+        return OnDevice(self.inside.reshape(*shape))
+
+    def __getitem__(self, key: Any) -> OnDevice:
+        return OnDevice(self.inside[key])
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.inside.clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{function} has no kernel here")
+
+
+def test_content_on_a_device_is_seen() -> None:
+    numbers = torch.arange(100_000.0)
+    looks, digests = set(), set()
+    for each in (numbers, numbers + 1, numbers.reshape(2, -1)):
+        tensor = OnDevice(each)
+        assert tensor.device.type == "cuda" and look_at(tensor) == look_at(OnDevice(each.clone()))
+        looks.add(look_at(tensor))
+        digests.add(checksum_of(tensor))
+    assert len(looks) == len(digests) == 3
 
 
 def test_a_look_says_the_same_in_another_process() -> None:

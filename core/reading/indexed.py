@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collate, default_convert
+from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from midepoch.errors import SourceError
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _KEY_BLOCK = 512
-_MOST_HELD = 256  # in one another, that are asked for a set_epoch; one may contain itself
+_MOST_INSIDE = 256  # in one another, that are asked for a set_epoch; one may contain itself
 
 # Modules that register collate functions with torch's default_collate which are known to draw nothing.
 _drawless = {default_collate.__module__}
@@ -406,16 +406,16 @@ class MapReader:
 
 def _is_told_the_epoch(dataset: Any) -> bool:
     """Whether a dataset, or one inside it, has the ``set_epoch`` by which trainers tell it the epoch."""
-    held = [dataset]
-    for each in held:
+    found = [dataset]
+    for each in found:
         if callable(getattr(each, "set_epoch", None)):
             return True
-        if isinstance(each, ConcatDataset | StackDataset):
-            parts = each.datasets
-            held += parts.values() if isinstance(parts, dict) else parts
-        else:
-            held.append(getattr(each, "dataset", None))  # as torch's Subset holds it
-        del held[_MOST_HELD:]
+        found.append(getattr(each, "dataset", None))
+        with contextlib.suppress(Exception):  # most have none; another library's may raise what it likes
+            several = each.datasets
+            inside = several.values() if isinstance(several, dict) else several
+            found += itertools.islice(inside, _MOST_INSIDE)
+        del found[_MOST_INSIDE:]
     return False
 
 
