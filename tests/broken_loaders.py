@@ -697,7 +697,10 @@ class SharesTheWholeEpochAgain(ReferenceLoader):
 
 @breaks("reshard")
 class HandsOutWhatWasReadAhead(ReferenceLoader):
-    """Workers have read it for the old world."""
+    """It has been read for the old world."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, *, num_workers: int = 0, **more: Any) -> None:
+        super().__init__(rank, world_size, num_workers=max(num_workers, 1), **more)
 
     def reshard(self, world: World) -> None:
         super().reshard(world)
