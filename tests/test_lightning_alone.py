@@ -391,7 +391,7 @@ def test_the_callback_is_found_where_it_is_one_of_the_users_own(tmp_path: Path) 
 
     log: list[Any] = []
     told: list[str] = []
-    run = functools.partial(fit, train=mapped, exact=False, told=told)
+    run = functools.partial(fit, train=mapped, exact=False, told=told, max_epochs=2)
     run(log, max_steps=3, callbacks=(Own(),)).save_checkpoint(tmp_path / "saved.ckpt")
     run(log, checkpoint=tmp_path / "saved.ckpt", callbacks=(Own(),))
     assert len(log) == 10 and not told

@@ -121,6 +121,7 @@ def _why_inexact(trainer: Any, resumed: Resumed) -> str:
         exact = all(place == (following, 0) for place in places)
     else:
         exact = all(each.batches_done == done for each in loaders)
+        exact = exact and all(state["epoch"] == following for state in resumed.waiting)
     if exact:
         return ""
     if batches["ready"] > done:
