@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import check_sources
 import feed
 import promise_sources
+import silent_sources
 import sources
 from feed import pull as pull_from_feed
 
@@ -780,3 +781,38 @@ def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:
     assert verdicts["states"].status == "failed" and verdicts["samples"].status == "not applicable"
     promises = stand(examination, list(verdicts.values()), [])
     assert {promise.standing for promise in promises} == {"believed", "not declared"}
+
+
+# --- the table of docs/reliability.md, where a job tries nothing ------------------------------------------------------
+
+# Rows that a job tells, or that are refused at a resume: the trial that names each.
+TRIAL_OF = {
+    "a queue that is popped": "samples", "generators made from entropy": "samples",
+    "a thread that reads ahead": "threads",
+    "an iterator kept from the beginning": "states",  # a pass that is given up goes on in the next
+}  # fmt: skip
+
+
+def unverified(name: str) -> Loader:
+    """A row with nothing tried and no witness, as code that is believed outright."""
+    loader: Loader = midepoch.wrap(silent_sources.ROWS[name].make(), seed=3, verify="off")
+    return loader
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name, row in silent_sources.ROWS.items() if row.outcome != "refused"])
+def test_each_row_is_named_where_a_job_looks_at_nothing(name: str) -> None:
+    """Rows that `wrap` refuses are in test_silent.py."""
+    row = silent_sources.ROWS[name]
+    examination, verdicts = tried(functools.partial(unverified, name))
+    failed = {verdict.law for verdict in verdicts.values() if verdict.status == "failed"}
+    promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
+    if row.outcome in ("told", "chain") or name in TRIAL_OF:
+        assert TRIAL_OF.get(name, "passes") in failed
+        assert promises[row.no or "exact_order"].standing in ("not kept", "no")
+    else:
+        assert not failed
+    if row.outcome in ("mismatch", "warned"):
+        # What another process reads is not seen in one: that nothing compares it is.
+        assert promises["same data"].standing == "believed"
+        assert "nothing that tells other data" in promises["same data"].reason
