@@ -152,6 +152,80 @@ def test_a_source_that_does_not_repeat_itself_is_told_with_its_first_batch(name:
             next(iter(loader))
 
 
+class CountsAtTheEnd(IterableDataset[int]):
+    """Shuffles by a count of its passes, which it raises at the end of each."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng(self.epoch).permutation(8).tolist()
+        self.epoch += 1
+
+
+class CountsAtTheEndOfALength(CountsAtTheEnd):
+    def __len__(self) -> int:
+        return 8
+
+
+def counts_outside() -> Callable[[], Iterator[int]]:
+    epoch = 0
+
+    def numbers() -> Iterator[int]:
+        nonlocal epoch
+        yield from np.random.default_rng(epoch).permutation(8).tolist()
+        epoch += 1
+
+    return numbers
+
+
+AT_THE_END: dict[str, Callable[[], Any]] = {
+    "a dataset": lambda: DataLoader(CountsAtTheEnd(), batch_size=2),
+    "a dataset with a length": lambda: DataLoader(CountsAtTheEndOfALength(), batch_size=2),
+    "a function": counts_outside,
+    "workers that are kept": lambda: DataLoader(CountsAtTheEnd(), batch_size=2, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("kind", AT_THE_END)
+def test_a_count_that_the_end_of_a_pass_changes_is_told_before_the_epoch_can_be_saved(kind: str) -> None:
+    with midepoch.wrap(AT_THE_END[kind](), seed=5) as loader:
+        batches = iter(loader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            next(batches)
+            assert loader.capabilities.exact_order
+        with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently") as told:
+            list(batches)
+        assert len(told) == 1 and not loader.capabilities.exact_order
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sources.taken(loader)
+
+
+class RecountsAtTheEnd(CountsAtTheEnd):
+    """Counts its passes and its samples, and begins alike."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.permutation(8).tolist()
+        self.epoch += 1
+
+
+QUIET_AT_THE_END: dict[str, Callable[[], Any]] = {
+    "a count without effect": lambda: DataLoader(RecountsAtTheEnd(), batch_size=2),
+    "workers started anew": lambda: DataLoader(CountsAtTheEnd(), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", QUIET_AT_THE_END)
+def test_what_the_end_of_a_pass_changes_without_effect_is_no_alarm(kind: str) -> None:
+    with midepoch.wrap(QUIET_AT_THE_END[kind](), seed=5) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            sources.taken(loader)
+        assert loader.capabilities.exact_order and not loader.capabilities.exact_order.believed
+
+
 def epoch_after(state: dict[str, Any], persistent: bool) -> list[Any]:
     """In a new process: the epoch that follows a state at a boundary."""
     torch.manual_seed(99)
