@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import functools
 import queue
 import random
@@ -151,6 +152,80 @@ def test_a_source_that_does_not_repeat_itself_is_told_with_its_first_batch(name:
             next(batches)
             loader.seek(0, 0)
             next(iter(loader))
+
+
+class CountsAtTheEnd(IterableDataset[int]):
+    """Shuffles by a count of its passes, which it raises at the end of each."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng(self.epoch).permutation(8).tolist()
+        self.epoch += 1
+
+
+class CountsAtTheEndOfALength(CountsAtTheEnd):
+    def __len__(self) -> int:
+        return 8
+
+
+def counts_outside() -> Callable[[], Iterator[int]]:
+    epoch = 0
+
+    def numbers() -> Iterator[int]:
+        nonlocal epoch
+        yield from np.random.default_rng(epoch).permutation(8).tolist()
+        epoch += 1
+
+    return numbers
+
+
+AT_THE_END: dict[str, Callable[[], Any]] = {
+    "a dataset": lambda: DataLoader(CountsAtTheEnd(), batch_size=2),
+    "a dataset with a length": lambda: DataLoader(CountsAtTheEndOfALength(), batch_size=2),
+    "a function": counts_outside,
+    "workers that are kept": lambda: DataLoader(CountsAtTheEnd(), batch_size=2, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("kind", AT_THE_END)
+def test_a_count_that_the_end_of_a_pass_changes_is_told_before_the_epoch_can_be_saved(kind: str) -> None:
+    with midepoch.wrap(AT_THE_END[kind](), seed=5) as loader:
+        batches = iter(loader)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            next(batches)
+            assert loader.capabilities.exact_order
+        with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently") as told:
+            list(batches)
+        assert len(told) == 1 and not loader.capabilities.exact_order
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sources.taken(loader)
+
+
+class RecountsAtTheEnd(CountsAtTheEnd):
+    """Counts its passes and its samples, and begins alike."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.permutation(8).tolist()
+        self.epoch += 1
+
+
+QUIET_AT_THE_END: dict[str, Callable[[], Any]] = {
+    "a count without effect": lambda: DataLoader(RecountsAtTheEnd(), batch_size=2),
+    "workers started anew": lambda: DataLoader(CountsAtTheEnd(), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", QUIET_AT_THE_END)
+def test_what_the_end_of_a_pass_changes_without_effect_is_no_alarm(kind: str) -> None:
+    with midepoch.wrap(QUIET_AT_THE_END[kind](), seed=5) as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            sources.taken(loader)
+        assert loader.capabilities.exact_order and not loader.capabilities.exact_order.believed
 
 
 def epoch_after(state: dict[str, Any], persistent: bool) -> list[Any]:
@@ -462,6 +537,77 @@ def test_what_cannot_be_tried_of_a_collate_function_is_believed(
         assert len(list(loader)) == 6
     told = loader.capabilities.exact_augmentations
     assert told.holds and told.believed and f"the collate function was not tried: {why}" in told.reason
+
+
+# --- samples ---
+
+
+class InThreads(Dataset[Any]):
+    """Reads a batch in threads that have ended when it is there."""
+
+    def __init__(self, threads: bool = True) -> None:
+        self.threads = threads
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        return index + float(np.random.rand())
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        if not self.threads:
+            return list(map(self.__getitem__, indices))
+        with concurrent.futures.ThreadPoolExecutor(2, "decoder") as pool:
+            return [each.result() for each in concurrent.futures.as_completed(pool.submit(self.__getitem__, index)
+                    for index in indices)]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_threads_that_are_started_for_a_batch_are_believed(workers: int) -> None:
+    before = threading.getprofile()
+    for threads in (True, False):
+        with midepoch.wrap(DataLoader(InThreads(threads), 4, num_workers=workers), seed=3) as loader:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                sources.taken(loader, 2)
+            told = loader.capabilities.exact_augmentations
+            assert told.holds and told.believed is threads and ("decoder" in told.reason) is threads
+    assert threading.getprofile() is before is None
+
+
+KEPT: dict[int, float] = {}
+
+
+class Keeps(Dataset[Any]):
+    """Draws for each sample when it is first read, and keeps that: by the process's generators or by the index."""
+
+    def __init__(self, by_the_index: bool = False) -> None:
+        self.by_the_index = by_the_index
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        if self.by_the_index:
+            return KEPT.setdefault(index, np.random.default_rng(index).random())
+        if index not in KEPT:
+            KEPT[index] = index + float(np.random.rand())
+        return KEPT[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_keeps_its_first_random_numbers_is_told(workers: int) -> None:
+    for by_the_index in (True, False):
+        KEPT.clear()
+        with midepoch.wrap(DataLoader(Keeps(by_the_index), 4, shuffle=True, num_workers=workers), seed=3) as loader:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                sources.taken(loader, 2)
+            told = [str(each.message) for each in caught]
+            assert bool(loader.capabilities.exact_augmentations) is by_the_index
+            assert by_the_index or (len(told) == 1 and "it keeps what it drew" in told[0])
+            assert not (by_the_index and told)
+        assert not (workers and KEPT), "the main process reads nothing where there are workers"
 
 
 # --- copies that share nothing that changes ---

@@ -140,6 +140,8 @@ class Seen:
         missing: the source has no such sample.
         renews: the data are told the epoch, so the same index may be another sample in each.
         collate: what came of calling the collate function again; None if that was not to be tried.
+        keeps: the sample drew random numbers when it was first read, and none when it was read again.
+        threads: the names of those that were started meanwhile.
         what: was looked at, for messages; empty for the first sample of an epoch, which its index names. Without an
             index, it is the same in every epoch.
     """
@@ -153,6 +155,8 @@ class Seen:
     renews: bool = False
     what: str = ""
     collate: Repeat | None = None
+    keeps: bool = False
+    threads: tuple[str, ...] = ()
 
 
 class Samples(Protocol):

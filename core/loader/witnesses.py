@@ -81,6 +81,19 @@ class Witnesses:
                     MidepochWarning,
                     stacklevel=6,
                 )
+            elif seen.keeps:
+                why = f"sample {seen.index!r:.80} drew random numbers when it was first read, and none when read again"
+                self._adapter.found(why, order=False)
+                warnings.warn(
+                    f"{why}: it keeps what it drew, which will differ after a resume. Draw anew for every sample, or "
+                    "make what is kept a function of the index, as np.random.default_rng(index) does. "
+                    "loader.capabilities says what still holds",
+                    MidepochWarning,
+                    stacklevel=6,
+                )
+        if seen.threads:
+            names = ", ".join(seen.threads[:4])
+            self._adapter.believes(f"threads were started while the first batch was read ({names}), and may draw")
         if seen.collate is not None:
             self._adapter.judge("the collate function", "the same samples", seen.collate)
         self._known = {

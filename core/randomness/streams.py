@@ -254,6 +254,14 @@ class Streams:
             self.start(key)
             yield
 
+    def note(self) -> None:
+        """From now on, `noted` tells whether code has drawn. Call it after seeding."""
+        self._globals.watch()
+
+    def noted(self) -> bool:
+        """Whether code has drawn from the global generators, or by `sample_generator`, since `note`."""
+        return bool(_current.used) or self._globals.touched()
+
     # --- watching, without seeding ---
 
     def look(self) -> None:

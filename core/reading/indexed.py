@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,6 +27,8 @@ from midepoch.repeating import CollateTrial
 from midepoch.samplers import ListedEpoch, length_of
 from midepoch.state.witness import Look, look_at
 from midepoch.world import Share
+
+from .trials import started_threads
 
 __all__ = [
     "First",
@@ -263,6 +266,7 @@ class MapReader:
         self._whole = reads_whole_batches(dataset) and not single
         self._plain_collate = draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
+        self._drew = False  # when a sample was last looked at
         self._session: int | None = None
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # keys of consecutive positions: a numpy call costs more than its work
@@ -300,11 +304,19 @@ class MapReader:
 
     def _looking(self, request: MapRequest, look: LookRequest) -> First:
         """The session's first batch, and what samples look like."""
+        if not look.twice:
+            return self._looked(request, look)
+        with started_threads() as names:
+            first = self._looked(request, look)
+        return first._replace(seen=replace(first.seen, threads=tuple(dict.fromkeys(names))))
+
+    def _looked(self, request: MapRequest, look: LookRequest) -> First:
         streams = self._streams
         plain = request._replace(look=None)
         if streams is not None:
             self._begin(request, streams)
         one, _ = self._look(request.seed, request.epoch, look.index)
+        drew = self._drew
         collate = self._collate
         trial = CollateTrial(collate, self._single) if look.twice and not keeps_nothing(collate) else None
         self._collate = trial or collate
@@ -313,19 +325,21 @@ class MapReader:
             if streams is not None and streams.made_late():
                 # Before, what the sample drew came from generators without a stream.
                 one, _ = self._look(request.seed, request.epoch, look.index)
+                drew = self._drew
                 batch = self._read_under(plain, streams)
         finally:
             self._collate = collate
         key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
         repeat = None if trial is None else trial.result(key)
         again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
+        keeps = again is not None and drew and not self._drew
         if look.expected is None:
-            return First(batch, Seen(look.index, one, again, one, collate=repeat))
+            return First(batch, Seen(look.index, one, again, one, collate=repeat, keeps=keeps))
         expected, error = self._look(request.seed, *look.expected)
         text = "" if error is None else f"{type(error).__name__}: {error}"
         renews = _is_told_the_epoch(self.dataset)
         missing = isinstance(error, IndexError)
-        return First(batch, Seen(look.index, one, again, expected, text, missing, renews, collate=repeat))
+        return First(batch, Seen(look.index, one, again, expected, text, missing, renews, collate=repeat, keeps=keeps))
 
     def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
@@ -351,9 +365,11 @@ class MapReader:
             key = int(derive_keys(key, np.arange(place + 1))[place])
         try:
             with contextlib.nullcontext() if self._streams is None else self._streams as start:
-                if start is not None:
+                if start is not None and self._streams is not None:
                     start(key)
+                    self._streams.note()
                 sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
+                self._drew = self._streams is not None and self._streams.noted()
                 return look_at(sample), None
         except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch
             return None, error

@@ -327,11 +327,13 @@ class IterableAdapter(Adapter):
             next(_nonces), run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
             run.world.world_size, run.tail, size, False, former,
         )  # fmt: skip
+        goes_on = not self._workers or getattr(self.source, "persistent_workers", False)
+        request = request._replace(tries=tries, goes_on=goes_on)
         steps = itertools.count() if run.share is None else range(run.share.steps)
         check = unchanged(self._stream, length_of(self._stream))
         for step in steps:
             check()
-            yield request._replace(step=step, skip=self._own_streams and step < consumed, tries=tries)
+            yield request._replace(step=step, skip=self._own_streams and step < consumed)
             tries = False
 
 

@@ -20,7 +20,7 @@ from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
-from .trials import Trial, passes_differ, reading_threads
+from .trials import Beginning, Trial, passes_differ, reading_threads, standing, used_differs
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
 
@@ -81,6 +81,7 @@ class ReplayRequest(NamedTuple):
         size: units in the epoch; None if unknown.
         skip: read the batch and return only its digest.
         tries: try what the source promises.
+        goes_on: the process that reads will read later passes over the same object.
         former: `expected` is from a state of version 1: the digest of the last unit before `start`.
     """
 
@@ -97,10 +98,11 @@ class ReplayRequest(NamedTuple):
     skip: bool
     former: bool = False
     tries: bool = False
+    goes_on: bool = True
 
 
 class Found(NamedTuple):
-    """What a reader has found out about its source by the first batch of a session.
+    """What a reader has found out about its source by the first batch of a session, or at the end of its first pass.
 
     Attributes:
         unseen: the names of types whose content it cannot see.
@@ -122,7 +124,7 @@ class Replayed(NamedTuple):
         first: the digest of the stream's first unit, equal in all processes that read the same stream.
         missing: units by which the global batch is short.
         former: the digest of a skipped batch as states of version 1 have it, if asked for.
-        found: with a reader's first answer in a session.
+        found: with a reader's first answer in a session, and at the end of its first pass.
     """
 
     batch: Any
@@ -188,6 +190,9 @@ class ReplayReader:
         self._chain = Chain()
         self._digested = (0, "")  # the unit whose digest was taken last
         self._unseen: dict[str, None] = {}
+        # How the first pass began, and what the source kept then; None if that is not to be compared at its end.
+        self._beginning: tuple[Beginning, str] | None = None
+        self._found: Found | None = None  # at the end of the first pass, for the next answer
 
     def __call__(self, request: ReplayRequest) -> Replayed | End:
         """The batch, or `End`.
@@ -209,6 +214,7 @@ class ReplayReader:
             self._streams.begin_replay()
         # Before reading: an object that is being read can rarely be copied.
         copied = copy_apart(self.dataset) if request.tries else None
+        kept = standing(self.dataset) if request.tries and request.goes_on else ""
         before = threading.enumerate() if request.tries else []
         answer, repeat = self._trying_collate(request)
         trial = None
@@ -218,7 +224,10 @@ class ReplayReader:
                 trial = Trial(copied.why or "threads of its own read it", threads=threads)
             else:
                 opened = functools.partial(Open(copied.value), request.seed, request.epoch)
-                trial = passes_differ(copied, opened, request.seed, request.epoch, self._own(request))
+                own = self._own(request)
+                trial, beginning = passes_differ(copied, opened, request.seed, request.epoch, own)
+                if beginning is not None and request.goes_on and self._iterator is not None:
+                    self._beginning = beginning, kept
         return answer._replace(found=Found(tuple(self._unseen), trial, repeat))
 
     def _trying_collate(self, request: ReplayRequest) -> tuple[Replayed | End, Repeat | None]:
@@ -278,6 +287,8 @@ class ReplayReader:
                 unit = next(iterator)
             except StopIteration:
                 iterator = self._iterator = None
+                if self._beginning is not None:
+                    self._try_used(*self._beginning)
                 break
             self._read += 1
             if self._shared and self._read == self._chain.next:
@@ -287,6 +298,24 @@ class ReplayReader:
                     self._first = digest
             units.append(unit)
         return units
+
+    def _try_used(self, beginning: Beginning, kept: str) -> None:
+        """At the end of the first pass: whether a later one begins alike, if the source keeps something else now."""
+        self._beginning = None
+        if standing(self.dataset) == kept:
+            return
+        copied = copy_apart(self.dataset)
+        if copied.value is None:
+            self._found = Found(trial=Trial(f"its later passes could not be tried: {copied.why}"))
+            return
+        opened = functools.partial(Open(copied.value), beginning.seed, beginning.epoch)
+        trial = used_differs(copied, opened, beginning)
+        self._found = Found(trial=trial) if trial.differs else None
+
+    def _end(self, end: End) -> End:
+        """The answer that there is no such batch, with what was found out at the end of the pass."""
+        found, self._found = self._found, None
+        return end if found is None else end._replace(found=found)
 
     def _digest(self, unit: Any) -> str:
         """The digest of the unit that was read last."""
@@ -321,7 +350,7 @@ class ReplayReader:
                         f"the source ended after {self._read} units, but the state stands at {request.start}: it "
                         "does not repeat itself; seed it, or start over with this data"
                     )
-                return End(self._first)
+                return self._end(End(self._first))
             if self._read == request.start and request.expected:
                 seen = former_checksum_of(last[0]) if request.former else self._chain_to(last[0])
                 if seen != request.expected:
@@ -333,15 +362,19 @@ class ReplayReader:
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
-            return End(self._first)
+            return self._end(End(self._first))
         chain = self._chain_to(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
             others = len(units) if request.tail == "uneven" and not self._drop_last else 0
-            return End(self._first, others, chain=chain)
+            return self._end(End(self._first, others, chain=chain))
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
-        return Replayed(self._collated(own, key), chain, self._first, global_batch - len(units))
+        batch = self._collated(own, key)
+        found = self._found
+        if found is not None:  # the length is known, so nobody may ask for the end
+            self._found = None
+        return Replayed(batch, chain, self._first, global_batch - len(units), found=found)
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:
@@ -387,7 +420,7 @@ class ReplayReader:
             self._open(request)
         units = self._units(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
-            return End("")
+            return self._end(End(""))
         seen = self._digest(units[-1])
         if request.skip:
             return Replayed(None, seen, "", 0, former_checksum_of(units[-1]) if request.former else "")
@@ -395,4 +428,4 @@ class ReplayReader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_iterator": None, "_start_stream": None}
+        return {**self.__dict__, "_opened": None, "_iterator": None, "_start_stream": None, "_beginning": None}

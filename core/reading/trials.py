@@ -1,13 +1,17 @@
 """What an iterable promises is tried when reading begins: that it repeats itself, and that no thread of its own draws.
 
 The first is tried on a copy that shares nothing that changes: a resumed process begins an epoch with the first pass
-over a new object, so a second pass over one object must begin alike under the same random streams.
+over a new object, so a second pass over one object must begin alike under the same random streams. Where the first pass
+that is read to its end changes what the source keeps, such as a count of passes, it is tried once more, on a copy of it
+as it then is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+import sys
 import threading
 import types
 import warnings
@@ -20,11 +24,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from midepoch.copying import Apart
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.state.checksum import checksum_of
 from midepoch.state.witness import Look, look_at
 
 from .private import let_go
 
-__all__ = ["Trial", "passes_differ", "reading_threads"]
+__all__ = ["Beginning", "Trial", "passes_differ", "reading_threads", "standing", "started_threads", "used_differs"]
 
 
 class Trial(NamedTuple):
@@ -41,23 +46,75 @@ class Trial(NamedTuple):
     threads: tuple[str, ...] = ()
 
 
+class Beginning(NamedTuple):
+    """How a pass over a source that has not been read yet begins.
+
+    Attributes:
+        seed, epoch, own: of its streams.
+        look: at its first unit.
+    """
+
+    seed: int
+    epoch: int
+    own: tuple[int, ...]
+    look: Look
+
+
 def passes_differ(
     copied: Apart, open_source: Callable[[], Iterator[Any]], seed: int, epoch: int, own: tuple[int, ...]
-) -> Trial:
+) -> tuple[Trial, Beginning | None]:
     """Compare the first units of two passes over a copy, under the same streams.
 
     Args:
         copied: the copy.
         open_source: begins a pass over it.
         seed, epoch, own: of the streams of the pass that is being read.
+
+    Returns:
+        What came of it, and how the first pass began if both were equal.
     """
+    try:
+        one, other = _beginnings(copied, open_source, seed, epoch, own, 2)
+    except Exception as error:  # noqa: BLE001  # the original has been read without
+        return Trial(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}"), None
+    if one is None or other is None:
+        return Trial(differs="" if one is other else "one of them is empty"), None
+    differing = one.differing(other)
+    if differing:
+        return Trial(differs=f"they differ in {one.names(differing)}"), None
+    return Trial(), Beginning(seed, epoch, own, one)
+
+
+def used_differs(copied: Apart, open_source: Callable[[], Iterator[Any]], beginning: Beginning) -> Trial:
+    """Compare how a pass begins over a copy of a source that was read to its end with how its first pass began.
+
+    Args:
+        copied: the copy.
+        open_source: begins a pass over it.
+        beginning: of the first pass.
+    """
+    seed, epoch, own, one = beginning
+    try:
+        (other,) = _beginnings(copied, open_source, seed, epoch, own, 1)
+    except Exception:  # noqa: BLE001  # so would the original, if it is read again
+        return Trial()
+    differs = "the later one is empty" if other is None else ""
+    if other is not None and (differing := one.differing(other)):
+        differs = f"they differ in {one.names(differing)}"
+    return Trial(differs=differs)
+
+
+def _beginnings(
+    copied: Apart, open_source: Callable[[], Iterator[Any]], seed: int, epoch: int, own: tuple[int, ...], passes: int
+) -> list[Look | None]:
+    """The first units of so many passes over a copy, each under the same streams."""
     for loader in copied.loaders:
-        loader.num_workers = min(loader.num_workers, 1)  # one starts sooner; both passes have as many
+        loader.num_workers = min(loader.num_workers, 1)  # one starts sooner; all passes have as many
     streams = Streams(copied.value)
     looks: list[Look | None] = []
     try:
         with warnings.catch_warnings(action="ignore"):  # the original has its own
-            for _ in range(2):
+            for _ in range(passes):
                 streams.begin_replay()
                 with streams as start:
                     start(derive_key(Purpose.OPENING, seed, epoch))
@@ -70,16 +127,16 @@ def passes_differ(
                 if isinstance(iterator, types.GeneratorType):
                     iterator.close()
                 del iterator
-    except Exception as error:  # noqa: BLE001  # the original has been read without
-        return Trial(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}")
     finally:
         for loader in copied.loaders:
             let_go(loader)
-    one, other = looks
-    if one is None or other is None:
-        return Trial(differs="" if one is other else "one of them is empty")
-    differing = one.differing(other)
-    return Trial(differs=f"they differ in {one.names(differing)}" if differing else "")
+    return looks
+
+
+def standing(source: Any) -> str:
+    """A checksum of what a source keeps in its attributes, or a function in its closure: a bounded part of it."""
+    kept = [each.cell_contents for each in source.__closure__ or ()] if hasattr(source, "__closure__") else source
+    return checksum_of(kept)
 
 
 def _first(iterator: Iterator[Any]) -> Look | None:
@@ -89,6 +146,26 @@ def _first(iterator: Iterator[Any]) -> Look | None:
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def started_threads() -> Iterator[list[str]]:
+    """The names of the threads that python starts in this block, also of those that have ended; first started, first.
+
+    They may draw from the generators that are under a stream, in an order that depends on timing.
+    """
+    names: list[str] = []
+    before: Any = threading.getprofile()
+
+    def note(frame: types.FrameType, event: str, argument: object) -> None:
+        names.append(threading.current_thread().name)
+        sys.setprofile(before)
+
+    threading.setprofile(note)
+    try:
+        yield names
+    finally:
+        threading.setprofile(before)
+
 
 _MOST_OBJECTS = 5000  # to be looked at for each thread
 
