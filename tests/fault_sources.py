@@ -294,7 +294,7 @@ def _shared(process: psutil.Process) -> set[str]:
     return names
 
 
-def settled(before: Held, patience: float = 5.0) -> Held:
+def settled(before: Held, patience: float = 30.0) -> Held:
     """`held` when nothing but memory is more than `before`, or when patience is at its end."""
     until = time.monotonic() + patience
     while True:
@@ -304,7 +304,7 @@ def settled(before: Held, patience: float = 5.0) -> Held:
         time.sleep(0.05)
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> bool:
     until = time.monotonic() + seconds
     while not true():
         if time.monotonic() > until:

@@ -33,15 +33,18 @@ from midepoch.tools.demo.compare import Comparison, Run, Segment, read_segment
 from midepoch.tools.demo.images import SIDE, label_of, write_images
 from midepoch.tools.demo.orchestrate import DemoError, Settings, make_scenarios, prepare
 
+# What every rank imports, the second when it makes its optimizer.
+MODULES = ("torch.distributed.run", "torch._dynamo", "sklearn.datasets", "PIL.Image")
 _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Torchrun's processes and the ranks are forked; what is to be interrupted, below, is as users start it."""
-    python = forking.executable("torch.distributed.run", "PIL.Image")
+    python = forking.executable(*MODULES)
     code = f"import sys; sys.executable = {python!r}; from midepoch.tools.cli import main; main()"
     return forking.run(
         ["-c", code, "demo", f"--output={output}", *_SMALL, *options],
+        modules=MODULES,
         env={**os.environ, "PYTHON_EXEC": python},
         timeout=500,
     )
@@ -270,7 +273,7 @@ def test_every_backend_reads_the_images_and_goes_on_exactly(name: str, tmp_path:
     # In a process of its own, as in the demonstration: writers fork.
     prepare = "from pathlib import Path; from midepoch.tools.demo.backends import BACKENDS as found; import sys; "
     prepare += "found[sys.argv[1]].prepare(Path(sys.argv[2]))"
-    forking.run(["-c", prepare, name, str(folder)], check=True)
+    forking.run(["-c", prepare, name, str(folder)], modules=MODULES, check=True)
     with backend.load(folder, 12, 5, 1) as loader:
         first = [backend.unpack(batch, labels) for batch in loader]
         second = [backend.unpack(batch, labels) for batch in loader]
@@ -410,7 +413,7 @@ def test_a_missing_package_is_named_with_the_cure(
 
 def test_without_typer_every_command_names_the_cure() -> None:
     code = "import sys; sys.modules['typer'] = None; from midepoch.tools.cli import main; main()"
-    finished = forking.run(["-c", code])
+    finished = forking.run(["-c", code], modules=MODULES)
     assert finished.returncode == 2
     assert finished.stderr == "midepoch: the command line needs typer: pip install 'midepoch[cli]'\n"
 
@@ -418,7 +421,7 @@ def test_without_typer_every_command_names_the_cure() -> None:
 def test_help_lists_the_commands() -> None:
     script = [str(Path(sys.executable).parent / "midepoch"), "--help"]
     for finished in (
-        forking.run(["-m", "midepoch", "--help"]),
+        forking.run(["-m", "midepoch", "--help"], modules=MODULES),
         subprocess.run(script, capture_output=True, text=True, timeout=120),
     ):
         assert finished.returncode == 0

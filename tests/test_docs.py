@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -37,6 +38,9 @@ for path in sys.argv[1:]:
 """
 
 
+MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer imports the second, for a second and a half
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
 
@@ -44,7 +48,14 @@ def blocks(page: Path, language: str) -> list[str]:
 def python(arguments: list[Any], folder: Path, *modules: str) -> str:
     """What a program prints on its standard output."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return forking.run(arguments, cwd=folder, env=environment, modules=modules, check=True).stdout
+    return forking.run(arguments, cwd=folder, env=environment, modules=modules or MODULES, check=True).stdout
+
+
+def skip_without(modules: list[str], extras: str) -> None:
+    """Without importing them here, which takes seconds."""
+    for package in {module.partition(".")[0] for module in modules}:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (pip install midepoch[{extras}])")
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -106,9 +117,8 @@ def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
     """In mid-epoch and in a save; batches and losses are bit-equal to those of a run that nobody killed."""
     names = ["lightning_trainer.py", "hugging_face_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
     names += ["distributed_checkpoint.py", "ignite_engine.py"]
-    modules = ["lightning", "transformers", "accelerate", "ignite.engine"]
-    for module in modules:
-        pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[trainers])")
+    modules = ["lightning", "transformers.trainer", "accelerate", "ignite.engine"]
+    skip_without(modules, "trainers")
     command = [sys.executable, str(ROOT / "tests" / "kill_examples.py"), str(tmp_path), "--import", *modules]
     command += [*["--in-a-save"] * bool(os.environ.get("MIDEPOCH_CHAOS")), "--"]
     report = json.loads(run([*command, *(str(ROOT / "examples" / name) for name in names)], tmp_path))
@@ -118,8 +128,7 @@ def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
 
 
 def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
-    for module in ("datasets", "grain", "litdata", "torchdata"):
-        pytest.importorskip(module, reason=f"{module} is not installed (pip install midepoch[{module}])")
+    skip_without(["datasets", "grain", "litdata", "torchdata"], "datasets,grain,litdata,torchdata")
     names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py"]
     output = python(["-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
     code = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import cpu_torchvision, runpy\n"
@@ -133,13 +142,13 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    environment["PYTHON_EXEC"] = forking.executable()
+    environment["PYTHON_EXEC"] = forking.executable(*MODULES)
     script = [str(ROOT / "examples" / "torchrun.py"), str(tmp_path / "snapshot.pt")]
 
     def torchrun(processes: int, epochs: int) -> forking.Program:
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={processes}"]
         command = ["-m", "torch.distributed.run", *rendezvous, *script, f"--epochs={epochs}"]
-        return forking.Program(command, modules=["torch.distributed.run"], cwd=tmp_path, env=environment, merged=True)
+        return forking.Program(command, modules=MODULES, cwd=tmp_path, env=environment, merged=True)
 
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs.sum(1, keepdim=True)), batch_size=96, shuffle=True)
@@ -184,7 +193,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
         (folder / "train.py").write_text(script.replace("time.sleep(0.5)", "time.sleep(0.02)"))
         lines: list[str] = []
         if number is not None:
-            job = forking.Program(["train.py"], cwd=folder, merged=True)
+            job = forking.Program(["train.py"], modules=MODULES, cwd=folder, merged=True)
             with job.stdout as output:
                 lines = [next(output) for _ in range(17)]
                 job.send_signal(number)
@@ -233,7 +242,7 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
     subprocess.run([*install, "--target", str(tmp_path / "site"), str(package)], check=True, capture_output=True)
     command: list[str | Path] = ["-m", "pytest", "-q", "-c", os.devnull, package / "test_rows.py"]
     found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = forking.run(command, cwd=package, env=found)
+    done = forking.run(command, modules=MODULES, cwd=package, env=found)
     assert done.returncode == 0, done.stdout
     assert "17 passed" in done.stdout
 

@@ -75,7 +75,7 @@ def threads() -> set[threading.Thread]:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)

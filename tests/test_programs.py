@@ -349,7 +349,7 @@ def test_a_program_is_killed_under_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     torchrun += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.05"]
     command = [*torchrun, program_job.__file__, str(tmp_path / "log"), "batch", "13", str(PROGRAMS / f"{name}.py")]
-    forking.run(command, modules=("torch.distributed.run",), cwd=tmp_path, env=environment, check=True)
+    forking.run(command, modules=MODULES, cwd=tmp_path, env=environment, check=True)
     for rank, whole in enumerate(undisturbed(name, 2, "")):
         events = [json.loads(line) for line in (tmp_path / f"log.{rank}").read_text().splitlines()]
         tails = [at for at in range(len(events)) if events[at:] == whole[at - len(events) :]]

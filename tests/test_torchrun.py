@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import forking
 import torchrun_job
 
+MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer imports the second, for a second and a half
+
 
 class Job:
     """torchrun on this machine, in a session of its own."""
@@ -40,10 +42,9 @@ class Job:
         command = [*torchrun, torchrun_job.__file__, str(folder), *options]
         self.folder = folder
         if not host:
-            environment["PYTHON_EXEC"] = forking.executable()
-            modules = ["torch.distributed.run"]
+            environment["PYTHON_EXEC"] = forking.executable(*MODULES)
             self.process: Any = forking.Program(
-                command, modules=modules, env=environment, merged=True, new_session=True
+                command, modules=MODULES, env=environment, merged=True, new_session=True
             )
         else:
             self.process = subprocess.Popen(
@@ -117,7 +118,7 @@ def global_batches(folder: Path) -> dict[int, list[Any]]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """The batches of one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    forking.run([torchrun_job.__file__, folder, "--pause=0"], check=True)
+    forking.run([torchrun_job.__file__, folder, "--pause=0"], modules=MODULES, check=True)
     found = global_batches(folder)
     assert len(found) == 40
     return found
@@ -372,7 +373,7 @@ def test_a_group_that_cannot_talk_about_what_is_on_the_cpu(uninterrupted: dict[i
     os.kill(silent, signal.SIGSTOP)
     since = time.monotonic()
     wait_for(lambda: ended(other), job)
-    assert 5 < time.monotonic() - since < 30, "not half an hour"
+    assert 5 < time.monotonic() - since < 200, "not half an hour"
     os.kill(silent, signal.SIGKILL)
     output = job.wait()
     assert job.process.returncode != 0 and "Timed out waiting 7000ms" in output, output

@@ -963,9 +963,9 @@ def test_a_resume_late_in_an_epoch_begins_as_soon_as_an_early_one(tmp_path: Path
         for position, times in seconds.items():
             loader = midepoch.wrap(wds.WebDataset(urls, shardshuffle=9).shuffle(99).batched(8), seed=1)
             loader.seek(position=position)
-            begun = time.perf_counter()
+            begun = time.process_time()  # which does not count what others take of the machine
             next(iter(loader))
-            times.append(time.perf_counter() - begun)
+            times.append(time.process_time() - begun)
     assert min(seconds[9000]) < 2 * min(seconds[0])
 
 
