@@ -745,6 +745,8 @@ def test_a_witness_of_the_former_form_is_compared_in_that_form() -> None:
     witness = Witness.parse(FORMER_GOLDEN)
     assert witness is not None and str(witness) == FORMER_GOLDEN
     assert witness.compare(look_at(golden()), False) is None
+    windows = Witness.parse("0/3/d01a3e62//0:vF00=rS9y")  # its slashes are others, so it was compared as a whole
+    assert windows is not None and windows.compare(look_at("D:\\data\\11\\image.png"), False) is None
     changed = golden()
     changed["x"][3] = "another text"
     difference = witness.compare(look_at(changed), False)

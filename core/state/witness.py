@@ -356,9 +356,8 @@ def _single(value: Any, name: str, is_path: bool) -> _Part:
         return _exact(value, name, kind)
     identity, seen = _behind_mount(value) if is_path or _is_path(value) else (value, value)
     part = _exact(identity, name, kind)._replace(bits=zlib.crc32(_bytes_of(seen)))
-    if "/" not in value or "\n" in value:
-        return part
-    former = _exact(value.rstrip("/").rpartition("/")[2], name, kind)
+    is_cut = "/" in value and "\n" not in value
+    former = _exact(value.rstrip("/").rpartition("/")[2] if is_cut else value, name, kind)
     return part if former == part else part._replace(former=former)
 
 
