@@ -138,12 +138,14 @@ def wrap(
         UnsupportedSourceError: it cannot be resumed as it is; the message says what to pass instead.
         ValueError, TypeError: an argument is out of range.
     """
-    if isinstance(source, Loader):
-        return source
     options = Options(
         seed, world, shard, randomness, tail, fingerprint, verify, then, prefetch, on_error, remember,
         cast(dict[str, Any], settings),
     )  # fmt: skip
+    if isinstance(source, Loader):
+        if options != Options(settings={}):
+            raise TypeError("this loader is wrapped already: pass the options where it is wrapped for the first time")
+        return source
     return Loader(_adapter_for(source, options), options)
 
 

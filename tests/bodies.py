@@ -171,6 +171,32 @@ def part_of_an_epoch(make: Make, log: Log, epochs: int) -> None:
         log("schedule", epoch)
 
 
+def a_part_and_a_whole_pass(make: Make, log: Log, epochs: int) -> None:
+    first, second = loader(18), loader(14, 4, 2)
+    snapshot = make(log=log, first=first, second=second)
+    for epoch in snapshot.epochs(epochs):
+        for batch in itertools.islice(first, 3 - first.batches_done):
+            log("first", epoch, batch)
+            snapshot.step()
+        for batch in second:
+            log("second", epoch, batch)
+            snapshot.step()
+        log("schedule", epoch)
+
+
+def two_validations_within_a_pass(make: Make, log: Log, epochs: int) -> None:
+    train, val = loader(22), loader(9, 4, 2)
+    snapshot = make(log=log, train=train, val=val)
+    for epoch in snapshot.epochs(epochs):
+        for number, batch in enumerate(train, train.batches_done):
+            log("train", epoch, batch)
+            if number in (0, 3):
+                for other in val:
+                    log("val", epoch, other)
+            snapshot.step()
+        log("schedule", epoch)
+
+
 def loops_in_loops(make: Make, log: Log, epochs: int) -> None:
     tasks, inner = loader(6, 2), loader(10, 4, 2)
     snapshot = make(log=log, tasks=tasks, inner=inner)
@@ -211,8 +237,8 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
         usual, usual_with_workers, validation_first, validation_in_the_middle, zipped, zipped_with_a_cycle,
-        a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch, loops_in_loops, unknown_length,
-        its_own_state,
+        a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
+        a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
     )
 }  # fmt: skip
 

@@ -473,3 +473,40 @@ def test_ranks_whose_bodies_differ_are_told_by_name(kind: str, tmp_path: Path) -
     told = sources.in_gloo_world(_other_bodies, 2, str(tmp_path / "snapshot.pt"), kind)
     assert all("rank 0" in each and "rank 1" in each for each in told), told
     assert len(set(told)) == 1
+
+
+# --- what people write around it ---
+
+
+def test_a_caller_who_counts_epochs_from_one_gets_them_all() -> None:
+    loader, seen = shuffled(), []
+    with pytest.warns(MidepochWarning, match="this is the body of epoch 0") as told:
+        for epoch in loader.epochs(4):
+            loader.set_epoch(epoch + 1)
+            seen.append((epoch, len(list(loader))))
+    assert seen == [(epoch, len(loader)) for epoch in range(4)]
+    assert len([each for each in told if "is not followed" in str(each.message)]) == 1
+
+
+def test_batches_done_of_an_unknown_length_behind_the_last_batch() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+
+    loader = midepoch.wrap(numbers)
+    for _ in loader.epochs(1):
+        assert loader.batches_done == 0
+        list(loader)
+        assert loader.batches_done == 0  # as where the length is known
+        state = loader.state_dict()
+    resumed = midepoch.wrap(numbers)
+    resumed.load_state_dict(state)
+    for _ in resumed.epochs(1):
+        assert list(enumerate(resumed, resumed.batches_done)) == []
+
+
+def test_options_for_a_wrapped_loader_are_refused() -> None:
+    loader = shuffled()
+    assert midepoch.wrap(loader) is loader
+    for options in ({"seed": 3}, {"then": str}, {"on_error": "next"}, {"refill": True}):
+        with pytest.raises(TypeError, match="wrapped already"):
+            midepoch.wrap(loader, **options)  # type: ignore[arg-type]

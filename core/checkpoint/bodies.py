@@ -33,8 +33,13 @@ class Bodies(NamedTuple):
     @classmethod
     def of(cls, epoch: int | None, passes: Mapping[str, Passes], ends: bool = False) -> Bodies:
         """Those of a loop in whose body there were these passes."""
-        left = {name: not each.inner for name, each in passes.items() if each.left}
-        return cls(epoch, {name: each.whole for name, each in passes.items() if each.begun}, left, ends)
+        recorded = {name: each.record() for name, each in passes.items()}
+        return cls(
+            epoch,
+            {name: whole for name, (whole, _) in recorded.items() if whole is not None},
+            {name: again for name, (_, again) in recorded.items() if again is not None},
+            ends,
+        )
 
     @classmethod
     def joined(cls, of_ranks: Sequence[Bodies]) -> Bodies:
@@ -56,7 +61,7 @@ class Bodies(NamedTuple):
 
     def passes(self, name: str) -> Passes:
         """The passes over a loader in a body that is run again."""
-        return Passes(self.whole.get(name, 0) + self.left.get(name, False), interrupted=name in self.whole)
+        return Passes(self.whole.get(name), self.left.get(name))
 
     def as_content(self) -> dict[str, Any]:
         """Built-in types, which `read` takes."""

@@ -22,19 +22,21 @@ class Passes:
     (a validation in the middle of a training pass) is not repeated: the outer pass continues after it.
 
     Args:
-        empty: whole passes that had been made when the resumed snapshot was saved.
-        interrupted: the snapshot was saved in the middle of this body, when a pass over this loader had begun.
+        ended: `whole` when the resumed snapshot was saved; None if no pass had begun then.
+        again: `inner` or not of a pass that had been left then: whether it would be made again; None if none was.
         alone: no one records the number of passes, so a resume knows of one pass only.
 
     Attributes:
+        alone: as given.
         whole: passes that came to their end, or were left, and that would be made again.
         inner: the latest pass ran within one step of another.
         begun: a pass has begun that had not been made when the resumed snapshot was saved.
         cursor: of the latest pass.
     """
 
-    def __init__(self, empty: int = 0, interrupted: bool = False, alone: bool = False) -> None:
-        self._empty, self._interrupted, self._alone = empty, interrupted, alone
+    def __init__(self, ended: int | None = None, again: bool | None = None, alone: bool = False) -> None:
+        self._recorded, self.alone = (ended, again), alone
+        self._empty = (ended or 0) + bool(again)  # passes to be made that give nothing
         self._together: Sequence[Passes] = ()
         self._around: list[tuple[Cursor, int]] = []  # passes that ran when the latest began, and how far they were
         self.inner = False
@@ -54,7 +56,7 @@ class Passes:
         """A pass with `cursor` takes its first batch."""
         if self.begun and not self.inner:
             self.whole += 1
-            if self._alone and self.whole == 1:
+            if self.alone and self.whole == 1:
                 warnings.warn(
                     "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
                     "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
@@ -72,12 +74,18 @@ class Passes:
         self.inner = any(cursor.steps == steps and _runs(cursor) for cursor, steps in self._around)
         return not self.inner
 
+    def record(self) -> tuple[int | None, bool | None]:
+        """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes."""
+        if not self.begun:
+            return self._recorded  # until a pass begins, a body that is run again stands where it stood
+        return self.whole, not self.inner if self.left else None
+
     @property
     def left(self) -> bool:
         """Whether the latest pass was left before its end: the next one begins a new epoch."""
         cursor = self.cursor
         if cursor is None:
-            return self._interrupted and not self.begun
+            return self._recorded[0] is not None
         return cursor.steps > 0 and (
             cursor.phase is Phase.CLOSED or (cursor.phase is Phase.RUNNING and not cursor.in_use)
         )
@@ -109,7 +117,8 @@ def bring_together(passes: Sequence[Passes]) -> None:
 
 
 def _runs(cursor: Cursor) -> bool:
-    return cursor.steps > 0 and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
+    # One that was left by `break` or an exception keeps its phase, and is used no more.
+    return cursor.in_use and cursor.steps > 0 and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
 
 
 def check_epochs(n: object) -> None:

@@ -481,7 +481,8 @@ class Course:
         if passes.going_on and not alone:
             return True
         ended = self.is_over or (self.came is Came.READ and self.position > 0 and cursor.phase is Phase.EXHAUSTED)
-        if ended or (passes.left and self.adapter.can_seek) or (alone and not (passes.begun and not self.position)):
+        left = passes.left and self.position > 0 and self.adapter.can_seek
+        if ended or left or (alone and not (passes.begun and not self.position)):
             self.end_epoch()
             self.came = Came.READ
             if cursor.phase is Phase.RUNNING and cursor.owned:

@@ -173,9 +173,9 @@ class Loader:
         there is empty). If the source's length is unknown, it is a lower
         bound. After a `break` it still refers to the abandoned epoch; the next pass starts at 0.
         """
-        left = self._course.steps_left()
-        if left is not None:
-            return len(self) - left if left or self._continues_over else 0
+        share, left = self._course.share(self._setting.world(), self.epoch, 0), self._course.steps_left()
+        if share is not None and left is not None:
+            return share.steps - left if left or self._continues_over else 0
         if self._course.cursor.phase is Phase.EXHAUSTED:
             return 0
         return -(-self.position // self._adapter.units_per_step(self._setting.world()))
@@ -287,12 +287,13 @@ class Loader:
         came, cursor = course.came, course.cursor
         if epoch == self.epoch:
             self._ahead = 0
-        elif self._course.unfinished == self.epoch:
+        elif (loaded := course.unfinished == self.epoch) or (course.passes is not None and course.passes.alone):
             if self._ahead != epoch - self.epoch:
                 self._ahead = epoch - self.epoch
                 warnings.warn(
-                    f"set_epoch({epoch}) is not followed: the loaded state is within epoch {self.epoch}, whose rest "
-                    f"would be lost. Later numbers are taken to be {abs(self._ahead)} too "
+                    f"set_epoch({epoch}) is not followed: "
+                    f"{'the loaded state is within' if loaded else 'this is the body of'} epoch {self.epoch}, whose "
+                    f"rest would be lost. Later numbers are taken to be {abs(self._ahead)} too "
                     f"{'high' if self._ahead > 0 else 'low'}, until they agree with loader.epoch. To leave this epoch, "
                     f"call loader.seek(epoch={epoch})",
                     MidepochWarning,
