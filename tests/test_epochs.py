@@ -510,3 +510,28 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
     for options in ({"seed": 3}, {"then": str}, {"on_error": "next"}, {"refill": True}):
         with pytest.raises(TypeError, match="wrapped already"):
             midepoch.wrap(loader, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_batch_taken_before_the_loop_is_told(saved: bool, tmp_path: Path) -> None:
+    loader = shuffled()
+    next(iter(loader))
+    epochs = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader).epochs if saved else loader.epochs
+    with pytest.warns(MidepochWarning, match=r"goes on behind it, at position 4: .*loader\.peek"):
+        for _ in epochs(1):
+            list(loader)
+
+
+def test_what_is_committed_when_a_body_ends_is_the_next_epoch(tmp_path: Path) -> None:
+    path, given = tmp_path / "snapshot.pt", []
+    loader = shuffled()
+    snapshot = Snapshot(path, signals=(), data=loader)
+    for epoch in snapshot.epochs(1):
+        for _ in loader:
+            given.append(epoch)
+            loader.commit()
+    snapshot.save()
+    loader = shuffled()
+    for epoch in Snapshot(path, signals=(), data=loader).epochs(3):
+        given += [epoch for _ in loader]
+    assert given == [epoch for epoch in range(3) for _ in range(len(loader))]

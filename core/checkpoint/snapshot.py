@@ -299,7 +299,7 @@ class Snapshot:
         ranks = self._agreement.ranks()
         where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
-        going_on = [loader._course.leave_body() for loader in self._loaders().values()]
+        going_on = [loader._leave_body() for loader in self._loaders().values()]
         self._in_body, self._epoch, self._passes = False, epoch, {}
         # Python may free a pass that was left later on one rank than on another.
         if self._agreement.meet(ranks, where, float(any(going_on)))[0]:

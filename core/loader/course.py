@@ -362,13 +362,18 @@ class Course:
                 MidepochWarning,
                 stacklevel=5,
             )
-        elif before.steps == 1 and not self._told_of_one:
+        elif before.steps == 1:
+            self._tell_of_one(f"a new pass begins epoch {self.epoch + 1}", 5)
+
+    def _tell_of_one(self, follows: str, level: int) -> None:
+        """Warn once of what `next(iter(loader))` takes. `level`: of the stack, as seen from the caller."""
+        if not self._told_of_one:
             self._told_of_one = True
             warnings.warn(
-                f"a pass over epoch {self.epoch} was given up after its first batch, and a new pass begins epoch "
-                f"{self.epoch + 1}: to look at a batch, use loader.peek(), which gives nothing up",
+                f"a pass over epoch {self.epoch} was given up after its first batch, and {follows}: to look at a "
+                "batch, use loader.peek(), which gives nothing up",
                 MidepochWarning,
-                stacklevel=5,
+                stacklevel=level + 1,
             )
 
     def goes_on(self, cursor: Cursor, error: BaseException, mark: Any) -> bool:
@@ -464,6 +469,9 @@ class Course:
             self.came = Came.READ
         elif continues and self.came is Came.READ:
             self.came = Came.PUT
+            cursor = self.cursor
+            if cursor.steps == 1 and cursor.phase is Phase.RUNNING and not (cursor.in_use or cursor.opened.position):
+                self._tell_of_one(f"the body of epochs goes on behind it, at position {self.position}", 3)
 
     def leave_body(self, alone: bool = False) -> bool:
         """End the epoch with its body.

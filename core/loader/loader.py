@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -425,8 +426,9 @@ class Loader:
                 schedule.step()
 
         In the body, a state saved after the last batch still stands at the end of that epoch. A run that resumes there
-        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body.
-        `Snapshot.epochs` is the same for several loaders.
+        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body. So save before
+        ``schedule.step()``, or at the body's beginning, where the epoch before is over. `Snapshot.epochs` is the same
+        for several loaders.
 
         Args:
             n: the number of epochs in all, those before a resume included.
@@ -440,6 +442,15 @@ class Loader:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
+    def _leave_body(self, alone: bool = False) -> bool:
+        """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
+        goes_on = self._course.leave_body(alone)
+        if self._committed is not None and self._origin.over and not self.position:
+            with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
+                here = self._course.here()
+                self._committed, self._origin = self._state_at(here), here
+        return goes_on
+
     def _each_epoch(self, n: int) -> Iterator[int]:
         if self._course.passes is not None:
             raise MidepochError(RUNNING)
@@ -450,7 +461,7 @@ class Loader:
             while self.epoch < n:
                 self._course.enter_body(Passes(alone=True), continues)
                 yield self.epoch
-                self._course.leave_body(alone=True)
+                self._leave_body(alone=True)
                 continues = None
         finally:
             self._course.passes = None
