@@ -509,7 +509,7 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
     assert midepoch.wrap(loader) is loader
     for options in ({"seed": 3}, {"then": str}, {"on_error": "next"}, {"refill": True}):
         with pytest.raises(TypeError, match="wrapped already"):
-            midepoch.wrap(loader, **options)  # type: ignore[arg-type]
+            midepoch.wrap(loader, **options)
 
 
 @pytest.mark.parametrize("saved", [False, True])
