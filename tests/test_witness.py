@@ -789,3 +789,28 @@ def test_any_value_can_be_looked_at() -> None:
         text = text_of(value)
         witness = Witness.parse(text)
         assert len(text) <= LONGEST and witness is not None and witness.compare(look_at(value), False) is None
+
+
+class _Rich(Dataset[Any]):
+    """As many samples as there can be, of eight parts."""
+
+    def __len__(self) -> int:
+        return 10**15
+
+    def __getitem__(self, index: int) -> Any:
+        return {f"part {number}": torch.full((64,), index * 1.2345e-7 + number) for number in range(8)}
+
+
+@pytest.mark.parametrize("fingerprint", [None, "x" * 64])
+def test_the_largest_numbers_fit_into_a_state_of_512_bytes(fingerprint: str | None) -> None:
+    world = midepoch.World(16383, 16384)
+    source = DataLoader(_Rich(), batch_size=4096, shuffle=True)
+    loader = midepoch.wrap(source, seed=2**64 - 1, world=world, fingerprint=fingerprint)
+    loader.seek(epoch=10**7, position=4096 * 16384 * 7_000_000)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["witness"].count(":") > 2
+    assert len(json.dumps(state)) <= 512
+    again = midepoch.wrap(source, world=world, fingerprint=fingerprint)
+    again.load_state_dict(state)
+    next(iter(again))

@@ -6,7 +6,7 @@ import copy
 import warnings
 
 from midepoch.errors import MidepochWarning
-from midepoch.state.witness import Witness
+from midepoch.state.witness import LONGEST, Witness
 
 from .adapter import Adapter, Options
 from .cursor import Cursor
@@ -27,6 +27,8 @@ class Witnesses:
         self.expected: Witness | None = None
         self._known: dict[int, str] = {}  # by epoch: of the last two from which was read
         self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
+        # A state with an identity of the user's own stays below 512 bytes, too.
+        self._longest = LONGEST - (24 + len(options.fingerprint) if options.fingerprint else 0)
         self._tried = False  # whether a sample that is read twice stays the same
 
     def of_twin(self, adapter: Adapter) -> Witnesses:
@@ -98,5 +100,5 @@ class Witnesses:
             self._adapter.judge("the collate function", "the same samples", seen.collate)
         self._known = {
             **{each: text for each, text in self._known.items() if each == epoch - 1},
-            epoch: str(Witness.of(epoch, seen.index, look, self._left_out)),
+            epoch: Witness.of(epoch, seen.index, look, self._left_out).text(self._longest),
         }

@@ -175,11 +175,15 @@ class Witness:
         return cls(epoch, number, bits, left, told)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, longest: int = LONGEST) -> str:
+        """For a state, in at most so many characters: the smaller parts are left out."""
         index = "" if self.index is None else str(self.index)
         bits = f"{'' if self.former else '+'}{self.bits}"
         head = f"{self.epoch}/{index}/{bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
         parts = [_part_text(number, part) for number, part in self.told]
-        while len(head) + len(",".join(parts)) > LONGEST:
+        while len(head) + len(",".join(parts)) > longest and parts:
             parts.pop()
         return head + ",".join(parts)
 
