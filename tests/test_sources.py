@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 # The short form has each mechanism once: samples by index, in our orders and in a list of somebody's; each tail; whole
 # batches as units; samplers that are driven, in a loader with workers and, by inheritance, without one; lists; replay;
 # streams that divide themselves; a source's own state. The others are long: a Subset, a window and a
-# DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, two samplers, a
-# plain iterable and a stream that is shared out read as one of those above does.
+# DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, a sampler that
+# gives one index a sample, a plain iterable and a stream that is shared out read as one of those above does.
 
 
 class _Sampled(ResumableTests):
@@ -78,12 +78,12 @@ class TestMapSingle(_Sampled):
     make_loader = staticmethod(sources.map_single)
 
 
+@pytest.mark.long
 class TestExposingInLoader(_Sampled):
     make_loader = staticmethod(sources.exposing_in_loader)
     shuffled = True
 
 
-@pytest.mark.long
 class TestExposingGeneratorInLoader(_Sampled):
     make_loader = staticmethod(sources.exposing_generator_in_loader)
 
