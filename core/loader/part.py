@@ -63,6 +63,11 @@ class Part:
         return self.loader._adapter.batch_size
 
     @property
+    def global_batch(self) -> int | None:
+        """Units in a global batch of several steps, as given to `wrap`."""
+        return self.loader._options.global_batch
+
+    @property
     def tail(self) -> Tail:
         """What to do with the last samples if their number is not divisible by the world size."""
         return self.loader._adapter.tail_in_use
