@@ -87,6 +87,12 @@ class Part:
         """Batches left in its epoch on this rank; None if unknown."""
         return self.loader._course.steps_left()
 
+    def anyone_has_more(self) -> bool:
+        """Whether any rank has a batch left in this epoch, as far as is known."""
+        course = self.loader._course
+        share = course.share(self.world, course.epoch, course.position)
+        return share is None or share.global_steps > 0
+
     def left_at(self, state: State) -> int | None:
         """The same, for a loader that stands at `state`."""
         return self._steps(state["seed"], self._place_in(state))
