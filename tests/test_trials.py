@@ -841,6 +841,41 @@ def test_a_copy_shares_data_that_is_too_large() -> None:
         assert copy_apart(Around(value)).value is None
 
 
+class InBuffers(Dataset[Any]):
+    """Fills one buffer with each item."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 8:
+            raise IndexError(index)
+        return self.buffer.fill_(index)
+
+
+def test_a_unit_in_a_buffer_that_each_read_fills_is_given_as_it_was_read() -> None:
+    source = Around(InBuffers())  # a copy shares the dataset
+    for position in (0, 3):
+        loader = midepoch.wrap(source, seed=1)
+        loader.seek(position=position)
+        assert [batch.tolist()[0] for batch in loader] == list(range(position, 8))
+
+
+class HidesAttributes:
+    """As a proxy of an object that is not there now."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not there")
+
+
+def test_an_object_that_refuses_to_show_its_attributes_is_not_copied() -> None:
+    assert "RuntimeError" in copy_apart(Around(HidesAttributes())).why
+
+
 def wrapped_webdataset(shards: str) -> Loader:
     wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
     return midepoch.wrap(wds.WebDataset(shards, shardshuffle=False).shuffle(1000), replay=True, seed=5)
