@@ -826,7 +826,7 @@ def test_it_mixes_at_least_as_well_as_webdataset_s_buffer(tmp_path: Path, buffer
 
 
 def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
-    from midepoch.adapters.webdataset.indexed import order_of
+    from midepoch.adapters.webdataset.indexed_reader import order_of
     from midepoch.adapters.webdataset.pipeline import understand
 
     pipeline = understand(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))

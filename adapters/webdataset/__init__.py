@@ -6,8 +6,10 @@
 | shards | where shards are, and how to read their bytes |
 | index | where each sample of a shard is |
 | finish | the stages that run in the main process |
-| indexed | shards whose samples can be read in any order |
-| streamed | shards that can only be read from their start |
+| indexed, indexed_reader | shards whose samples can be read in any order |
+| archive | one shard that is read from its start |
+| streams | streams of such shards, and where they are |
+| streamed, stream_reader | pipelines over such shards |
 """
 
 from __future__ import annotations
