@@ -44,7 +44,12 @@ class IterableAdapter(Adapter):
         collate: from a list of samples to a batch; None if the stream yields batches.
         batch_size: samples in a batch; None if samples are handed out one by one.
         drop_last: leave out a last batch that is not full.
+
+    Attributes:
+        opening: makes of a source what opens it for a replay, given seed and epoch. Worker processes get it, too.
     """
+
+    opening: Callable[[Any], Callable[[int, int], Iterator[Any]]] = Open
 
     def __init__(
         self,
@@ -269,12 +274,13 @@ class IterableAdapter(Adapter):
         if reader is None:
             reader = self._readers[key] = ReplayReader(
                 self._stream,
-                _OpenDriven(self._driven) if varies and self._driven is not None else Open(self._stream),
+                _OpenDriven(self._driven) if varies and self._driven is not None else self.opening(self._stream),
                 self._samples_in_batch or 1,
                 self._collate if self._collate is None or self._samples_in_batch else _Single(self._collate),
                 self.drop_last,
                 not self._own_streams,
                 self.options.streams,
+                self.opening,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected, former = (match[4] or "", match[3] == "digest") if match else ("", False)
