@@ -37,7 +37,11 @@ class IndexedAdapter(Adapter):
     def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, index: Index) -> None:
         super().__init__(source, options)
         self._pipeline, self._index = pipeline, index
+        if pipeline.draws is not None:
+            pipeline.draws = pipeline.draws.among(pipeline.urls, [shard.url for shard in index.shards])
         self._order = order_of(pipeline, index.counts)
+        if index.size and not self._order.size:
+            raise SourceError("no shard with a weight above 0 has samples: check the weights and the shards")
         self.batch_size = pipeline.batch_size or 1
         self.drop_last = pipeline.drop_last
         self.seed = pipeline.seed
@@ -60,7 +64,7 @@ class IndexedAdapter(Adapter):
 
     def _full_size(self, world: World) -> int | None:
         """Samples of all ranks in an epoch that begins in this world; None if it has no end."""
-        passes, limit = self._index.size, self._limit
+        passes, limit = self._order.size, self._limit
         if limit is None:
             return passes
         if limit.passes is not None:
@@ -90,7 +94,7 @@ class IndexedAdapter(Adapter):
         if detail and not self._refill:
             return _parse_counted(detail)[0]
         size = self._full_size(world)
-        base = epoch * (self._index.size * _ENDLESS_PASSES if size is None else size)
+        base = epoch * (self._order.size * _ENDLESS_PASSES if size is None else size)
         if base >= _UNITS:
             raise StateCorruptError(f"epoch {epoch} begins after {base} samples, which is too many: use a lower epoch")
         return base
@@ -173,7 +177,7 @@ class IndexedAdapter(Adapter):
             return self._open_refilled(run)
         share = run.share
         if share is None:
-            size = self._index.size * _ENDLESS_PASSES
+            size = self._order.size * _ENDLESS_PASSES
             share = Share(size, run.position, self.batch_size, run.world, run.tail, self.drop_last)
         base = self._base(run.epoch, run.world, run.detail)
         if self._counted:
@@ -199,7 +203,9 @@ class IndexedAdapter(Adapter):
         answers, close = self._serve(requests, run)
         left = None if run.share is None else run.share.steps
         self._finish.begin_pass()
-        return _RefilledSession(answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._index)
+        return _RefilledSession(
+            answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._order.size
+        )
 
     def close(self) -> None:
         """End persistent worker processes, and close this process's files."""
@@ -333,7 +339,7 @@ class _RefilledSession(SeeingSession):
         cursor: tuple[int, int],
         batch_size: int,
         left: int | None,
-        index: Index,
+        size: int,
     ) -> None:
         super().__init__()
         self._answers, self._close, self._finish, self._run = self.unwrapped(answers), close, finish, run
@@ -341,7 +347,7 @@ class _RefilledSession(SeeingSession):
         self._turn, self._skip = cursor  # the next span, or the one whose rest is held
         self._held: deque[tuple[int, Any]] = deque()
         self._open = False  # whether the span at `_turn` has been read
-        self._patience = index.size // batch_size + 2  # spans without a sample before an error
+        self._patience = size // batch_size + 2  # spans without a sample before an error
 
     def take(self) -> Any:
         """The next batch."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch.utils.data import default_collate, default_convert
 from webdataset import filters
 
+from midepoch.adapters.webdataset.draws import Drawn
 from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
@@ -34,9 +35,11 @@ _MOST_LOOKED_AT = 256 << 10  # bytes of a sample, which may come over a network:
 def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
     """The order that replaces a pipeline's shuffles, over shards with these numbers of samples."""
     size, filled = sum(counts), sum(1 for count in counts if count)
+    window = max(_FEWEST_SHARDS, -(-_WIDER * pipeline.buffer * filled // max(size, 1)))
+    if pipeline.draws is not None:
+        return Drawn(tuple(counts), pipeline.draws, window)
     if not pipeline.shuffles:
         return Sequential(size)
-    window = max(_FEWEST_SHARDS, -(-_WIDER * pipeline.buffer * filled // max(size, 1)))
     return Shuffled(size) if window >= filled else Windowed(size, tuple(counts), window)
 
 
@@ -168,7 +171,7 @@ class IndexedReader:
     def _places(self, request: IndexedRequest, start: int, stop: int) -> tuple[npt.NDArray[np.int64], list[int]]:
         """The numbers of the samples at these positions, and the keys of their random streams."""
         positions = request.base + np.arange(start, stop, dtype=np.int64) % request.size
-        passes, places = np.divmod(positions, self._index.size)
+        passes, places = np.divmod(positions, self._order.size)
         samples = np.empty(len(positions), np.int64)
         keys: list[int] = []
         cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]

@@ -22,6 +22,7 @@ class StreamRequest(NamedTuple):
 
     Attributes:
         session: identifies the session.
+        streams: number of streams.
         seed: of the order and of the random streams.
         stream: number of the stream.
         cursor: its position when the session began.
@@ -30,6 +31,7 @@ class StreamRequest(NamedTuple):
     """
 
     session: int
+    streams: int
     seed: int
     stream: int
     cursor: Cursor
@@ -77,7 +79,8 @@ class StreamedReader:
             if stream is not None:
                 stream.close()
             count = 0
-            stream = Stream(self._shards, self._layout, request.seed, request.stream, request.cursor, request.last_pass)
+            layout = self._layout._replace(streams=request.streams)
+            stream = Stream(self._shards, layout, request.seed, request.stream, request.cursor, request.last_pass)
         while True:
             batch = self._next(stream)
             count += 1

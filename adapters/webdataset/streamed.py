@@ -1,14 +1,15 @@
 """Shards that can only be read from their start: pipes, compressed archives, servers without byte ranges.
 
-The shards of a pass are dealt to a fixed number of streams. Each stream is read in order by one reader, and the streams
-take turns to give a batch. A stream's cursor says at which byte of which shard its current stretch of samples begins,
-and how many samples of the stretch are done. So a resume reads again at most one shard's beginning and one stretch for
-each stream.
+The shards of a pass are dealt to a number of streams, which the user sets, or the world in which an epoch begins. Each
+stream is read in order by one reader, and the streams take turns to give a batch. A stream's cursor says at which byte
+of which shard its current stretch of samples begins, and how many samples of the stretch are done. So a resume reads
+again at most one shard's beginning and one stretch for each stream.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 from midepoch.adapters.webdataset.finish import Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline
+from midepoch.adapters.webdataset.progress import counted
 from midepoch.adapters.webdataset.shards import quick_identity
 from midepoch.adapters.webdataset.stream_reader import StreamBatch, StreamedReader, StreamRequest
 from midepoch.adapters.webdataset.streams import Cursor, Cursors, Layout, parse_cursors
@@ -31,7 +33,12 @@ from midepoch.reading.workers import Server
 from midepoch.state.parts import part_of, parts_in
 from midepoch.world import World
 
-__all__ = ["StreamedAdapter"]
+__all__ = ["MOST_STREAMS", "StreamedAdapter"]
+
+MOST_STREAMS = 4096
+
+# The number of streams unless the user sets it. Any number of readers that divides it can share them.
+_STREAMS = (12, 6, 4, 3, 2, 1)
 
 _nonces = itertools.count(1)
 
@@ -43,15 +50,18 @@ class StreamedAdapter(Adapter):
     unit = "batch"
     seals_detail = True
 
-    def __init__(
-        self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, streams: int, reason: str
-    ) -> None:
+    def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, reason: str) -> None:
         super().__init__(source, options)
         self._pipeline, self._reason = pipeline, reason
-        self._layout = Layout(streams, len(pipeline.urls), pipeline.shuffles, max(1, pipeline.buffer))
+        shards = len(pipeline.urls)
+        layout = Layout(1, shards, pipeline.shuffles, max(1, pipeline.buffer), pipeline.draws)
+        stated: int | None = options.settings.get("streams")
+        self._is_stated = stated is not None
+        self._layout = layout._replace(streams=stated or next(n for n in _STREAMS if n <= max(1, layout.places)))
+        self._streams = self._layout.streams  # of the open session, or of the last one
         self.seed = pipeline.seed
         self._refill = bool(options.settings.get("refill", False))
-        self.leads = pipeline.limit is not None
+        self.leads = pipeline.limit is not None or not self._is_stated
         whole = not pipeline.late_sample_stages
         if pipeline.limit is not None and pipeline.limit.passes is not None:
             raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
@@ -79,7 +89,8 @@ class StreamedAdapter(Adapter):
         lines = (f"{url.rpartition('/')[2]} {quick_identity(url)}" for url in self._pipeline.urls)
         names = zlib.crc32("\n".join(lines).encode())
         shuffle = f"{layout.buffer}" if layout.shuffles else "no"
-        described = {"order": f"streams(shuffle={shuffle})", "shards": f"{layout.shards}:{names:08x}"}
+        drawn = "" if layout.draws is None else f",{layout.draws.describe()}"
+        described = {"order": f"streams(shuffle={shuffle}{drawn})", "shards": f"{layout.shards}:{names:08x}"}
         described["streams"] = f"{layout.streams}"
         described["epochs"] = "counted" if self._pipeline.limit is not None else "passes"
         return described
@@ -90,13 +101,20 @@ class StreamedAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """As in the README's table."""
-        streams = self._layout.streams
+        streams = self._streams
         where = f"where ranks x workers divides the {streams} streams"
-        elastic = Capability(True, f"{where}; with several ranks save midepoch.gather(loader)")
+        if not self._is_stated:
+            where += ", whose number is chosen anew where an epoch begins in a world that cannot share them"
+        alone = Capability(False, "there is one stream, which one process reads: pass streams=n, always the same")
+        elastic = (
+            Capability(True, f"{where}; with several ranks save midepoch.gather(loader)") if streams > 1 else alone
+        )
         if self._refill:
             elastic = Capability(False, "refill=True was stated")
         return Capabilities(
-            exact_order=Capability(True, "the order of shards and of each stretch is a function of seed and pass"),
+            exact_order=Capability(
+                True, f"the order of shards and of each stretch is a function of seed and pass{self._ends()}"
+            ),
             exact_augmentations=promises.augmentations(
                 self.options, "numbers drawn for a whole batch are exact on the same split"
             ),
@@ -104,9 +122,61 @@ class StreamedAdapter(Adapter):
                 True, f"each stream reads one shard again, up to its offset, and no stage runs ({self._reason})"
             ),
             elastic_world=elastic,
-            elastic_workers=Capability(True, where),
+            elastic_workers=Capability(True, where) if streams > 1 else alone,
             rank_independent=Capability(False, "each rank knows only its own streams: use midepoch.gather(loader)"),
         )
+
+    def _ends(self) -> str:
+        """How many batches an epoch has, where that is not what the user's `batched` would give."""
+        size = self._pipeline.batch_size or 1
+        if self._pipeline.limit is not None or size == 1:
+            return ""
+        last = "is left out" if self._pipeline.drop_last else "is handed out"
+        return (
+            f"; each stream ends with a batch of its own, which {last} if it has fewer than {size} samples: at most "
+            f"{self._streams} such batches an epoch"
+        )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a state may be loaded on another world size; `check_detail` says on which."""
+        return not self._refill
+
+    # --- the number of streams ---
+
+    def _streams_for(self, world: World) -> int:
+        """The number of streams of an epoch that begins in this world.
+
+        Raises:
+            UnsupportedSourceError: there are too many readers, or the user has set another number.
+        """
+        streams, readers = self._layout.streams, world.world_size * self._workers
+        if streams % readers == 0:
+            return streams
+        among = f"{world.world_size} ranks x {self._workers} workers"
+        if readers > MOST_STREAMS:
+            raise UnsupportedSourceError(
+                f"{among} would read {readers} streams, and there are {MOST_STREAMS} at most: use fewer workers"
+            )
+        if self._is_stated:
+            raise UnsupportedSourceError(
+                f"{streams} streams cannot be shared by {among}: pass streams={readers} or a multiple of it, always "
+                "the same for this data, or leave streams= out"
+            )
+        # As few worlds as possible need another number, and no shard is read by two streams, if that can be.
+        most = min(MOST_STREAMS, self._layout.places)
+        shared = (math.lcm(number, readers) for number in _STREAMS)
+        return next((number for number in shared if number <= most), readers)
+
+    def beginning(self, epoch: int, world: World) -> str:
+        """The number of streams, if it is another than the fingerprint states."""
+        try:
+            return self._beginning(self._streams_for(world))
+        except UnsupportedSourceError:  # it is raised where the epoch is opened
+            return ""
+
+    def _beginning(self, streams: int) -> str:
+        return "" if streams == self._layout.streams else str(Cursors(0, 0, {}, streams))
 
     # --- states ---
 
@@ -123,14 +193,20 @@ class StreamedAdapter(Adapter):
         places = [parse_cursors(part) for part in parts.values() if part]
         if not places:
             return ""
+        if len({place.streams for place in places}) > 1:
+            raise StateCorruptError("the parts of the ranks have other numbers of streams: load an undamaged state")
         cursors = {stream: cursor for place in places for stream, cursor in place.cursors.items()}
-        return str(Cursors(max(place.following for place in places), places[0].size, cursors))
+        following = max(place.following for place in places)
+        return str(Cursors(following, places[0].size, cursors, places[0].streams))
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The next epoch continues where with_epoch ended one."""
-        if self._pipeline.limit is None or not here.detail or there != (here.epoch + 1, 0):
+        """The next epoch continues where with_epoch ended one. It keeps the number of streams."""
+        if not here.detail or there != (here.epoch + 1, 0):
             return ""
-        return str(parse_cursors(here.detail)._replace(size=0))
+        place = parse_cursors(here.detail)
+        if self._pipeline.limit is None:
+            return self._beginning(place.streams or self._layout.streams)
+        return str(place._replace(size=0))
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that the cursors lie within the streams, and that this world can share the streams."""
@@ -141,27 +217,26 @@ class StreamedAdapter(Adapter):
                 )
             return
         place, layout = parse_cursors(detail), self._layout
+        streams = place.streams or layout.streams
+        if streams > MOST_STREAMS or (self._is_stated and streams != layout.streams):
+            raise StateCorruptError(f"the state has {streams} streams, which it cannot have: load an undamaged state")
         for stream, cursor in place.cursors.items():
-            sensible = stream < layout.streams and cursor.place <= layout.shards and max(cursor) < 1 << 60
+            sensible = stream < streams and cursor.place <= layout.places and max(cursor) < 1 << 60
             if self._pipeline.limit is None:
                 sensible = sensible and epoch <= cursor.passes <= epoch + 1
             if not sensible or cursor.done > layout.buffer:
                 raise StateCorruptError(f"the state's cursor of stream {stream} is invalid: load an undamaged state")
-        readers = world.world_size * self._workers
-        if layout.streams % readers:
-            raise StateMismatchError(
-                f"{layout.streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: run "
-                f"on numbers whose product divides {layout.streams}"
-            )
+        if (position or place.cursors) and streams % (world.world_size * self._workers):
+            raise StateMismatchError(self._cannot_share(streams, world))
 
     # --- sessions ---
 
     def open(self, run: Run) -> Session:
         """Open a session at this rank's cursors."""
-        streams, world = self._layout.streams, run.world
-        self._check_world(run)
+        world, limit = run.world, self._pipeline.limit
         place = parse_cursors(run.detail) if run.detail else Cursors(0, 0, {})
-        limit = self._pipeline.limit
+        streams = self._shared_by(run, place)
+        self._check_world(run)
         left = None
         size = place.size
         if limit is not None and limit.units is not None:
@@ -170,27 +245,49 @@ class StreamedAdapter(Adapter):
             left = -(-max(0, size - run.position) // world.world_size)
         own = range((place.following + world.rank) % world.world_size, streams, world.world_size)
         cursors = {stream: place.cursors.get(stream, Cursor(run.epoch)) for stream in own}
-        others = any(cursor.passes == run.epoch for cursor in place.cursors.values())
-        place = Cursors(place.following, size, cursors)
-        known = _Known(self._pipeline.urls, self._layout, run.seed, place.cursors, self.options.verify)
-        session = _StreamedSession(self._finish, place, streams, world, left, known)
+        others = any(cursor.passes == run.epoch for stream, cursor in place.cursors.items() if stream not in cursors)
+        place = Cursors(place.following, size, cursors, 0 if streams == self._layout.streams else streams)
+        known = _Known(
+            self._pipeline.urls, self._layout._replace(streams=streams), run.seed, cursors, self.options.verify
+        )
+        session = _StreamedSession(self._finish, place, streams, world, left, known, limit is not None)
         session.others_go_on = limit is None and others
         self._finish.begin_pass()
         requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
-        if self._server is None:
-            session.begin(map(self._reader, requests), _nothing)
-        else:
-            session.begin(*self._server(self._reader, requests, run))
+        answers: Iterator[StreamBatch] = map(self._reader, requests)
+        close: Callable[[], None] = _nothing
+        if self._server is not None:
+            answers, close = self._server(self._reader, requests, run)
+        again = sum(1 for cursor in cursors.values() if cursor.mark)
+        progress = self.options.settings.get("progress")
+        session.begin(counted(answers, again, "finding the places of streams", "stream", progress), close)
         return session
 
+    def _shared_by(self, run: Run, place: Cursors) -> int:
+        """The number of streams of the epoch.
+
+        Raises:
+            UnsupportedSourceError: the run's world cannot share them.
+        """
+        streams = place.streams or self._layout.streams
+        if streams % (run.world.world_size * self._workers):
+            if run.position or place.cursors:
+                raise UnsupportedSourceError(self._cannot_share(streams, run.world))
+            streams = self._streams_for(run.world)
+        if streams != self._streams:
+            self._streams = streams
+            self.learned()
+        return streams
+
+    def _cannot_share(self, streams: int, world: World) -> str:
+        until = "" if self._pipeline.limit is not None else ", at least for the rest of this epoch"
+        return (
+            f"{streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: run on numbers "
+            f"whose product divides {streams}{until}"
+        )
+
     def _check_world(self, run: Run) -> None:
-        world, streams, limit = run.world, self._layout.streams, self._pipeline.limit
-        readers = world.world_size * self._workers
-        if streams % readers:
-            raise UnsupportedSourceError(
-                f"{streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: pass "
-                f"streams={readers} or a multiple of it, always the same for this data"
-            )
+        world, limit = run.world, self._pipeline.limit
         if world.world_size == 1:
             return
         if not self._pipeline.splits and self.options.shard is None:
@@ -225,7 +322,7 @@ def _requests(
         stream = (place.following + step * world.world_size + world.rank) % streams
         count = counts.get(stream, 0)
         counts[stream] = count + 1
-        yield StreamRequest(session, run.seed, stream, place.cursors[stream], count, last_pass)
+        yield StreamRequest(session, streams, run.seed, stream, place.cursors[stream], count, last_pass)
 
 
 class _Known:
@@ -253,9 +350,17 @@ class _StreamedSession(Session):
     marks = True
 
     def __init__(
-        self, finish: Finish, place: Cursors, streams: int, world: World, left: int | None, known: _Known
+        self,
+        finish: Finish,
+        place: Cursors,
+        streams: int,
+        world: World,
+        left: int | None,
+        known: _Known,
+        continues: bool,
     ) -> None:
-        self._finish, self._size, self._streams, self._world, self._left = finish, place.size, streams, world, left
+        self._finish, self._place, self._streams, self._world, self._left = finish, place, streams, world, left
+        self._continues = continues
         self._cursors = dict(place.cursors)
         self._following = place.following
         self._known = known
@@ -299,15 +404,17 @@ class _StreamedSession(Session):
 
     def mark(self) -> Cursors:
         """The cursors of this rank's streams."""
-        return Cursors(self._following, self._size, dict(self._cursors))
+        return Cursors(self._following, self._place.size, dict(self._cursors), self._place.streams)
 
     def detail(self, mark: Cursors) -> str:
         """As text."""
         return str(mark)
 
     def following(self) -> str:
-        """The cursors at which the next epoch continues."""
-        return str(self.mark())
+        """The cursors at which the next epoch continues; one that is a pass begins anew."""
+        if self._continues:
+            return str(self.mark())
+        return str(Cursors(0, 0, {}, self._place.streams)) if self._place.streams else ""
 
     def close(self) -> None:
         self._answers = iter(())

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from midepoch.adapters.webdataset.archive import ShardReader
+from midepoch.adapters.webdataset.draws import Draws
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.order import Sequential, Shuffled
-from midepoch.order.keys import derive_key
+from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose
 
 __all__ = ["Cursor", "Cursors", "Layout", "Stream", "parse_cursors"]
@@ -54,19 +56,24 @@ class Cursors(NamedTuple):
         following: number of the next batch of all ranks, modulo the number of streams.
         size: batches of all ranks in an epoch of with_epoch; 0 for this world's own number.
         cursors: the position of each stream that has been read.
+        streams: number of streams; 0 for the one that the fingerprint states.
     """
 
     following: int
     size: int
     cursors: dict[int, Cursor]
+    streams: int = 0
 
     def __str__(self) -> str:
         cursors = ",".join(f"{stream}:{cursor}" for stream, cursor in sorted(self.cursors.items()))
-        return f"next={self.following};size={self.size};{cursors}"
+        streams = f"streams={self.streams};" if self.streams else ""
+        return f"{streams}next={self.following};size={self.size};{cursors}"
 
 
 # Cursors of older states have no mark.
-_PLACE = re.compile(r"next=(\d{1,9});size=(\d{1,18});((?:\d{1,3}:\d{1,18}(?:\.\d{1,18}){5,6}(?:,|$))*)")
+_PLACE = re.compile(
+    r"(?:streams=(\d{1,4});)?next=(\d{1,9});size=(\d{1,18});((?:\d{1,4}:\d{1,18}(?:\.\d{1,18}){5,6}(?:,|$))*)"
+)
 
 
 def parse_cursors(detail: str) -> Cursors:
@@ -75,10 +82,10 @@ def parse_cursors(detail: str) -> Cursors:
     if match is None:
         raise StateCorruptError("the state's detail is not from a streamed pipeline: load an undamaged state")
     cursors = {}
-    for part in match[3].split(",") if match[3] else ():
+    for part in match[4].split(",") if match[4] else ():
         stream, _, cursor = part.partition(":")
         cursors[int(stream)] = Cursor(*map(int, cursor.split(".")))
-    return Cursors(int(match[1]), int(match[2]), cursors)
+    return Cursors(int(match[2]), int(match[3]), cursors, int(match[1] or 0))
 
 
 class Layout(NamedTuple):
@@ -89,12 +96,19 @@ class Layout(NamedTuple):
         shards: number of shards.
         shuffles: whether shards are shuffled in each pass.
         buffer: number of samples in a stretch, which are shuffled together; 1 for no shuffle.
+        draws: how shards are drawn with replacement; None if each of them comes once in a pass.
     """
 
     streams: int
     shards: int
     shuffles: bool
     buffer: int
+    draws: Draws | None = None
+
+    @property
+    def places(self) -> int:
+        """Shards in one pass."""
+        return self.shards if self.draws is None else self.draws.length
 
     def dealt(self, seed: int, passes: int, stream: int) -> tuple[list[int], int, int]:
         """A stream's shards in one pass. If there are few shards, streams share one, and each has every n-th sample.
@@ -102,16 +116,26 @@ class Layout(NamedTuple):
         Returns:
             numbers of the shards, n, and the remainder of its samples' ordinals modulo n.
         """
-        order = (Shuffled if self.shuffles else Sequential)(self.shards).epoch(seed, passes)
-        if self.shards >= self.streams:
-            return order[:].tolist()[stream :: self.streams], 1, 0
-        own = stream % self.shards
-        sharing = len(range(own, self.streams, self.shards))
-        return order[own : own + 1].tolist(), sharing, stream // self.shards
+        order = _pass(self._replace(streams=0), seed, passes)
+        if len(order) >= self.streams:
+            return order[stream :: self.streams], 1, 0
+        own = stream % len(order)
+        sharing = len(range(own, self.streams, len(order)))
+        return order[own : own + 1], sharing, stream // len(order)
 
     def stretch_length(self, number: int) -> int:
         """The number of samples in a stretch."""
         return min(self.buffer, _FIRST_STRETCH << min(number, 32))
+
+
+@functools.lru_cache(maxsize=2)
+def _pass(layout: Layout, seed: int, passes: int) -> list[int]:
+    """The shards of all streams in one pass, by number. All of a process's streams ask for it."""
+    if layout.draws is not None:
+        numbers = layout.draws.numbers(layout.shards, seed, passes, 0, layout.draws.length)
+    else:
+        numbers = (Shuffled if layout.shuffles else Sequential)(layout.shards).epoch(seed, passes)[:]
+    return list(map(int, numbers))
 
 
 class Raw(NamedTuple):
@@ -217,6 +241,8 @@ class Stream:
             self._fill()
         raw = self._stretch[self._order[self.cursor.done]]
         key = derive_key(Purpose.SAMPLE, self._seed, self.cursor.passes, raw.shard, raw.ordinal)
+        if self._layout.draws is not None:  # the shard may come again in this pass
+            key = extend_key(key, self._stream % self._layout.places + raw.place * self._layout.streams)
         self.cursor = self.cursor._replace(done=self.cursor.done + 1)
         if self.cursor.done == len(self._stretch):
             self._settle()
