@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import webdataset as wds
@@ -23,7 +23,7 @@ class SharedEpoch:
     @property
     def number(self) -> int:
         with self._number.get_lock():
-            return int(self._number.get_obj().value)  # type: ignore[attr-defined]
+            return int(self._number.get_obj().value)
 
     @number.setter
     def number(self, epoch: int) -> None:
@@ -44,7 +44,7 @@ class DrawnShards(IterableDataset[dict[str, str]]):
     def __init__(
         self,
         urls: list[str],
-        weights: list[float] | None = None,
+        weights: Sequence[float] | None = None,
         nshards: int = sys.maxsize,
         deterministic: bool = True,
         epoch: SharedEpoch | int = -1,
@@ -93,9 +93,7 @@ class SomeShards(IterableDataset[dict[str, str]]):
 class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has no types
     """A buffer's shuffle, seeded by the epoch, which may be shared; with a negative seed by the worker too."""
 
-    def __init__(
-        self, bufsize: int = 1000, initial: int = 100, seed: int = 0, epoch: SharedEpoch | int = -1
-    ) -> None:
+    def __init__(self, bufsize: int = 1000, initial: int = 100, seed: int = 0, epoch: SharedEpoch | int = -1) -> None:
         self.bufsize, self.initial, self.seed, self.epoch = bufsize, initial, seed, epoch
 
     def run(self, source: Iterable[Any]) -> Iterator[Any]:

@@ -78,7 +78,8 @@ class Drawn:
 
     def __post_init__(self) -> None:
         weights = np.ones(len(self.counts)) if self.draws.weights is None else np.array(self.draws.weights)
-        mean = float(weights @ np.array(self.counts, np.float64) / weights.sum())
+        total = float(weights.sum())
+        mean = float(weights @ np.array(self.counts, np.float64)) / total if total else 0.0
         object.__setattr__(self, "size", max(1, round(self.draws.length * mean)) if mean else 0)
 
     def epoch(self, seed: int, epoch: int) -> EpochOrder:

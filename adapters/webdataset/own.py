@@ -114,7 +114,7 @@ class _Given:
     def __next__(self) -> str:
         shard = next(self._shards)
         if not isinstance(shard, dict) or shard.keys() != {"url"}:
-            raise ValueError(f"it gives {shard!r:.60} and not a dict with a url alone")
+            raise ValueError(f"not a dict with a url alone: {shard!r:.60}")
         return str(shard["url"])
 
 

@@ -229,8 +229,8 @@ class Stream:
             self._ahead = next(self._source, None)
         if self._ahead is None and not self.ended:
             raise SourceError(
-                f"stream {self._stream} of {self._layout.streams} has no samples: pass fewer streams, or check its "
-                "shards"
+                f"stream {self._stream} of {self._layout.streams} has no samples: check its shards, or let fewer "
+                "ranks, workers or streams share them"
             )
 
     def __next__(self) -> tuple[int, dict[str, Any]]:
