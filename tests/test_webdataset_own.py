@@ -115,7 +115,10 @@ def test_an_own_shuffle_of_shards_is_replaced(urls: list[str], kind: str, worker
 
     whole = check_resumes(make, (1, 5) if workers else range(1, 8))
     assert whole[0] != whole[1]
-    assert make().capabilities.constant_time_resume
+    capabilities = make().capabilities
+    assert capabilities.constant_time_resume
+    assert "in place of EpochShuffle, as tried on a copy" in capabilities.exact_order.reason
+    assert not capabilities.exact_order.believed
 
 
 def test_an_own_shuffle_is_known_by_what_it_does(urls: list[str]) -> None:
@@ -173,6 +176,7 @@ def test_shards_come_as_often_as_their_weights_say(tmp_path: Path, kind: str) ->
     shards = urls if kind == "indexed" else compress(urls)
     weights = [1, 0, 2, 5]
     loader = midepoch.wrap(pipeline(own.DrawnShards(shards, weights), batch=5, function=noisy).with_epoch(400), seed=1)
+    assert loader.capabilities.exact_order.believed
     samples = flat(loader)
     counted = Counter(number // 5 for number, _ in samples)
     for shard, weight in enumerate(weights):

@@ -77,9 +77,8 @@ class WebDatasetAdapter(Adapter):
         if isinstance(index, str):
             return StreamedAdapter(source, options, pipeline, _keys(pipeline), index)
         if not index.size and (pipeline.must_have_samples or pipeline.limit is not None):
-            raise SourceError(
-                f"no samples in {len(pipeline.urls)} shards: check the urls, or pass empty_check=False to WebDataset"
-            )
+            unless = ", or pass empty_check=False to WebDataset" if pipeline.limit is None else ""
+            raise SourceError(f"no samples in {len(pipeline.urls)} shards: check the urls{unless}")
         return IndexedAdapter(source, options, pipeline, _keys(pipeline), index)
 
 

@@ -138,7 +138,7 @@ class IndexedAdapter(Adapter):
         exact = promises.augmentations(self.options, "numbers drawn for a whole batch are exact on the same split")
         own = Capability(False, "with refill=True each rank reads on to replace the samples that it dropped")
         return Capabilities(
-            exact_order=promises.OUR_ORDER,
+            exact_order=self._pipeline.exact_order,
             exact_augmentations=exact,
             constant_time_resume=promises.CONSTANT_TIME,
             elastic_world=own if self._refill else promises.POSITIONS,

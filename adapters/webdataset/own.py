@@ -21,9 +21,9 @@ from midepoch.randomness.streams import Purpose, Streams
 __all__ = ["OwnShards", "is_own_shuffle", "own_shards", "weights_of"]
 
 _FEWEST = 64  # shards taken from a list that goes on; chance does not give so many draws without repetition
-_MOST = 5_000  # shards taken from a list to find its end
+_MOST = 2_000  # shards taken from a list to find its end
 _LEAST = 8  # shards taken from any list
-_MOST_WEIGHTED = 500_000  # the same, times the number of weights: python adds them up for each draw
+_MOST_WEIGHTED = 200_000  # the same, times the number of weights: python adds them up for each draw
 
 
 class OwnShards(NamedTuple):

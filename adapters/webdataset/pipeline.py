@@ -14,6 +14,7 @@ from webdataset import filters, tariterators
 from midepoch.adapters.webdataset import private
 from midepoch.adapters.webdataset.draws import Draws
 from midepoch.errors import SourceError, UnsupportedSourceError
+from midepoch.loader.capabilities import Capability
 
 __all__ = [
     "ENDLESS", "Batched", "Each", "End", "Limit", "Pipeline", "Step", "arguments_of", "function_of", "grouped",
@@ -50,6 +51,7 @@ class Pipeline:
         shuffles: whether shards or samples are shuffled. `buffer` is the largest number of samples buffered for that,
             0 for none.
         draws: how shards are drawn with replacement; None if each of them comes once in a pass.
+        tried: names of the user's own stages that were tried and are replaced.
         opener: a stage from ``{"url": ...}`` to ``{"url": ..., "stream": ...}``.
         reading, grouping: the keywords of webdataset's tar_file_expander and group_by_keys.
         must_have_samples: whether a pass without samples is an error.
@@ -71,6 +73,7 @@ class Pipeline:
     shuffles: bool = False
     buffer: int = 0
     draws: Draws | None = None
+    tried: list[str] = field(default_factory=list)
     opener: Stage | None = None
     reading: dict[str, Any] = field(default_factory=dict)
     grouping: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +86,18 @@ class Pipeline:
     drop_last: bool = False
     limit: Limit | None = None
     seed: int | None = None
+
+    @property
+    def exact_order(self) -> Capability:
+        """What is promised of the order. Whether a list draws by its weights alone, no trial shows."""
+        reason = "the order is a function of seed and epoch"
+        if not self.tried:
+            return Capability(True, reason)
+        replaced = f"{reason}, in place of {' and '.join(self.tried)}, as tried on a copy"
+        weighted = self.draws is not None and self.draws.weights is not None
+        return Capability(
+            True, f"{replaced}; shards are drawn by .weights" if weighted else replaced, believed=weighted
+        )
 
     @property
     def stages(self) -> list[Stage]:

@@ -37,6 +37,7 @@ def note_shuffle(stage: Any, found: Pipeline, units: int | None, own_seed: Any) 
         arguments = arguments_of(stage, "bufsize", "initial", "rng", "seed")
         size, seed = arguments.get("bufsize", 1000), arguments.get("seed")
     elif not is_known(stage) and (units is None or _buffer(stage)) and is_own_shuffle(stage):
+        found.tried.append(type(stage).__name__)
         size, seed = _buffer(stage) or 2, getattr(stage, "seed", None)
         seed = seed if type(seed) is int and seed > 0 else None
     else:
@@ -173,6 +174,8 @@ def _take_urls(steps: list[Step], found: Pipeline) -> bool:
             why = f"gives shards in an order that midepoch cannot compute ({shards})"
             raise refuse(stage, why, "begin with wds.SimpleShardList(urls)")
         raise refuse(stage, "gives samples and not shards", "store them in shards")
+    if not is_known(stage):
+        found.tried.append(type(stage).__name__)
     found.urls, found.draws = shards.urls, shards.draws
     found.shuffles = shards.shuffled
     found.splits = shards.draws is not None or (shards.endless and shards.shuffled)  # each rank draws its own

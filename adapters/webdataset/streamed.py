@@ -12,6 +12,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from midepoch.adapters.webdataset.finish import Finish
@@ -105,6 +106,7 @@ class StreamedAdapter(Adapter):
         where = f"where ranks x workers divides the {streams} streams"
         if not self._is_stated:
             where += ", whose number is chosen anew where an epoch begins in a world that cannot share them"
+        order = self._pipeline.exact_order
         alone = Capability(False, "there is one stream, which one process reads: pass streams=n, always the same")
         elastic = (
             Capability(True, f"{where}; with several ranks save midepoch.gather(loader)") if streams > 1 else alone
@@ -112,9 +114,7 @@ class StreamedAdapter(Adapter):
         if self._refill:
             elastic = Capability(False, "refill=True was stated")
         return Capabilities(
-            exact_order=Capability(
-                True, f"the order of shards and of each stretch is a function of seed and pass{self._ends()}"
-            ),
+            exact_order=replace(order, reason=f"{order.reason}{self._ends()}"),
             exact_augmentations=promises.augmentations(
                 self.options, "numbers drawn for a whole batch are exact on the same split"
             ),

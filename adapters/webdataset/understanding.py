@@ -53,7 +53,11 @@ def _flatten(source: Any, found: Pipeline, late: bool) -> Iterator[Step]:
         if found.loader is not None:
             raise refuse(source, "is a DataLoader inside a DataLoader", "keep one of them")
         if not isinstance(source.dataset, DataPipeline):
-            raise refuse(source, f"reads a {type(source.dataset).__name__}", "use a webdataset pipeline there")
+            raise refuse(
+                source,
+                f"reads a {type(source.dataset).__name__}, not a webdataset pipeline",
+                "wrap it itself, with what stands behind it as then=",
+            )
         found.loader, found.dataset = source, source.dataset
         yield from (Step(_mark_worker(step.stage), False) for step in _flatten(source.dataset, found, False))
         collate = source.collate_fn
