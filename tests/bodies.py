@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -10,10 +11,11 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -31,6 +33,8 @@ class Log:
 
     def __init__(self) -> None:
         self.lines: list[Any] = []
+        self.counts: dict[str, int] = {}  # what a program counts for itself
+        self.fails: set[str] = set()  # loops that are to be left together with the loop over epochs
         self.limit: int | None = None  # lines of this process, until it is killed
         self.kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -42,10 +46,10 @@ class Log:
         self.lines.append([sources.plain(each) for each in line])
 
     def state_dict(self) -> dict[str, str]:
-        return {"lines": json.dumps(self.lines)}
+        return {"lines": json.dumps(self.lines), "counts": json.dumps(self.counts)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        self.lines = json.loads(state["lines"])
+        self.lines, self.counts = json.loads(state["lines"]), json.loads(state["counts"])
 
 
 def loader(size: int, batch_size: int = 4, seed: int = 1, **settings: Any) -> Any:
@@ -231,6 +235,156 @@ def its_own_state(make: Make, log: Log, epochs: int) -> None:
             log("train", epoch, batch)
             snapshot.step()
         log("schedule", epoch)
+
+
+# --- bodies that nobody thought of ------------------------------------------------------------------------------------
+
+
+class LeftError(Exception):
+    """A step that fails, in a loop that is then left."""
+
+
+class OutError(Exception):
+    """A step that fails, and the loop over epochs is left."""
+
+
+class Restarted:
+    """An iterator for ever, as people write it inside a loop over another loader."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.batches = source, iter(source)
+
+    def __iter__(self) -> Restarted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.source)
+            return next(self.batches)
+
+
+FOREVER: dict[str, Callable[[Any], Iterator[Any]]] = {"cycle": cycle, "restarted": Restarted}
+
+
+class Loop(NamedTuple):
+    """One loop of a body, over one loader or several in step.
+
+    Attributes:
+        loaders: by number, in the order in which they are asked.
+        forever: of these, those that are begun again where they end, and how.
+        longest: it ends with the longest loader, not with the shortest.
+        steps: it calls `snapshot.step`.
+        leaves: after so many batches in an epoch, how, or not at all.
+        within: a loop that is run after every so many batches.
+    """
+
+    loaders: tuple[int, ...]
+    forever: dict[int, str]
+    longest: bool
+    steps: bool
+    leaves: tuple[int, str] | None
+    within: tuple[int, Loop] | None
+
+
+@dataclasses.dataclass
+class Body:
+    """A program that was made up from a number: `Body.random(seed)`."""
+
+    batches: Sequence[int]  # of each loader
+    unknown: Sequence[bool]  # whether its length is known
+    loops: Sequence[Loop]
+    outside: int | None  # a loader that is read by one iterator during the whole run
+    skips: int | None  # in epoch 1, the loops from this one on
+
+    @classmethod
+    def random(cls, seed: int) -> Body:
+        draw = random.Random(seed)
+        count = draw.randint(2, 4)
+        outside = count - 1 if draw.random() < 0.2 else None
+        inside = range(count if outside is None else count - 1)
+        loops = [_random_loop(draw, inside) for _ in range(draw.randint(1, 3))]
+        if not any(loop.steps for loop in loops):
+            loops[0] = loops[0]._replace(steps=True)
+        skips = draw.randrange(1, len(loops)) if len(loops) > 1 and draw.random() < 0.2 else None
+        batches = [draw.choice((1, 2, 2, 3, 3, 4, 5)) for _ in range(count)]
+        return cls(batches, [draw.random() < 0.2 for _ in range(count)], loops, outside, skips)
+
+    def __call__(self, make: Make, log: Log, epochs: int) -> None:
+        """Train. A loop that is left together with the loop over epochs is gone on with."""
+        model = torch.nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([model], lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        loaders = [self.loader(number) for number in range(len(self.batches))]
+        parts = {f"loader_{number}": each for number, each in enumerate(loaders)}
+        snapshot = make(log=log, optimizer=optimizer, schedule=schedule, **parts)
+        endless = None if self.outside is None else Restarted(loaders[self.outside])
+        while True:
+            try:
+                for epoch in snapshot.epochs(epochs):
+                    for number, loop in enumerate(self.loops):
+                        if epoch == 1 and number == self.skips:
+                            break
+                        rate = schedule.get_last_lr()[0]
+                        self.run(loop, f"{epoch}.{number}", loaders, endless, snapshot, log, rate)
+                    log("schedule", epoch, snapshot.steps)
+                    optimizer.step()
+                    schedule.step()
+                return
+            except OutError:
+                continue
+
+    def loader(self, number: int) -> Any:
+        count = self.batches[number]
+        if self.unknown[number]:
+            return midepoch.wrap(lambda: ((each, random.random()) for each in range(count)), seed=number)
+        return loader(2 * count, 2, number)
+
+    def run(
+        self, loop: Loop, name: str, loaders: Any, endless: Any, snapshot: midepoch.Snapshot, log: Log, rate: float
+    ) -> None:
+        sources: list[Iterable[Any]] = [
+            FOREVER[loop.forever[each]](loaders[each]) if each in loop.forever else loaders[each]
+            for each in loop.loaders
+        ]
+        batches: Iterable[Any] = sources[0]
+        if len(sources) > 1:
+            batches = itertools.zip_longest(*sources) if loop.longest else zip(*sources, strict=False)
+        limit, how = loop.leaves or (None, "")
+        try:
+            for batch in batches:
+                done = log.counts.get(name, 0)
+                if done == limit and how == "break":
+                    break
+                if done == limit and how == "raise":
+                    raise LeftError  # noqa: TRY301  # as a step that fails would do
+                log(name, rate, batch, None if endless is None else next(endless))
+                log.counts[name] = done + 1
+                if loop.within is not None and done % loop.within[0] == 0:
+                    self.run(loop.within[1], f"{name}.{done}", loaders, None, snapshot, log, rate)
+                if loop.steps:
+                    snapshot.step()
+                if done + 1 == limit and how == "out" and name in log.fails:
+                    log.fails.remove(name)
+                    raise OutError  # noqa: TRY301
+        except LeftError:
+            pass
+
+
+def _random_loop(draw: random.Random, numbers: Sequence[int], steps: bool | None = None) -> Loop:
+    chosen = draw.sample(numbers, min(len(numbers), draw.choice((1, 1, 1, 2, 2, 3))))
+    rest = [each for each in numbers if each not in chosen]
+    # The first one ends: whoever asks an endless one first takes a batch more than is used, each time.
+    forever = {each: draw.choice(list(FOREVER)) for each in chosen[1:] if draw.random() < 0.3}
+    longest = not forever and draw.random() < 0.2
+    leaves = (draw.randint(1, 4), draw.choice(("break", "raise", "out"))) if draw.random() < 0.25 else None
+    within = None
+    if steps is None:
+        steps = draw.random() < 0.8
+        if rest and draw.random() < 0.4:
+            within = draw.randint(1, 3), _random_loop(draw, rest, steps=False)
+    return Loop(tuple(chosen), forever, longest, steps, leaves, within)
 
 
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {

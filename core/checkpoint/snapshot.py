@@ -24,7 +24,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from midepoch.errors import MidepochError, MidepochWarning, SnapshotError, StateError
-from midepoch.loader.bodies import RUNNING, Passes, all_over, bring_together, check_epochs, tell_of_done
+from midepoch.loader.bodies import (
+    RUNNING,
+    Passes,
+    bring_together,
+    check_epochs,
+    only_the_rest_is_left,
+    tell_of_done,
+)
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.saving import state_or_that_of_now
@@ -275,7 +282,7 @@ class Snapshot:
                 self._end_body(epoch)
         finally:
             if self._in_body:  # the loop was left; another one continues there
-                self._resumed = Bodies.of(self._epoch, self._passes)
+                self._resumed, self._due = Bodies.of(self._epoch, self._passes, interrupted=True), 0
             self._in_body, self._passes = False, {}
             for loader in self._loaders().values():
                 loader._course.passes = None
@@ -313,7 +320,7 @@ class Snapshot:
 
     @property
     def _is_behind_the_passes(self) -> bool:
-        return self._in_body and all_over(list(self._passes.values()))
+        return self._in_body and only_the_rest_is_left(self._passes.values())
 
     # --- saving ---
 
@@ -400,7 +407,10 @@ class Snapshot:
                 else:
                     states[name] = loaders[name] = state_or_that_of_now(loader, in_flight)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
-            bodies = Bodies.of(self._epoch, self._passes, ends and self._epoch is None)
+            if self._in_body:
+                bodies = Bodies.of(self._epoch, self._passes, interrupted=handled is not None)
+            else:
+                bodies = (self._resumed or Bodies(self._epoch))._replace(ends=ends and self._epoch is None)
             return states, _Contribution(loaders, save_generators(), bodies, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"

@@ -442,9 +442,9 @@ class Loader:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
-    def _leave_body(self, alone: bool = False) -> bool:
+    def _leave_body(self, epoch: int | None = None) -> bool:
         """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        goes_on = self._course.leave_body(alone)
+        goes_on = self._course.leave_body(epoch)
         if self._committed is not None and self._origin.over and not self.position:
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
                 here = self._course.here()
@@ -458,10 +458,10 @@ class Loader:
             tell_of_done(n, self.epoch)
         continues: bool | None = True  # also if an earlier loop was left
         try:
-            while self.epoch < n:
+            while (epoch := self.epoch) < n:
                 self._course.enter_body(Passes(alone=True), continues)
-                yield self.epoch
-                self._leave_body(alone=True)
+                yield epoch
+                self._leave_body(epoch)
                 continues = None
         finally:
             self._course.passes = None
