@@ -303,8 +303,11 @@ class Body:
         draw = random.Random(seed)
         count = draw.randint(2, 4)
         outside = count - 1 if draw.random() < 0.2 else None
-        inside = range(count if outside is None else count - 1)
-        loops = [_random_loop(draw, inside) for _ in range(draw.randint(1, 3))]
+        numbers, loops = list(range(count if outside is None else count - 1)), list[Loop]()
+        while numbers and len(loops) < 3 and (not loops or draw.random() < 0.7):
+            loops.append(_random_loop(draw, numbers))
+            # A run that goes on behind a zip's last batch cannot know of the others whether they are to be gone on with.
+            numbers = [each for each in numbers if each not in loops[-1].loaders[1:]]
         if not any(loop.steps for loop in loops):
             loops[0] = loops[0]._replace(steps=True)
         skips = draw.randrange(1, len(loops)) if len(loops) > 1 and draw.random() < 0.2 else None
@@ -378,7 +381,7 @@ def _random_loop(draw: random.Random, numbers: Sequence[int], steps: bool | None
     # The first one ends: whoever asks an endless one first takes a batch more than is used, each time.
     forever = {each: draw.choice(list(FOREVER)) for each in chosen[1:] if draw.random() < 0.3}
     longest = not forever and draw.random() < 0.2
-    leaves = (draw.randint(1, 4), draw.choice(("break", "raise", "out"))) if draw.random() < 0.25 else None
+    leaves = None if longest else (draw.randint(1, 4), draw.choice(("break", "raise", "out"))) if draw.random() < 0.25 else None
     within = None
     if steps is None:
         steps = draw.random() < 0.8
