@@ -34,13 +34,14 @@ class Passes:
     Attributes:
         alone: as given.
         spans: the loader is read by an iterator that is older than the body, so its passes belong to no body.
+        empty: passes to be made that give nothing.
         whole: passes before the latest that would be made again.
         cursor: of the latest pass; None if all that have begun had been made when the resumed snapshot was saved.
     """
 
     def __init__(self, ended: int | None = None, again: bool | None = None, alone: bool = False) -> None:
         self._recorded, self.alone = (ended, again), alone
-        self._empty = (ended or 0) + bool(again)  # passes to be made that give nothing
+        self.empty = (ended or 0) + bool(again)
         self._together: Sequence[Passes] = ()
         self.spans = False
         self.whole = 0
@@ -55,16 +56,11 @@ class Passes:
 
     def leave_empty(self) -> bool:
         """Whether the pass that begins now had ended before the resume."""
-        if not self._empty:
+        if not self.empty:
             return False
-        self._empty -= 1
+        self.empty -= 1
         self.whole += 1
         return True
-
-    @property
-    def next_is_empty(self) -> bool:
-        """Whether `leave_empty` will say so."""
-        return self._empty > 0
 
     def enter(self, cursor: Cursor) -> None:
         """The body begins. `cursor`: of the loader's latest pass."""

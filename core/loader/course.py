@@ -115,6 +115,11 @@ class Course:
         cursor = self.cursor
         return self.place.over if cursor.session is None else cursor.phase is Phase.GIVEN and cursor.over is not None
 
+    @property
+    def next_is_empty(self) -> bool:
+        """Whether the next pass gives nothing, because it had ended before the body was begun again."""
+        return self.passes is not None and self.passes.empty > 0
+
     def here(self) -> Place:
         """Where the loader stands. Raises StateError if the source cannot say."""
         if self.cursor.session is not None:
@@ -337,7 +342,8 @@ class Course:
         """The cursor of a pass that asks for its first batch."""
         before, passes = self.cursor, self.passes
         if passes is not None and passes.leave_empty():
-            self._tell_of_empty()
+            if passes.whole == 1:
+                self._tell("a pass that had ended before gives nothing: going on with what followed it")
             ended = Cursor()
             ended.phase = Phase.EXHAUSTED
             return ended
@@ -546,8 +552,11 @@ class Course:
         self._exhaust(cursor)
 
     def _tell_of_empty(self) -> None:
+        self._tell(f"all batches of epoch {self.epoch} are done: going on with the rest of its body")
+
+    def _tell(self, what: str) -> None:
         if self.setting.world().rank == 0:
-            _logger.warning("all batches of epoch %d are done: going on with the rest of its body", self.epoch)
+            _logger.warning("%s", what)
 
 
 class Pass:
