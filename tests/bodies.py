@@ -410,6 +410,9 @@ SHAPES: dict[str, Body] = {
     "three in step, the shortest in the middle": Body([5, 3, 4], [Loop((0, 1, 2))]),
     "three in step, the shortest last": Body([5, 4, 3], [Loop((0, 1, 2))]),
     "the longest counts": Body([3, 5, 2], [Loop((0, 1, 2), longest=True), Loop((0,))]),
+    "a validation behind the shorter one's end": Body(
+        [2, 5, 3], [Loop((0, 1), longest=True, within=(1, Loop((2,), steps=False))), Loop((2,))]
+    ),
     "a cycle in a zip": Body([5, 2, 1], [Loop((0, 1, 2), {1: "cycle", 2: "cycle"})]),
     "begun again by hand": Body([6, 2], [Loop((0, 1), {1: "restarted"}), Loop((0,))]),
     "a zip of one length, and another loop": Body([3, 3, 4], [Loop((0, 1)), Loop((2,)), Loop((2,))]),

@@ -393,6 +393,16 @@ def test_a_save_in_a_pass_that_runs_is_written_at_once(kept: bool, tmp_path: Pat
     assert places(path) == (12, 1, 0, 1)
 
 
+def test_a_save_behind_the_end_of_the_shorter_of_two_is_written_at_once(tmp_path: Path) -> None:
+    path, loader, short = tmp_path / "snapshot.pt", shuffled(), midepoch.wrap([[1], [2]])
+    snapshot, saved = Snapshot(path, every=1, signals=(), short=short, data=loader), []
+    for _ in snapshot.epochs(1):
+        for _ in itertools.zip_longest(short, loader):
+            snapshot.step()
+            saved.append(places(path)[0])
+    assert saved == [1, 1, 3, 4, 5, 5]  # not behind the last batch of either, after which a zip would end
+
+
 @pytest.mark.parametrize("where", ["in the body", "behind the loop"])
 def test_a_snapshot_after_an_exception_goes_on_behind_its_batch(where: str, tmp_path: Path) -> None:
     path, log = tmp_path / "snapshot.pt", bodies.Log()

@@ -283,9 +283,14 @@ class Snapshot:
         finally:
             if self._in_body:  # the loop was left; another one continues there
                 self._resumed, self._due = Bodies.of(self._epoch, self._passes, interrupted=True), 0
-            self._in_body, self._passes = False, {}
+            self._forget_body()
             for loader in self._loaders().values():
                 loader._course.passes = None
+
+    def _forget_body(self) -> None:
+        for each in self._passes.values():
+            each.forget()
+        self._in_body, self._passes = False, {}
 
     def _loaders(self) -> dict[str, Loader]:
         found = {name: loader_of(part) for name, part in self._parts.items()}
@@ -307,7 +312,8 @@ class Snapshot:
         where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
         going_on = [loader._leave_body() for loader in self._loaders().values()]
-        self._in_body, self._epoch, self._passes = False, epoch, {}
+        self._forget_body()
+        self._epoch = epoch
         # Python may free a pass that was left later on one rank than on another.
         if self._agreement.meet(ranks, where, float(any(going_on)))[0]:
             # Nobody knows whether the next body goes on with that pass or begins another one; its first step will.

@@ -48,6 +48,7 @@ class Passes:
         self._older: Cursor | None = None
         self.cursor: Cursor | None = None
         self._outer: Places = []  # the passes within which the latest began
+        self._stood: int | None = None  # where, when the last of these came to its end
         self._turns: Places = []  # the same when it came to its end, if they had gone on meanwhile
         self._left: Places = []  # the same when it was left
         self._others_began = False  # since it was left
@@ -78,7 +79,7 @@ class Passes:
             goes_on = continues and self._recorded[0] is None
             has_ended = self._older is not None and self._older.phase is Phase.EXHAUSTED
             self.spans = older or goes_on or has_ended
-        if self.cursor is not None and (not self._outer or _have_gone_on(self._turns)):
+        if self.cursor is not None and (not self._is_within or _have_gone_on(self._turns)):
             self.whole += 1
             if self.alone and self.whole == 1:
                 warnings.warn(
@@ -88,7 +89,7 @@ class Passes:
                     stacklevel=6,
                 )
         self.cursor, self._turns, self._left, self._others_began = cursor, [], [], False
-        self._outer = []
+        self._outer, self._stood = [], None
         for each in self._together:
             each._others_began = each._others_began or each._was_left
             if each is not self and each.runs and each.cursor is not None:
@@ -101,13 +102,33 @@ class Passes:
             self._outer = []  # it went on when the others had ended
         elif _all_have_gone_on(outer):
             self._turns = _places(outer)
+        for each in self._together:
+            if each.cursor is not None and not any(_runs(cursor) for cursor, _ in each._outer):
+                each._stood = each.cursor.position if each._stood is None else each._stood
 
-    def leave(self, user: weakref.ref[Any]) -> None:
-        """The iterator of a pass is freed."""
-        if self.cursor is not None and self.cursor.user is user:
-            self._left = _places(self._outer)
+    def watched(self, user: Any) -> weakref.ref[Any]:
+        """A reference to a pass's iterator, which tells this object when that is freed."""
+        passes = weakref.ref(self)  # a cycle would keep the cursor, and worker processes with it
+
+        def leave(user: weakref.ref[Any]) -> None:
+            self = passes()
+            if self is not None and self.cursor is not None and self.cursor.user is user:
+                self._left = _places(self._outer)
+
+        return weakref.ref(user, leave)
+
+    def forget(self) -> None:
+        """The body has ended, or was left."""
+        self._together, self._outer, self._turns, self._left = (), [], [], []
 
     # --- what follows from it ---
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether the latest pass began within others, and was asked for nothing more when they had ended."""
+        if not self._outer or self.cursor is None:
+            return False
+        return self._stood is None or self.cursor.position == self._stood
 
     @property
     def runs(self) -> bool:
@@ -118,7 +139,7 @@ class Passes:
         cursor = self.cursor
         if cursor is None or self.spans or not _runs(cursor):
             return False
-        return not self._outer or any(_runs(each) for each, _ in self._outer)
+        return not self._is_within or any(_runs(each) for each, _ in self._outer)
 
     @property
     def going_on(self) -> bool:
@@ -128,7 +149,7 @@ class Passes:
     @property
     def leading(self) -> bool:
         """Whether the latest pass is in the middle of its epoch, and not within another one."""
-        return self.going_on and not self._outer and not self.spans
+        return self.going_on and not self._is_within and not self.spans
 
     @property
     def over(self) -> bool:
@@ -152,7 +173,7 @@ class Passes:
             return self._recorded  # until a pass begins, a body that is run again stands where it stood
         if _runs(self.cursor) or (interrupted and self._was_left and not self._is_behind):
             return (None if self.spans else self.whole), None
-        again = not self._outer or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
+        again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
         return self.whole, again
 
     @property

@@ -357,7 +357,7 @@ class Course:
         if before.owned:
             self.cursor = before.taken_over()
             self.cursor.resumed = before.resumed and self.came is not Came.READ
-        self.cursor.user = weakref.ref(current, None if passes is None else passes.leave)
+        self.cursor.user = weakref.ref(current) if passes is None else passes.watched(current)
         if passes is not None:
             passes.begin(self.cursor, continues, current.body is not passes)
         return self.cursor
