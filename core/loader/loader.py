@@ -431,9 +431,9 @@ class Loader:
                 schedule.step()
 
         In the body, a state saved after the last batch still stands at the end of that epoch. A run that resumes there
-        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body. So save before
-        ``schedule.step()``, or at the body's beginning, where the epoch before is over. `Snapshot.epochs` is the same
-        for several loaders.
+        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body. Before a state is
+        saved as the last thing in the body, call ``loader.seek(epoch=epoch + 1)``: the body is done. `Snapshot.epochs`
+        is the same for several loaders.
 
         Args:
             n: the number of epochs in all, those before a resume included.
