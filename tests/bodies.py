@@ -410,6 +410,7 @@ SHAPES: dict[str, Body] = {
     "three in step, the shortest in the middle": Body([5, 3, 4], [Loop((0, 1, 2))]),
     "three in step, the shortest last": Body([5, 4, 3], [Loop((0, 1, 2))]),
     "the longest counts": Body([3, 5, 2], [Loop((0, 1, 2), longest=True), Loop((0,))]),
+    "the longest counts, and the shorter again": Body([3, 2], [Loop((0, 1), longest=True), Loop((1,))]),
     "a validation behind the shorter one's end": Body(
         [2, 5, 3], [Loop((0, 1), longest=True, within=(1, Loop((2,), steps=False))), Loop((2,))]
     ),
@@ -428,7 +429,7 @@ SHAPES: dict[str, Body] = {
         [6, 4], [Loop((0,), leaves=(4, "out"), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]
     ),
     "continue": Body([3, 2], [Loop((0,)), Loop((1,))], skips=1),
-    "an iterator for the whole run": Body([3, 4, 5], [Loop((0,)), Loop((1,), steps=False)], outside=2),
+    "an iterator for the whole run": Body([3, 5], [Loop((0,))], outside=1),
 }
 
 
