@@ -65,8 +65,11 @@ class SeeingSession(Session):
         """The answers; of a `First` the batch alone, while `seen` keeps the rest.
 
         The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
+        Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
+        so would keep the frames of whoever begins a pass in `except StopIteration`.
         """
-        return itertools.chain(_first_batch(answers, self._seen), answers)
+        first = map(functools.partial(_unwrapped, self._seen), itertools.islice(answers, 1))
+        return itertools.chain(first, answers)
 
     @property
     def seen(self) -> Seen | None:  # type: ignore[override]
@@ -108,13 +111,11 @@ class IteratorSession(SeeingSession):
             close()
 
 
-def _first_batch(answers: Iterator[Any], seen: list[Seen]) -> Iterator[Any]:
-    for answer in answers:
-        if type(answer) is First:
-            seen.append(answer.seen)
-            answer = answer.batch
-        yield answer
-        return
+def _unwrapped(seen: list[Seen], answer: Any) -> Any:
+    if type(answer) is First:
+        seen.append(answer.seen)
+        return answer.batch
+    return answer
 
 
 class LookRequest(NamedTuple):
