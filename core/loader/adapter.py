@@ -288,10 +288,16 @@ class Adapter(ABC):
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """This rank's batches from a position on; None if the epoch's length is unknown."""
         size = self.size(seed, epoch, world, detail)
-        if size is None:
-            return None
+        return None if size is None else self._share_of(size, position, world)
+
+    def _share_of(self, size: int, position: int, world: World) -> Share:
         world = self.sharing(world)
         return Share(size, min(position, size), self.batch_size, world, self.tail_in_use, self.drop_last)
+
+    @property
+    def sized_by(self) -> str:
+        """What the epoch's size follows from, in words; another size means another one."""
+        return "data"
 
     @property
     def tail_in_use(self) -> Tail:
