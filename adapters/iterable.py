@@ -82,13 +82,19 @@ class SequenceAdapter(Adapter):
 
 
 class PlainIterableAdapter(IterableAdapter):
-    """An iterable read in this process, or a function without arguments that returns one."""
+    """An iterable read in this process, or a function without arguments that returns one.
+
+    Args:
+        source: the object given to `wrap`.
+        options: as given to `wrap`.
+        why: it is read from its start; empty if that follows from its samplers.
+    """
 
     name: ClassVar[str] = "iterable"
 
-    def __init__(self, source: Any, options: Options) -> None:
+    def __init__(self, source: Any, options: Options, why: str = "") -> None:
         _refuse_what_cannot_restart(source)
-        super().__init__(source, options, stream=source)
+        super().__init__(source, options, stream=source, why=why)
 
     @classmethod
     def recognises(cls, source: object) -> bool:

@@ -34,7 +34,8 @@ from .state.checksum import checksum_of, former_checksum_of
 from .world import Tail, World
 
 __all__ = [
-    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand", "understand_as_parent",
+    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "repeated", "understand",
+    "understand_as_parent",
 ]  # fmt: skip
 
 _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
@@ -331,6 +332,19 @@ def _endless(sampler: Any, size: int) -> Understood | None:
         seed=seed,
         world=World(rank[1], world_size[1]) if world_size[1] > 1 else None,
     )
+
+
+def repeated(sampler: Any) -> Any | None:
+    """The sampler inside an object that holds nothing else and gives its items again and again; None if it is none.
+
+    It is tried on a copy that holds a few objects in place of the sampler.
+    """
+    held = getattr(sampler, "__dict__", {})
+    if len(held) != 1 or isinstance(sampler, BatchSampler):
+        return None
+    ((name, inside),) = held.items()
+    items = tuple(object() for _ in range(_FEW))
+    return inside if _first_of(sampler, {name: items}) == list(items) * _ROUNDS else None
 
 
 def _method_that_made(generator: Any, owner: Any) -> FunctionType | None:

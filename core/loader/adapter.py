@@ -26,7 +26,7 @@ from midepoch.world import Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Samples", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "OtherWayError", "Run", "Samples", "Seen", "Session"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on, or made ahead
 
@@ -226,6 +226,13 @@ class Session:
 
     def close(self) -> None:
         """Release threads, processes and files, and whatever `detail` does not need. May be called twice."""
+
+
+class OtherWayError(Exception):
+    """Raised by `Adapter.open` when a trial has shown that the source has to be read in another way.
+
+    Sizes and units may be others then: the loader asks for all of them again, and opens once more.
+    """
 
 
 class Adapter(ABC):
@@ -434,7 +441,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def open(self, run: Run) -> Session:
-        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
+        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`.
+
+        Raises:
+            OtherWayError: it would be of no use.
+        """
 
     def holding(self) -> AbstractContextManager[None]:
         """Around closing a session that another one follows at once: worker processes may be left to that one."""

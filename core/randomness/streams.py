@@ -40,6 +40,7 @@ class Purpose:
     MIXING = 5  # which of several loaders is read at a step
     TRIAL = 6  # where a copy of a source is read, which stands for another process
     WHOLE = 7  # the user's work on whole batches
+    WRAPPER = 8  # what an object around a DataLoader does with a batch
 
 
 # What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;

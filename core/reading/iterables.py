@@ -44,6 +44,7 @@ class IterableAdapter(Adapter):
         collate: from a list of samples to a batch; None if the stream yields batches.
         batch_size: samples in a batch; None if samples are handed out one by one.
         drop_last: leave out a last batch that is not full.
+        why: it is read from its start; empty if that follows from its samplers.
     """
 
     def __init__(
@@ -56,28 +57,28 @@ class IterableAdapter(Adapter):
         collate: Callable[[Any], Any] | None = None,
         batch_size: int | None = None,
         drop_last: bool = False,
+        why: str = "",
     ) -> None:
         super().__init__(source, options)
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
-        self._exposes = bool(exposed_samplers(stream)) and options.shard is None
+        samplers = {} if options.shard is not None or why else exposed_samplers(stream)
+        self._exposes = bool(samplers)
         self.unit = "sample" if collate is not None and options.shard is not False else "batch"
         self.drop_last = drop_last
         self._own_streams = options.shard is False
         # Each process's own stream may have batches of any size, so batches are counted.
         self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
-        understood = (
-            {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
-        )
+        understood = {path: understand(each) for path, each in samplers.items()}
         self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
         self._draws: tuple[int, ...] | None = None
         self._probed = False
         self._proved = False  # by reading, not by a state
-        self._why = "it exposes no samplers" if not understood else "it has not been tried yet"
-        if options.shard is not None and exposed_samplers(stream):
+        self._why = why or ("it exposes no samplers" if not understood else "it has not been tried yet")
+        if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
         for path, each in understood.items():
-            check_division(exposed_samplers(stream)[path], each.division)
+            check_division(samplers[path], each.division)
             self._adopt(each)
         self._warned = False
         # Why two passes were not compared; None if they were, or have not been yet.

@@ -22,6 +22,7 @@ __all__ = [
     "alive",
     "drop_requested",
     "end_when_collected",
+    "is_iterator",
     "iterates_as_torch",
     "keep_iterator",
     "kept_iterator",
@@ -44,6 +45,8 @@ def _check(part: str, there: bool) -> None:
 
 
 _check("DataLoader._get_iterator", hasattr(DataLoader, "_get_iterator"))
+_Iterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+_check("_BaseDataLoaderIter", isinstance(_Iterator, type))
 _WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
 _check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
@@ -57,6 +60,11 @@ def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
         and kind.__iter__ is DataLoader.__iter__
         and kind._get_iterator is DataLoader._get_iterator
     )
+
+
+def is_iterator(value: object) -> bool:
+    """Whether it is an iterator of a DataLoader."""
+    return isinstance(value, _Iterator)
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:
