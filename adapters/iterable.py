@@ -82,19 +82,13 @@ class SequenceAdapter(Adapter):
 
 
 class PlainIterableAdapter(IterableAdapter):
-    """An iterable read in this process, or a function without arguments that returns one.
-
-    Args:
-        source: the object given to `wrap`.
-        options: as given to `wrap`.
-        why: it is read from its start; empty if that follows from its samplers.
-    """
+    """An iterable read in this process, or a function without arguments that returns one."""
 
     name: ClassVar[str] = "iterable"
 
-    def __init__(self, source: Any, options: Options, why: str = "") -> None:
+    def __init__(self, source: Any, options: Options) -> None:
         _refuse_what_cannot_restart(source)
-        super().__init__(source, options, stream=source, why=why)
+        super().__init__(source, options, stream=source)
 
     @classmethod
     def recognises(cls, source: object) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
-import functools
 import threading
 import types
 import weakref
@@ -21,7 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from midepoch.copying import copy_with
 from midepoch.errors import SourceError
@@ -31,12 +31,19 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of, repeated
 from midepoch.state.witness import look_at
 
-from .private import is_iterator, iterates_as_torch
+from .private import (
+    attributes_of_torch,
+    gives_its_own,
+    is_iterator,
+    iterates_as_torch,
+    iterates_with,
+    plain_loader,
+)
 from .trials import started_threads
 
 __all__ = ["Inside", "NotOneForOneError", "Through", "inside_of"]
 
-_SAMPLERS = ("sampler", "batch_sampler")
+_DEEPEST = 8  # wrappers in one another
 _MOST_AHEAD = 2  # batches inside that a wrapper has asked for and not yet handed out
 
 
@@ -57,24 +64,29 @@ class Inside(NamedTuple):
     chain: tuple[tuple[Any, str], ...]
 
 
-def inside_of(source: Any) -> Inside | None:
-    """The one DataLoader over a map-style dataset in an attribute of `source`, or `source` itself; None if none is."""
-    kind = type(source)
-    if not callable(getattr(kind, "__iter__", None)) or isinstance(source, type):
+def inside_of(source: Any, depth: int = 0) -> Inside | None:
+    """The one DataLoader over a map-style dataset in an attribute of `source`, or `source` itself; None if none is.
+
+    `depth`: wrappers around this one.
+    """
+    kind, attributes = type(source), getattr(source, "__dict__", {})
+    if not attributes or depth == _DEEPEST or not callable(getattr(kind, "__iter__", None)):
         return None
-    attributes = getattr(source, "__dict__", {})
-    held = {id(each): name for name, each in attributes.items() if isinstance(each, DataLoader)}
+    found: dict[int, tuple[str, Inside | None]] = {}
+    for name, each in attributes.items():
+        if iterates_as_torch(each):
+            found[id(each)] = name, Inside(each, ()) if _is_mapped(each) else None
+        elif isinstance(each, DataLoader) or not isinstance(each, type | Dataset | torch.nn.Module):
+            further = inside_of(each, depth + 1)
+            if further is not None or isinstance(each, DataLoader):
+                found[id(each)] = name, further
     if isinstance(source, DataLoader) and "dataset" in attributes:
-        own = kind.__iter__ is not DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-        return Inside(_as_torch(source), ((source, ""),)) if own and not held and _is_mapped(source) else None
-    if len(held) != 1:
+        seen = gives_its_own(source) and not found and _is_mapped(source)
+        return Inside(_as_torch(source), ((source, ""),)) if seen else None
+    if len(found) != 1:
         return None
-    (name,) = held.values()
-    loader = attributes[name]
-    if iterates_as_torch(loader):
-        return Inside(loader, ((source, name),)) if _is_mapped(loader) and _as_long(source, loader) else None
-    further = inside_of(loader)
-    if further is None or not _as_long(source, loader):
+    ((name, further),) = found.values()
+    if further is None or length_of(source) not in (None, length_of(attributes[name])):
         return None
     return Inside(further.loader, ((source, name), *further.chain))
 
@@ -83,27 +95,16 @@ def _is_mapped(loader: DataLoader[Any]) -> bool:
     return not isinstance(loader.dataset, IterableDataset)
 
 
-def _as_long(wrapper: Any, loader: Any) -> bool:
-    """Whether a wrapper's length, if it has one, is that of the DataLoader inside."""
-    return length_of(wrapper) in (None, length_of(loader))
-
-
-@functools.cache
-def _of_torch() -> frozenset[str]:
-    """The attributes of every DataLoader."""
-    return frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
-
-
 def _as_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """`loader` as torch's own class would iterate it: without the subclass, and without a sampler that begins again."""
-    plain = object.__new__(DataLoader)
-    plain.__dict__.update({name: value for name, value in vars(loader).items() if name in _of_torch()})
-    plain.__dict__["_iterator"] = None
-    for name in _SAMPLERS:
-        inside = repeated(plain.__dict__[name])
-        if inside is not None:
-            plain.__dict__[name] = inside
-    return plain
+    """`loader` as torch's own class would iterate it, over the samplers in those that begin again."""
+    return plain_loader(loader, **{name: inside for name, _, inside in _beginning_again(loader)})
+
+
+def _beginning_again(loader: DataLoader[Any]) -> list[tuple[str, Any, Any]]:
+    """The attributes of a DataLoader with a sampler that begins again, that sampler, and the one in it."""
+    samplers = ((name, vars(loader)[name]) for name in ("sampler", "batch_sampler"))
+    found = ((name, sampler, repeated(sampler)) for name, sampler in samplers)
+    return [(name, sampler, inside) for name, sampler, inside in found if inside is not None]
 
 
 class _Feed:
@@ -112,17 +113,22 @@ class _Feed:
     It refers weakly to all that it uses: whoever searches the wrapper for random generators finds nothing in it.
     """
 
-    __slots__ = ("__weakref__", "_loader", "reading")
+    __slots__ = ("__weakref__", "_loader", "iterator", "reading")
 
-    def __init__(self, loader: DataLoader[Any] | None) -> None:
+    def __init__(self, loader: DataLoader[Any] | None = None) -> None:
         self._loader = None if loader is None else weakref.ref(loader)
+        self.iterator = self if loader is None else _Feed()
         self.reading: Callable[[], _Reading | None] = _nothing
 
     def __iter__(self) -> _Feed:
         reading = self.reading()
-        if reading is not None:
+        if reading is not None and self._loader is not None:
             reading.begins += 1
-        return self
+        return self.iterator
+
+    def serve(self, reading: _Reading) -> None:
+        """Give the batches of `reading`."""
+        self.reading = self.iterator.reading = weakref.ref(reading)
 
     def __next__(self) -> Any:
         reading = self.reading()
@@ -169,12 +175,12 @@ class _Copied(NamedTuple):
     Attributes:
         wrapper: the copy.
         holders: it and the wrappers in it, each with the names of attributes that are not its own.
-        feeds: that stand for the DataLoader inside.
+        feed: that stands for the DataLoader inside.
     """
 
     wrapper: Any
     holders: tuple[tuple[Any, frozenset[str]], ...]
-    feeds: tuple[_Feed, _Feed]
+    feed: _Feed
 
     def own(self) -> dict[str, Any]:
         """What the wrappers hold themselves now, by name."""
@@ -208,13 +214,13 @@ class Through:
         loader, chain = self._inside
         theirs, last = chain[-1]
         loader = getattr(theirs, last) if last else theirs
-        feed, iterator = feeds = _Feed(loader), _Feed(None)
+        feed = _Feed(loader)
         instead: dict[int, Any] = {id(loader): feed} if last else {}
         shared: list[Any] = []
         for each, _ in chain:
-            of_torch = _of_torch() if isinstance(each, DataLoader) else ()
+            of_torch = attributes_of_torch() if isinstance(each, DataLoader) else ()
             shared += [value for name, value in vars(each).items() if name in of_torch]
-            instead |= {id(value): iterator for value in vars(each).values() if is_iterator(value)}
+            instead |= {id(value): feed.iterator for value in vars(each).values() if is_iterator(value)}
         wrapper, why = copy_with(chain[0][0], instead, shared)
         if wrapper is None:
             raise NotOneForOneError(f"it cannot be read through a copy: {why}")
@@ -222,18 +228,16 @@ class Through:
         for original, name in chain:
             others = {name}
             if isinstance(original, DataLoader):
-                # What torch's own __iter__ asks for an iterator.
-                ask = functools.partial(iter, feed)
-                each.__dict__.update(_iterator=None, persistent_workers=False, _get_iterator=ask)
-                for attribute in _SAMPLERS:
-                    sampler = vars(original)[attribute]
-                    if batches is not None and (inside := repeated(sampler)) is not None:
-                        each.__dict__[attribute] = again = copy.copy(sampler)
-                        again.__dict__.update(dict.fromkeys(vars(sampler), _Length(inside, batches)))
-                others |= _of_torch() | {"_get_iterator"}
+                counted = {}
+                if batches is not None:
+                    for attribute, sampler, inside in _beginning_again(original):
+                        counted[attribute] = copy.copy(sampler)
+                        counted[attribute].__dict__.update(dict.fromkeys(vars(sampler), _Length(inside, batches)))
+                iterates_with(each, feed, **counted)
+                others |= attributes_of_torch()
             holders.append((each, frozenset(others)))
             each = getattr(each, name) if name else None
-        return _Copied(wrapper, tuple(holders), feeds)
+        return _Copied(wrapper, tuple(holders), feed)
 
     def around(self, session: Session, run: Run, adapter: Adapter) -> Session:
         """A session of the wrapper's batches. `session`: of `adapter`, that of the DataLoader inside, opened for `run`.
@@ -273,8 +277,7 @@ class _Reading:
         self.trouble = ""
         self._thread = threading.get_ident()
         self._copied = copied
-        for feed in copied.feeds:
-            feed.reading = weakref.ref(self)
+        copied.feed.serve(self)
         self.streams = Streams(*(type(each) for each, _ in copied.holders), *copied.own().values(), devices=True)
         self.streams.begin_pass()
         self._next: Callable[[], Any] = self._first
@@ -303,13 +306,12 @@ class _Reading:
             raise StopIteration
         if not self.ready:
             self.fetch()
-            if not self.ready:
-                raise StopIteration
-        batch = self.ready.popleft()
         if not self.streams.unused:
-            self._start(self._key_of(self.asked))
+            self._start(self._key_of(self.asked))  # the end has a stream, too
+        if not self.ready:
+            raise StopIteration
         self.asked += 1
-        return batch
+        return self.ready.popleft()
 
     def give(self) -> Any:
         """The wrapper's next batch. Raises what the wrapper raises."""

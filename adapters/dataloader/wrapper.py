@@ -11,19 +11,30 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from midepoch.adapters.dataloader import MapDataLoaderAdapter
-from midepoch.adapters.iterable import PlainIterableAdapter
+from midepoch.adapters.dataloader.adapter import MapDataLoaderAdapter
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Options, OtherWayError, Run, Session
 from midepoch.loader.capabilities import Capabilities
 from midepoch.loader.place import Place
 from midepoch.reading.indexed import Samples
+from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.wrappers import NotOneForOneError, Through, inside_of
 from midepoch.world import Share, World
 
 __all__ = ["WrapperAdapter"]
 
 _REPLAYED = "workers="  # how the details of a replay begin
+
+
+class _Replayed(IterableAdapter):
+    """A wrapper that a trial has shown to need more than the DataLoader inside."""
+
+    name: ClassVar[str] = "wrapper"
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Made by `WrapperAdapter`."""
+        return False
 
 
 class WrapperAdapter(Adapter):
@@ -39,7 +50,7 @@ class WrapperAdapter(Adapter):
         assert inside is not None  # recognises has found it
         self._inside = MapDataLoaderAdapter(inside.loader, options)
         self._through = Through(inside)
-        self._why_replayed = ""
+        self._why_replayed = "it was when the state was saved"
         self._use(self._inside)
 
     def _use(self, way: Adapter) -> None:
@@ -61,9 +72,9 @@ class WrapperAdapter(Adapter):
     # --- which way ---
 
     @functools.cached_property
-    def _replay(self) -> PlainIterableAdapter:
-        why = f"{self._why_replayed}; wrap the DataLoader inside it, with then=, to jump" if self._why_replayed else ""
-        return PlainIterableAdapter(self.source, self.options, why)
+    def _replay(self) -> _Replayed:
+        why = f"{self._why_replayed}; wrap the DataLoader inside it, with then=, to jump"
+        return _Replayed(self.source, self.options, stream=self.source, why=why)
 
     def _way_of(self, detail: str) -> Adapter:
         """The way of reading that a detail is of."""
