@@ -263,6 +263,15 @@ class Streams:
         """Whether code has drawn from the global generators, or by `sample_generator`, since `note`."""
         return bool(_current.used) or self._globals.touched()
 
+    def start_noted(self, key: int) -> None:
+        """`start`, then `note`; nothing if the last call had the same key, and no code has drawn since."""
+        drawn = _current.key is not None and self.noted()
+        self._drawn = self._drawn or drawn
+        if _current.key == key and not drawn and not self._owned:
+            return
+        self.start(key)
+        self.note()
+
     # --- watching, without seeding ---
 
     def look(self) -> None:

@@ -258,6 +258,7 @@ class _Reading:
         key_of: from a batch's number to the key of its stream.
 
     Attributes:
+        first: the number of the first batch.
         asked, handed: numbers of the batches that come next, inside and outside.
         ready: at most one batch, which was read before the wrapper asks for it.
         ended, error: how the batches inside have ended.
@@ -268,7 +269,8 @@ class _Reading:
 
     def __init__(self, copied: _Copied, take: Callable[[], Any], first: int, key_of: Callable[[int], int]) -> None:
         self._take, self._key_of = take, key_of
-        self.asked = self.handed = first
+        self._key = -1, 0  # a batch's number, and the key of its stream
+        self.first = self.asked = self.handed = first
         self.ready: deque[Any] = deque()
         self.ended = False
         self.error: Exception | None = None
@@ -278,11 +280,11 @@ class _Reading:
         self._thread = threading.get_ident()
         self._copied = copied
         copied.feed.serve(self)
-        self.streams = Streams(*(type(each) for each, _ in copied.holders), *copied.own().values(), devices=True)
+        roots = (*(type(each) for each, _ in copied.holders), *copied.own().values())
+        self.streams = Streams(*roots, devices=torch.cuda.is_available())
         self.streams.begin_pass()
         self._next: Callable[[], Any] = self._first
         self._iterator: Any = None
-        self._start: Callable[[int], None] = _nothing_to_start
 
     def fetch(self) -> None:
         """Have the next batch inside ready, if there is one."""
@@ -307,18 +309,28 @@ class _Reading:
         if not self.ready:
             self.fetch()
         if not self.streams.unused:
-            self._start(self._key_of(self.asked))  # the end has a stream, too
+            self._start()  # the end has a stream, too
         if not self.ready:
             raise StopIteration
         self.asked += 1
         return self.ready.popleft()
 
+    def _start(self) -> None:
+        """Put the generators under the stream of the batch inside that comes next."""
+        if self._key[0] != self.asked:
+            self._key = self.asked, self._key_of(self.asked)
+        self.streams.start_noted(self._key[1])
+
     def give(self) -> Any:
         """The wrapper's next batch. Raises what the wrapper raises."""
-        self.fetch()
-        with self.streams as self._start:
-            self._start(self._key_of(self.asked))  # for what is drawn before a batch is asked for
+        if not self.ready:
+            self.fetch()
+        self.streams.begin()
+        try:
+            self._start()  # for what is drawn before a batch is asked for
             batch = self._next()
+        finally:
+            self.streams.end()
         self.handed += 1
         return batch
 
@@ -417,6 +429,7 @@ class _WrapperSession(Session):
         try:
             if through.lead is None:
                 self._try()
+            self._watches = self._reading.streams.unused
         except BaseException:
             self.close()
             raise
@@ -461,8 +474,9 @@ class _WrapperSession(Session):
                     return self.take()
             else:
                 batch = reading.give()
-                reading.late()
-                self._watches = reading.streams.unused
+                if reading.handed == reading.first + 1:
+                    reading.late()
+                    self._watches = reading.streams.unused
         except StopIteration:
             raise self._early_end(reading) from None
         if reading.asked - reading.handed != self._through.lead:
@@ -601,10 +615,6 @@ _INSTEAD = (
 
 def _nothing() -> None:
     return None
-
-
-def _nothing_to_start(key: int) -> None:
-    """Before the generators are lent."""
 
 
 def _at_its_end() -> Any:
