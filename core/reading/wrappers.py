@@ -494,6 +494,7 @@ class _WrapperSession(Session):
 
     def _check(self, reading: _Reading) -> None:
         """Raise a SourceError if the wrapper is not one for one any more."""
+        reading.fetch()  # it may know by their number that there are no more
         ahead, lead = reading.asked - reading.handed, self._through.lead
         ends = reading.ended or reading.error is not None
         if lead is None or (ends and 0 <= ahead <= lead):
@@ -548,6 +549,7 @@ class _WrapperSession(Session):
         lead, look = reading.asked - reading.handed, look_at(self._made[0])
         if not self._make():
             return
+        reading.fetch()  # it may know by their number that there are no more
         if not 0 <= lead <= _MOST_AHEAD or (lead != reading.asked - reading.handed and not reading.ended):
             raise NotOneForOneError(f"for {len(self._made)} batches it asks for {reading.asked}")
         self._jump(reading, reading.kept or [])
