@@ -199,6 +199,30 @@ def test_a_replay_of_it_says_why_and_what_to_pass() -> None:
         sources.resumed(make, state)
 
 
+def function_around() -> Any:
+    inside = loader()
+    return lambda: enumerate(inside)
+
+
+@pytest.mark.parametrize("make", [function_around, lambda: wild.OfTwo(loader(), loader()), lambda: reads_a_global])
+def test_what_is_not_seen_through_is_told_what_to_pass(make: Callable[[], Any]) -> None:
+    around = midepoch.wrap(make(), seed=3)
+    sources.taken(around, 2)
+    with pytest.warns(MidepochWarning, match="to jump, wrap the DataLoader that it reads, and pass .* as then="):
+        sources.resumed(
+            lambda: midepoch.wrap(make(), seed=3), sources.heads(lambda: midepoch.wrap(make(), seed=3), 2)[1]
+        )
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"shard=True.*shard=False.*as then="):
+        next(iter(midepoch.wrap(make(), seed=3, world=World(0, 2))))
+
+
+INSIDE = loader()
+
+
+def reads_a_global() -> Any:
+    yield from INSIDE
+
+
 @pytest.mark.parametrize("options", [{"shard": False}, {"randomness": "none"}])
 def test_what_divides_itself_or_draws_by_itself_is_replayed(options: dict[str, Any]) -> None:
     around = midepoch.wrap(wild.OnDevice(loader()), seed=3, **options)

@@ -6,7 +6,10 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from midepoch.dividing import check_division
 from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
@@ -101,8 +104,14 @@ class IterableAdapter(Adapter):
                 f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
                 "data among them: pass shard=True to let midepoch divide it (every process reads all of it and "
                 "keeps its part), or shard=False if it divides itself, by rank or get_worker_info, as torch's docs "
-                "show"
+                f"show{self._instead('to have it divided without reading all of it')}"
             )
+
+    def _instead(self, gain: str) -> str:
+        """What to pass in place of a source that reads a DataLoader."""
+        if "then=" in self._why or not _reads_a_loader(self._stream):
+            return ""
+        return f"; {gain}, wrap the DataLoader that it reads, and pass what is done with its batches as then="
 
     # --- what it is ---
 
@@ -260,7 +269,7 @@ class IterableAdapter(Adapter):
         if not self._warned and run.position > 0:
             warnings.warn(
                 f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
-                "loader.capabilities.constant_time_resume says what that costs",
+                f"loader.capabilities.constant_time_resume says what that costs{self._instead('to jump')}",
                 MidepochWarning,
                 stacklevel=5,
             )
@@ -307,6 +316,7 @@ class IterableAdapter(Adapter):
                 f"{why}: they draw from the random generators that midepoch puts under a stream for each sample, so "
                 "numbers differ from run to run; read ahead in worker processes (num_workers), or draw from "
                 "midepoch.sample_generator() in the thread that iterates"
+                f"{self._instead('to have them repeated')}"
             )
         if trial.differs:
             why = f"two passes under the same random numbers begin differently: {trial.differs}"
@@ -314,7 +324,8 @@ class IterableAdapter(Adapter):
             self._tell(
                 f"{why}; a resumed epoch would be another one, or be refused. Let its order and content follow from "
                 "the random generators or the epoch alone; a DataLoader inside that keeps its workers draws other "
-                "seeds in later passes: wrap that DataLoader itself, or leave out persistent_workers"
+                "seeds in later passes: wrap that DataLoader itself, with what is done to its batches as then=, or "
+                "leave out persistent_workers"
             )
 
     def _tell(self, what: str) -> None:
@@ -340,6 +351,15 @@ class IterableAdapter(Adapter):
 
 def _told(draws: tuple[int, ...]) -> str:
     return f"draws={','.join(map(str, draws))}"
+
+
+def _reads_a_loader(source: Any) -> bool:
+    """Whether a DataLoader is in an attribute of an object, or in a variable that a function uses."""
+    held = list(getattr(source, "__dict__", {}).values())
+    if isinstance(source, FunctionType):
+        held += [cell.cell_contents for cell in source.__closure__ or () if cell != CellType()]
+        held += [source.__globals__.get(name) for name in source.__code__.co_names]
+    return any(isinstance(each, DataLoader) for each in held)
 
 
 def _nothing() -> None:
