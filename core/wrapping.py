@@ -45,6 +45,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
+    _Backend("midepoch.adapters.dataloader:WrapperAdapter"),
     _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
 )
 

@@ -21,7 +21,7 @@ from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateEr
 from midepoch.state.format import State
 from midepoch.world import Share, World
 
-from .adapter import Adapter, Options, Run, Session
+from .adapter import Adapter, Options, OtherWayError, Run, Session
 from .bodies import Passes
 from .cursor import Cursor, History, Phase, new_history
 from .place import Place
@@ -217,7 +217,10 @@ class Course:
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
-        session = adapter.open(run)
+        try:
+            session = adapter.open(run)
+        except OtherWayError:
+            return self._open(cursor)
         if self._then is not None:
             session = self._then.around(session, run, adapter)
         marks = self.options.remember > 0 and not adapter.remembers
