@@ -26,7 +26,7 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import CollateTrial
 from midepoch.samplers import ListedEpoch, length_of
 from midepoch.state.witness import Look, look_at
-from midepoch.world import Share
+from midepoch.world import MicroShare, Share
 
 from .trials import started_threads
 
@@ -199,6 +199,9 @@ class Samples:
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
     """``share.span(step)`` for every step, at a fraction of the cost."""
+    if isinstance(share, MicroShare):
+        yield from map(share.span, range(share.steps))
+        return
     full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
     start = share.start + share.world.rank * batch_size
     for _ in range(min(full, share.steps)):
