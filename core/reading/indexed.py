@@ -27,7 +27,7 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import CollateTrial
 from midepoch.samplers import ListedEpoch, length_of
 from midepoch.state.witness import Look, is_inert, look_at
-from midepoch.world import Share
+from midepoch.world import MicroShare, Share
 
 from .trials import started_threads, undisturbed
 
@@ -66,8 +66,11 @@ class SeeingSession(Session):
         """The answers; of a `First` the batch alone, while `seen` keeps the rest.
 
         The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
+        Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
+        so would keep the frames of whoever begins a pass in `except StopIteration`.
         """
-        return itertools.chain(_first_batch(answers, self._seen), answers)
+        first = map(functools.partial(_unwrapped, self._seen), itertools.islice(answers, 1))
+        return itertools.chain(first, answers)
 
     @property
     def seen(self) -> Seen | None:  # type: ignore[override]
@@ -109,13 +112,11 @@ class IteratorSession(SeeingSession):
             close()
 
 
-def _first_batch(answers: Iterator[Any], seen: list[Seen]) -> Iterator[Any]:
-    for answer in answers:
-        if type(answer) is First:
-            seen.append(answer.seen)
-            answer = answer.batch
-        yield answer
-        return
+def _unwrapped(seen: list[Seen], answer: Any) -> Any:
+    if type(answer) is First:
+        seen.append(answer.seen)
+        return answer.batch
+    return answer
 
 
 def _like(index: Any, number: int) -> Any:
@@ -209,6 +210,9 @@ class Samples:
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
     """``share.span(step)`` for every step, at a fraction of the cost."""
+    if isinstance(share, MicroShare):
+        yield from map(share.span, range(share.steps))
+        return
     full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
     start = share.start + share.world.rank * batch_size
     for _ in range(min(full, share.steps)):
