@@ -429,9 +429,7 @@ SHAPES: dict[str, Body] = {
     "an exception out of it, between validations": Body(
         [6, 4], [Loop((0,), leaves=(4, "out"), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]
     ),
-    "an exception out of it, behind a break": Body(
-        [5, 4], [Loop((0,), leaves=(2, "break")), Loop((1,), leaves=(2, "out"))]
-    ),
+    "an exception out of it, behind a zip": Body([5, 3, 4], [Loop((0, 1)), Loop((2,), leaves=(2, "out"))]),
     "continue": Body([3, 2], [Loop((0,)), Loop((1,))], skips=1),
     "an iterator for the whole run": Body([3, 5], [Loop((0,))], outside=1),
     "an exception out of it, beside such an iterator": Body([4, 2], [Loop((0,), leaves=(2, "out"))], outside=1),
