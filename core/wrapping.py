@@ -45,6 +45,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
+    _Backend("midepoch.adapters.dataloader:WrapperAdapter"),
     _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
 )
 
@@ -74,10 +75,11 @@ class Settings(TypedDict, total=False):
 
     Attributes:
         index_cache: webdataset: the folder for indexes of shards; None for the user's cache folder.
-        progress: webdataset: show a progress bar while shards are indexed; None: only on a terminal.
+        progress: webdataset: show a progress bar while shards are indexed or read again; None: only on a terminal.
         refill: webdataset: refill batches whose samples were dropped, so that all have the same size.
         replay: webdataset: do not take the pipeline apart; read it again from its start, like any iterable.
-        streams: webdataset, streamed shards: the number of streams, in [1, 256]; keep it the same for this data.
+        streams: webdataset, streamed shards: the number of streams, in [1, 4096]; keep it the same for this data. None:
+            as the world needs in which an epoch begins.
     """
 
     index_cache: str | os.PathLike[str] | None
@@ -101,6 +103,7 @@ def wrap(
     prefetch: int = 0,
     on_error: Literal["next", "retry"] | None = None,
     remember: int = 0,
+    global_batch: int | None = None,
     **settings: Unpack[Settings],
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
@@ -132,6 +135,11 @@ def wrap(
             process if the source can be read from any position; otherwise "retry", so that ranks stay together.
         remember: batches, in [0, 1024], of which a source with a state of its own keeps its state before them, so that
             ``state_dict(in_flight=...)`` knows it. Each costs what the source's ``state_dict`` costs.
+        global_batch: units of all ranks from one step of the optimizer to the next, for gradient accumulation; at least
+            1. The source's batch size is then that of a micro-batch: each rank gets equally many of them for one global
+            batch, the last short, or with weight 0 if the rank has no samples for it. `Loader.weight` weighs their
+            losses, `Loader.step_due` tells when to step. States count whole global batches, also while one is being
+            read. For sources that can be indexed. None: each batch is a step.
         settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
     Raises:
@@ -140,7 +148,7 @@ def wrap(
     """
     options = Options(
         seed, world, shard, randomness, tail, fingerprint, verify, then, prefetch, on_error, remember,
-        cast(dict[str, Any], settings),
+        global_batch, cast(dict[str, Any], settings),
     )  # fmt: skip
     if isinstance(source, Loader):
         if options != Options(settings={}):

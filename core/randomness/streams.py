@@ -40,6 +40,7 @@ class Purpose:
     MIXING = 5  # which of several loaders is read at a step
     TRIAL = 6  # where a copy of a source is read, which stands for another process
     WHOLE = 7  # the user's work on whole batches
+    WRAPPER = 8  # what an object around a DataLoader does with a batch
 
 
 _ALL = (True, True, True)
@@ -305,6 +306,15 @@ class Streams:
     def noted(self) -> bool:
         """Whether code has drawn from the global generators, or by `sample_generator`, since `note`."""
         return bool(_current.used) or self._globals.touched()
+
+    def start_noted(self, key: int) -> None:
+        """`start`, then `note`; nothing if the last call had the same key, and no code has drawn since."""
+        drawn = _current.key is not None and self.noted()
+        self._drawn = self._drawn or drawn
+        if _current.key == key and not drawn and not self._owned:
+            return
+        self.start(key)
+        self.note()
 
     # --- watching, without seeding ---
 
