@@ -299,6 +299,45 @@ def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
         own.reshard(World(0, 3))
 
 
+class Gated(Dataset[int]):
+    """Each sample after the first two waits for a gate."""
+
+    def __init__(self) -> None:
+        self.waits, self.gate = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1:
+            self.waits.set()
+            assert self.gate.wait(30)
+        return index
+
+
+def test_a_loader_is_not_led_elsewhere_while_another_thread_waits_for_its_batch() -> None:
+    data = Gated()
+    loader = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), verify="off")
+    each, got = iter(loader), []
+    next(each)
+    state = loader.state_dict()
+    thread = threading.Thread(target=lambda: got.append(next(each).tolist()))
+    thread.start()
+    assert data.waits.wait(30)
+    calls: list[Callable[[], None]] = [lambda: loader.reshard(World(0, 2)), loader.rollback]
+    for call in calls:
+        with pytest.raises(MidepochError, match="while another thread waits for a batch of this loader"):
+            call()
+    assert loader.state_dict() == state
+    other = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), verify="off")
+    other.reshard(World(0, 2))  # the thread waits for another loader's
+    data.gate.set()
+    thread.join()
+    assert got == [[2, 3]]
+    loader.reshard(World(0, 2))
+    assert next(each).tolist() == [4, 5]
+
+
 def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch() -> None:
     loader = by_index(World())
     loader.reshard(World(1, 2))

@@ -21,12 +21,12 @@ from midepoch.randomness.owned import find_generators
 from midepoch.repeating import Repeat
 from midepoch.state.parts import part_of
 from midepoch.state.witness import Look, Witness
-from midepoch.world import Share, Tail, World, check_tail
+from midepoch.world import MicroShare, Share, Tail, World, check_tail
 
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Samples", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "OtherWayError", "Run", "Samples", "Seen", "Session"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on, or made ahead
 
@@ -50,6 +50,7 @@ class Options:
     prefetch: int = 0
     on_error: Literal["next", "retry"] | None = None
     remember: int = 0
+    global_batch: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,6 +80,16 @@ class Options:
                 "prefetch_factor of the DataLoader"
             )
         check_tail(self.tail)
+        if self.global_batch is not None:
+            if type(self.global_batch) is not int:
+                raise TypeError(f"global_batch must be an int or None, got {self.global_batch!r}")
+            if self.global_batch < 1:
+                raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
+            if self.tail not in (None, "uneven"):
+                raise ValueError(
+                    f"tail={self.tail!r} with global_batch=: each global batch is shared as it is, so nothing is "
+                    "repeated or left out; leave tail out"
+                )
         if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
             raise ValueError(
                 f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
@@ -228,6 +239,13 @@ class Session:
         """Release threads, processes and files, and whatever `detail` does not need. May be called twice."""
 
 
+class OtherWayError(Exception):
+    """Raised by `Adapter.open` when a trial has shown that the source has to be read in another way.
+
+    Sizes and units may be others then: the loader asks for all of them again, and opens once more.
+    """
+
+
 class Adapter(ABC):
     """One source of one backend.
 
@@ -244,6 +262,7 @@ class Adapter(ABC):
             state whose position was edited by hand is refused, and does not continue where the detail leads.
         leads: `lead` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
+        reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
     """
 
     name: ClassVar[str]
@@ -253,6 +272,7 @@ class Adapter(ABC):
     seals_detail: bool = False
     remembers: bool = True
     leads: bool = False
+    reads_any_span: bool = False
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
@@ -288,18 +308,33 @@ class Adapter(ABC):
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """This rank's batches from a position on; None if the epoch's length is unknown."""
         size = self.size(seed, epoch, world, detail)
-        if size is None:
-            return None
-        world = self.sharing(world)
-        return Share(size, min(position, size), self.batch_size, world, self.tail_in_use, self.drop_last)
+        return None if size is None else self._share_of(size, position, world)
+
+    def _share_of(self, size: int, position: int, world: World) -> Share:
+        start, world, together = min(position, size), self.sharing(world), self.options.global_batch
+        if together is None:
+            return Share(size, start, self.batch_size, world, self.tail_in_use, self.drop_last)
+        return MicroShare(size, start, self.batch_size, world, "uneven", self.drop_last, together)
+
+    @property
+    def sized_by(self) -> str:
+        """What the epoch's size follows from, in words; another size means another one."""
+        return "data"
 
     @property
     def tail_in_use(self) -> Tail:
-        """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad"."""
+        """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
+
+        Global batches of several steps are always shared as they are.
+        """
+        if self.options.global_batch is not None:
+            return "uneven"
         return self.options.tail or self.tail or "pad"
 
     def units_per_step(self, world: World) -> int:
-        """Units by which the position moves when each rank receives a batch."""
+        """Units by which the position moves when each rank receives a batch: with ``global_batch=``, all of one."""
+        if self.options.global_batch is not None:
+            return self.options.global_batch
         return self.batch_size * self.sharing(world).world_size
 
     def sharing(self, world: World) -> World:
@@ -428,7 +463,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def open(self, run: Run) -> Session:
-        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
+        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`.
+
+        Raises:
+            OtherWayError: it would be of no use.
+        """
 
     def holding(self) -> AbstractContextManager[None]:
         """Around closing a session that another one follows at once: worker processes may be left to that one."""

@@ -15,6 +15,7 @@ from midepoch.errors import MidepochWarning, SourceError, StateError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import BatchTrial
+from midepoch.world import MicroShare
 
 from .adapter import Adapter, Options, Run, Seen, Session
 
@@ -52,9 +53,10 @@ class _WholeBatches(Session):
     """Each result is made when it is asked for.
 
     Seeding all generators for a batch costs more than a function that draws nothing. So after the first batch, such a
-    function is only watched. If it draws all the same, the batch is read again and the function called again, under the
-    batch's stream: a batch that was passed to it may have been changed in place. Where reading a batch again is not a
-    jump, every batch is seeded.
+    function is only watched, and of one that draws, only the generators are seeded that it has used before. If it uses
+    another one all the same, the batch is read again and the function called again, under the batch's stream: a batch
+    that was passed to it may have been changed in place. Where reading a batch again is not a jump, all generators are
+    seeded for every batch.
     """
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
@@ -62,7 +64,10 @@ class _WholeBatches(Session):
         self._then, self._function, self._streams = then, then.function, then.streams
         self._inner, self._take = inner, inner.take
         self._run, self._adapter = run, adapter
-        self._rereads = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
+        self._micro = run.share if isinstance(run.share, MicroShare) else None
+        # In the middle of a global batch no session can be opened.
+        jumps = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
+        self._rereads = jumps and self._micro is None
         self._key = derive_key(Purpose.WHOLE, run.seed, run.epoch)
         self._global_batch = adapter.units_per_step(run.world)
         self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
@@ -127,24 +132,29 @@ class _WholeBatches(Session):
         if not made:
             return self._first(streams)
         inner = self._inner
-        if not (streams.unused and self._rereads):
+        if not self._rereads:
             at = self._position(inner.drift)
             result = self._under(streams, at, self._take())
             self._made = made + 1
             return result
         mark, drift = (inner.mark(), inner.drift) if self.marks else (None, 0)
         batch = self._take()
-        streams.look()
+        if streams.unused:
+            streams.look()
+            leave = streams.leave
+        else:
+            streams.begin_used()(extend_key(self._key, self._position(drift) + self._offset))
+            leave = streams.end
         try:
             result = self._call(batch)
         except Exception:
-            if not streams.leave():
+            if not leave():
                 raise
         except BaseException:
-            streams.leave()
+            leave()
             raise
         else:
-            if not streams.leave():
+            if not leave():
                 self._made = made + 1
                 return result
         at = self._position(drift)
@@ -156,11 +166,13 @@ class _WholeBatches(Session):
 
     def _position(self, drift: int) -> int:
         """Of all ranks, before the next batch. `drift`: the inner session's."""
+        if self._micro is not None:
+            return self._micro.span(self._made)[0] - self._offset
         return self._run.position + self._made * self._global_batch + self._drift_before + drift
 
     def _first(self, streams: Streams) -> Any:
         """The session's first result: always under the batch's stream."""
-        at = self._run.position
+        at = self._run.position if self._micro is None else self._position(0)
         streams.begin_pass()
         batch = self._take()
         trial = BatchTrial(self._function, batch) if self._then.tries else None
