@@ -327,6 +327,32 @@ def test_what_draws_again_and_again_is_seen_by_states(urls: list[str]) -> None:
             midepoch.wrap(pipeline(own.DrawnShards(urls, other)).with_epoch(3), seed=1).load_state_dict(state)
 
 
+def test_a_refilled_epoch_of_each_worker_s_batches_goes_on_with_other_workers(urls: list[str]) -> None:
+    """As `elastic_workers` says. The epoch that was begun keeps its length; the next one has that of the workers."""
+
+    def make(workers: int) -> Any:
+        dataset = wds.WebDataset(urls, shardshuffle=9).select(lambda sample: number(sample) % 3).map(number)
+        dataset = dataset.batched(3, collation_fn=list).with_epoch(3)
+        return midepoch.wrap(in_workers(dataset, workers), seed=1, refill=True)
+
+    with make(2) as loader:
+        assert loader.capabilities.elastic_workers
+        start = loader.state_dict()
+        iterator = iter(loader)
+        head = [next(iterator) for _ in range(2)]
+        state = loader.state_dict()
+        rest, following = list(iterator), list(loader)
+        boundary = loader.state_dict()
+        third = list(loader)
+    assert [len(head) + len(rest), len(following)] == [6, 6]
+    for begun, expected in ((start, head + rest), (state, rest), (boundary, third)):
+        with make(0) as other:
+            other.load_state_dict(begun)
+            assert list(other) == expected
+            if begun is state:
+                assert list(other) == following[:3]
+
+
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
