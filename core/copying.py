@@ -14,6 +14,7 @@ import types
 import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import sharedctypes
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -341,6 +342,7 @@ def _copied(
     shared: list[Any] = []
     functions: list[types.FunctionType] = []
     flat: list[Any] = []
+    numbers: list[Any] = []  # that processes share, such as a multiprocessing.Value
     size = 0
     for count, each in enumerate(_reached(value, is_shared, with_closures)):
         if is_shared(each):
@@ -353,10 +355,13 @@ def _copied(
             return None, why
         if with_closures and isinstance(each, types.FunctionType):
             functions.append(each)
+        elif isinstance(each, sharedctypes.SynchronizedBase):
+            numbers.append(each)
         elif _is_flat(each):
             flat.append(each)
     memo = {id(each): each for each in shared}
     memo.update((id(each), each.copy()) for each in flat)
+    memo.update((id(each), sharedctypes.synchronized(sharedctypes.copy(each.get_obj()))) for each in numbers)
     memo.update(instead or {})
     try:
         _functions_anew(functions, memo)

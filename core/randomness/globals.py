@@ -97,6 +97,15 @@ class LentGlobals:
         python = self._python_stamp.tobytes(), self._generator.gauss_next
         self._stamps = python, self._numpy_stamp.tobytes(), self._torch_stamp.tobytes()
 
+    def touched_each(self) -> tuple[bool, bool, bool]:
+        """As `touched`, for python's, numpy's and torch's generator."""
+        python, numpy, engine = self._stamps
+        return (
+            (self._python_stamp.tobytes(), self._generator.gauss_next) != python,
+            self._numpy_stamp.tobytes() != numpy,
+            self._torch_stamp.tobytes() != engine,
+        )
+
     def touched(self) -> bool:
         """Whether a generator was used or seeded since `borrow` or `watch`."""
         return self._stamps != (

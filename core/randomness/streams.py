@@ -127,6 +127,8 @@ class Streams:
         self._lent = False  # True in a worker process, for good
         self._outer: tuple[Any, ...] = (None, None, None)
         self._drawn = False
+        self._used = (True, True, True)  # python's, numpy's, torch's generator, as far as it is known
+        self._spares = False
         self.unused = self.asked = False
 
     # --- looking for generators ---
@@ -223,24 +225,62 @@ class Streams:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
 
+    def begin_used(self) -> Callable[[int], None]:
+        """As `begin`, but a generator that the code has not used before is not seeded. `end` tells if it uses one."""
+        start = self.begin()
+        if not self._drawn or self._lent or all(self._used):
+            return start
+        self._spares = True
+        return self._start_used
+
+    def _start_used(self, key: int) -> None:
+        python, numpy, of_torch = self._used
+        _current.key = key
+        if python:
+            self._seed_python(key)
+            self._python_generator.gauss_next = None
+        if numpy:
+            self._start_numpy(key >> 32)
+        if of_torch:
+            self._start_torch(key)
+        if self._devices is not None:
+            self._devices.start(key)
+        if self._owned:
+            for each in self._owned:
+                each.start(derive_key(key, each.salt))
+
     def _start_watched(self, key: int) -> None:
         self._drawn = self._drawn or _current.used or self._globals.touched()
         self.start(key)
         self._globals.watch()
 
-    def end(self) -> None:
-        """Restore the caller's generators as `begin` found them. May be called twice."""
+    def end(self) -> bool:
+        """Restore the caller's generators as `begin` found them. May be called twice.
+
+        Returns:
+            Whether one was used that `begin_used` has spared: what was done has to be done again.
+        """
         saved, self._saved = self._saved, None
         if saved is None:
-            return
-        if not self._drawn and not self._owned:
+            return False
+        missed = False
+        if self._spares:
+            self._spares = False
+            python, numpy, of_torch = self._used
+            now = self._globals.touched_each()
+            self._used = python or now[0], numpy or now[1], of_torch or now[2]
+            missed = self._used != (python, numpy, of_torch)
+        elif not self._drawn and not self._owned:
             self._drawn = _current.used or self._globals.touched()
             self.unused = self.unused and not self._drawn
+            if self._drawn:
+                self._used = self._globals.touched_each()
         if not self._lent:
             self._globals.give_back()
             for each, state in zip(self._owned or (), saved, strict=False):
                 each.restore(state)
         _current.key, _current.generator, _current.used = self._outer
+        return missed
 
     def __enter__(self) -> Callable[[int], None]:
         return self.begin()

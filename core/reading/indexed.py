@@ -65,8 +65,11 @@ class SeeingSession(Session):
         """The answers; of a `First` the batch alone, while `seen` keeps the rest.
 
         The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
+        Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
+        so would keep the frames of whoever begins a pass in `except StopIteration`.
         """
-        return itertools.chain(_first_batch(answers, self._seen), answers)
+        first = map(functools.partial(_unwrapped, self._seen), itertools.islice(answers, 1))
+        return itertools.chain(first, answers)
 
     @property
     def seen(self) -> Seen | None:  # type: ignore[override]
@@ -108,13 +111,11 @@ class IteratorSession(SeeingSession):
             close()
 
 
-def _first_batch(answers: Iterator[Any], seen: list[Seen]) -> Iterator[Any]:
-    for answer in answers:
-        if type(answer) is First:
-            seen.append(answer.seen)
-            answer = answer.batch
-        yield answer
-        return
+def _unwrapped(seen: list[Seen], answer: Any) -> Any:
+    if type(answer) is First:
+        seen.append(answer.seen)
+        return answer.batch
+    return answer
 
 
 class LookRequest(NamedTuple):
@@ -245,6 +246,24 @@ def as_list(indices: Any) -> list[Any]:
     return indices if isinstance(indices, list) else list(indices.tolist())
 
 
+class _LookingCollate:
+    """Takes the place of a collate function for one batch, to look at its first sample.
+
+    Attributes:
+        look: at the sample, before the function may change it.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], single: bool) -> None:
+        self.look: Look | None = None
+        self._collate, self._single = collate, single
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch."""
+        with contextlib.suppress(Exception):  # of an object that cannot be looked at: then there is no witness
+            self.look = look_at(samples if self._single else samples[0])
+        return self._collate(samples)
+
+
 class MapReader:
     """Reads batches through ``__getitem__``, with all generators seeded for each sample.
 
@@ -315,6 +334,8 @@ class MapReader:
         plain = request._replace(look=None)
         if streams is not None:
             self._begin(request, streams)
+        if not look.twice and request.start == 0 and not self._whole:  # the batch begins with the sample to look at
+            return self._looked_on_the_way(plain, look)
         one, _ = self._look(request.seed, request.epoch, look.index)
         drew = self._drew
         collate = self._collate
@@ -333,13 +354,27 @@ class MapReader:
         repeat = None if trial is None else trial.result(key)
         again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
         keeps = again is not None and drew and not self._drew
+        return First(batch, self._seen(request, look, one, again=again, collate=repeat, keeps=keeps))
+
+    def _looked_on_the_way(self, request: MapRequest, look: LookRequest) -> First:
+        """The same without reading that sample a second time."""
+        streams, collate = self._streams, self._collate
+        self._collate = looking = _LookingCollate(collate, self._single)
+        try:
+            batch = self(request) if streams is None else self._read_under(request, streams)
+            if streams is not None and streams.made_late():
+                batch = self._read_under(request, streams)
+        finally:
+            self._collate = collate
+        return First(batch, self._seen(request, look, looking.look))
+
+    def _seen(self, request: MapRequest, look: LookRequest, one: Look | None, **more: Any) -> Seen:
         if look.expected is None:
-            return First(batch, Seen(look.index, one, again, one, collate=repeat, keeps=keeps))
+            return Seen(look.index, one, expected=one, **more)
         expected, error = self._look(request.seed, *look.expected)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        renews = _is_told_the_epoch(self.dataset)
-        missing = isinstance(error, IndexError)
-        return First(batch, Seen(look.index, one, again, expected, text, missing, renews, collate=repeat, keeps=keeps))
+        renews, missing = _is_told_the_epoch(self.dataset), isinstance(error, IndexError)
+        return Seen(look.index, one, expected=expected, error=text, missing=missing, renews=renews, **more)
 
     def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
