@@ -314,7 +314,7 @@ def _endless(sampler: Any, size: int) -> Understood | None:
             few[name] = range(_FEW)
         else:
             return None
-    if bool(rank[0]) != bool(world_size[0]):
+    if not few or bool(rank[0]) != bool(world_size[0]):
         return None
     alone = {rank[0]: 0, world_size[0]: 1} if rank[0] else {}
     items = _first_of(sampler, few | alone)
