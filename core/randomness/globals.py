@@ -110,6 +110,10 @@ class LentGlobals:
             self._set_python(words)
         return python, numpy, engine
 
+    def retake(self) -> None:
+        """Where nothing is given back: borrow again what others may have borrowed since."""
+        np.random.set_bit_generator(self._ours)
+
     def watch(self) -> None:
         """From now on, `touched` reports whether a generator was used."""
         python = self._python_stamp.tobytes(), self._generator.gauss_next

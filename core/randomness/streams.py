@@ -207,8 +207,9 @@ class Streams:
             self._globals.borrow()
             self._lent = get_worker_info() is not None
             self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
-        elif self._saved is None:
-            self._saved = []
+        else:
+            self._globals.retake()
+            self._saved = [] if self._saved is None else self._saved
         if self._drawn or self._owned:  # `unused` will be false
             return self.start
         self._globals.watch()
@@ -323,6 +324,7 @@ class Streams:
         self._enter(self)
         self.asked = False
         if self._lent:
+            self._globals.retake()
             self._globals.watch()
         else:
             self._globals.borrow()
