@@ -143,7 +143,7 @@ def stored(rounds: int) -> None:
     import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
     from object_server import nginx
 
-    from midepoch.adapters.webdataset import streamed
+    from midepoch.adapters.webdataset import archive
 
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, webdataset {version('webdataset')}, streaming "
@@ -158,7 +158,7 @@ def stored(rounds: int) -> None:
         (folder / "nginx").mkdir()
         base = stack.enter_context(nginx(folder / "nginx" / "server", folder / "tar"))
         names = [f"shard-{shard}.tar" for shard in range(4)]
-        marked = streamed._BEGINNING
+        marked = archive._BEGINNING
         kinds: dict[str, Callable[[Any], midepoch.Loader]] = {
             "webdataset, indexed": lambda verify: of_shards([f"{folder}/tar/{name}" for name in names], verify),
             "the same, from a server": lambda verify: of_shards([f"{base}/{name}" for name in names], verify),
@@ -173,7 +173,7 @@ def stored(rounds: int) -> None:
             for turn in range(rounds + 1):
                 for verify in list(times)[:: 1 if turn % 2 else -1]:
                     # Marks of streamed shards are made in any case; to compare, they are left out.
-                    streamed._BEGINNING = 0 if verify == "off" else marked
+                    archive._BEGINNING = 0 if verify == "off" else marked
                     loader = kept.get(verify) or make(verify)
                     if kept:
                         loader.seek(epoch=next(epochs))

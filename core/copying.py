@@ -13,7 +13,8 @@ import sys
 import types
 import typing
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import sharedctypes
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "private_copy", "stateful_copy"]
+__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "copy_with", "private_copy", "stateful_copy"]
 
 LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
@@ -65,6 +66,30 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
         return isinstance(each, (*kinds, types.ModuleType)) or any(each is one for one in objects)
 
     return _copied(value, is_shared, _what_forbids)
+
+
+def copy_with(value: Any, instead: Mapping[int, Any], shared: Iterable[Any]) -> tuple[Any | None, str]:
+    """A deep copy of `value` in which other objects stand for some of those that it holds.
+
+    Datasets, modules, torch's generators and streams, and large arrays are shared.
+
+    Args:
+        value: the original.
+        instead: by the `id` of an object, what stands for it.
+        shared: what else is shared.
+
+    Returns:
+        The copy, and an empty text; or None and the reason.
+    """
+    kept = instead.keys() | {id(each) for each in shared}
+
+    def is_shared(each: Any) -> bool:
+        return id(each) in kept or isinstance(each, _SHARED) or _is_large_data(each)
+
+    return _copied(value, is_shared, _anything, instead=instead)
+
+
+_SHARED = (Dataset, torch.nn.Module, torch.Stream, torch.Event)
 
 
 class Apart(NamedTuple):
@@ -312,30 +337,36 @@ def _copied(
     forbids: Callable[[Any], str],
     with_closures: bool = False,
     most: int = LARGEST_COPY,
+    instead: Mapping[int, Any] | None = None,
 ) -> tuple[Any | None, str]:
     shared: list[Any] = []
     functions: list[types.FunctionType] = []
     flat: list[Any] = []
+    numbers: list[Any] = []  # that processes share, such as a multiprocessing.Value
     size = 0
-    for count, each in enumerate(_reached(value, is_shared, with_closures)):
-        if is_shared(each):
-            shared.append(each)
-            continue
-        size += _bytes_of(each)
-        if size > most or count > _MOST_OBJECTS:
-            return None, f"it holds more than {most >> 20} MB, or too many objects, to be copied"
-        if why := forbids(each):
-            return None, why
-        if with_closures and isinstance(each, types.FunctionType):
-            functions.append(each)
-        elif _is_flat(each):
-            flat.append(each)
-    memo = {id(each): each for each in shared}
-    memo.update((id(each), each.copy()) for each in flat)
     try:
+        for count, each in enumerate(_reached(value, is_shared, with_closures)):
+            if is_shared(each):
+                shared.append(each)
+                continue
+            size += _bytes_of(each)
+            if size > most or count > _MOST_OBJECTS:
+                return None, f"it holds more than {most >> 20} MB, or too many objects, to be copied"
+            if why := forbids(each):
+                return None, why
+            if with_closures and isinstance(each, types.FunctionType):
+                functions.append(each)
+            elif isinstance(each, sharedctypes.SynchronizedBase):
+                numbers.append(each)
+            elif _is_flat(each):
+                flat.append(each)
+        memo = {id(each): each for each in shared}
+        memo.update((id(each), each.copy()) for each in flat)
+        memo.update((id(each), sharedctypes.synchronized(sharedctypes.copy(each.get_obj()))) for each in numbers)
+        memo.update(instead or {})
         _functions_anew(functions, memo)
         return memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo), ""
-    except Exception as error:  # noqa: BLE001  # a user's object may hold what cannot be copied, such as a file
+    except Exception as error:  # noqa: BLE001  # a file cannot be copied; an object may refuse to show its attributes
         return None, f"it cannot be copied ({type(error).__name__}: {error!s:.100})"
 
 

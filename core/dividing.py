@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from .errors import MidepochWarning, UnsupportedSourceError
 from .world import World
 
-__all__ = ["Division", "check_division", "division_of"]
+__all__ = ["Division", "check_division", "division_of", "is_rank", "is_world_size", "length_of"]
 
 _MOST_OBJECTS = 1000  # looked at in one sampler, the nearest first
 _LONGEST_CONTAINER = 256  # members; a longer one holds data
@@ -34,6 +35,24 @@ _WORLDS = {
 }  # fmt: skip
 _STATED = (property, cached_property, MemberDescriptorType, int, np.integer)  # by a class, of its objects
 _DATA = (Dataset, torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, int, float, type(None))
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)`; None if there is none, whatever is raised to say so."""
+    try:
+        return len(source)
+    except Exception:  # noqa: BLE001  # NotImplementedError, ValueError, AttributeError: as its author liked
+        return None
+
+
+def is_rank(name: str) -> bool:
+    """Whether an attribute of this name may be a rank."""
+    return name.rpartition("__")[2].lstrip("_") in _RANKS  # a name with two underscores has its class before them
+
+
+def is_world_size(name: str) -> bool:
+    """Whether an attribute of this name may be a number of ranks."""
+    return name.rpartition("__")[2].lstrip("_") in _WORLDS
 
 
 class Division(NamedTuple):
@@ -60,8 +79,8 @@ def check_division(sampler: Any, division: Division | None) -> None:
     if division is None:
         return
     cure = (
-        "build it for one process (num_replicas=1, rank=0) and let midepoch divide its list, or pass shard=False if it "
-        "gives each rank a list of its own, or shard=True if all ranks have the same list"
+        f"{_for_one_process(sampler)} and let midepoch divide its list, or pass shard=False if it gives each rank a "
+        "list of its own, or shard=True if all ranks have the same list"
     )
     name = type(sampler).__name__
     if division.certain:
@@ -73,6 +92,25 @@ def check_division(sampler: Any, division: Division | None) -> None:
         MidepochWarning,
         stacklevel=6,
     )
+
+
+def _for_one_process(sampler: Any) -> str:
+    """How to have a sampler's list not divided, in words."""
+    for path, held in _held(sampler):
+        names = _parameters(type(held)) if isinstance(held, Iterable) else []
+        rank, world_size = (next(filter(means, names), "") for means in (is_rank, is_world_size))
+        if rank and world_size:
+            which = "it" if held is sampler else path
+            return f"build {which} for one process ({world_size}=1, {rank}=0)"
+    return "leave it out if it does no more than that (the DataLoader itself can shuffle), or build it for one process,"
+
+
+def _parameters(kind: type) -> list[str]:
+    """The names of a class's arguments."""
+    try:
+        return list(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):  # of a class that is not python's
+        return []
 
 
 def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batches: bool = False) -> Division | None:
@@ -105,13 +143,13 @@ def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batch
             continue
         if not isinstance(held, Iterable):
             continue  # a trainer, for example, which knows its rank and need not shard anything
-        its_rank, its_world = _named(path, held, _RANKS), _named(path, held, _WORLDS)
+        its_rank, its_world = _named(path, held, is_rank), _named(path, held, is_world_size)
         if its_world is not None and its_world[1] < 2:
             stated_alone = True
             continue
         rank, world = rank or its_rank, world or its_world
-        if its_world is not None and size is not None and _length(held) in _shares(size, its_world[1]):
-            share = f"{path} has a length of {_length(held)} for {size} samples"
+        if its_world is not None and size is not None and length_of(held) in _shares(size, its_world[1]):
+            share = f"{path} has a length of {length_of(held)} for {size} samples"
     if not share and not stated_alone and size is not None and world_size > 1:
         share = _share_in(sampler, size, world_size, gives_batches)
     agree = rank is not None and world is not None and 0 <= rank[1] < world[1]
@@ -123,15 +161,15 @@ def _share_in(sampler: Any, size: int, world_size: int, gives_batches: bool) -> 
     """In words, that a sampler, or the one in a batch sampler, is as long as one rank's share; empty if none is."""
     shares = _shares(size, world_size) - {0, size}
     name, inner = type(sampler).__name__, getattr(sampler, "sampler", None)
-    if not gives_batches and _length(sampler) in shares:
-        return f"{name} has a length of {_length(sampler)} for {size} samples and {world_size} ranks"
-    if inner is not None and _length(inner) in shares:
-        return f"{name}.sampler has a length of {_length(inner)} for {size} samples and {world_size} ranks"
+    if not gives_batches and length_of(sampler) in shares:
+        return f"{name} has a length of {length_of(sampler)} for {size} samples and {world_size} ranks"
+    if inner is not None and length_of(inner) in shares:
+        return f"{name}.sampler has a length of {length_of(inner)} for {size} samples and {world_size} ranks"
     in_batch = _integer(getattr(sampler, "batch_size", None))
     if gives_batches and in_batch is not None and in_batch > 0:
         batches = {count for share in shares for count in _shares(share, in_batch)} - _shares(size, in_batch) - {0}
-        if _length(sampler) in batches:
-            return f"{name} has a length of {_length(sampler)} batches of {in_batch} for {size} samples"
+        if length_of(sampler) in batches:
+            return f"{name} has a length of {length_of(sampler)} batches of {in_batch} for {size} samples"
     return ""
 
 
@@ -164,12 +202,12 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def _named(path: str, held: Any, names: set[str]) -> tuple[str, int] | None:
+def _named(path: str, held: Any, means: Callable[[str], bool]) -> tuple[str, int] | None:
     """The first attribute with one of these names and an integer, with its path: of the object, or of its class."""
     own = list(getattr(held, "__dict__", {}))
     stated = [name for base in type(held).__mro__ for name, each in vars(base).items() if isinstance(each, _STATED)]
     for name in (*own, *stated):
-        if name.rpartition("__")[2].lstrip("_") not in names:  # a name with two underscores has its class before them
+        if not means(name):
             continue
         with contextlib.suppress(Exception):  # a property may refer to what is made later
             if (value := _integer(getattr(held, name))) is not None:
@@ -179,13 +217,6 @@ def _named(path: str, held: Any, names: set[str]) -> tuple[str, int] | None:
 
 def _integer(value: object) -> int | None:
     return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
-
-
-def _length(held: Any) -> int | None:
-    try:
-        return len(held)
-    except (TypeError, NotImplementedError, ValueError):
-        return None
 
 
 def _shares(size: int, world_size: int) -> set[int]:

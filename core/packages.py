@@ -51,6 +51,18 @@ class Package:
         first, last = self.tested
         return f"versions {first}" if first == last else f"versions {first} to {last}"
 
+    def check_age(self, first: str) -> None:
+        """Check that the installed version is not older than `first`, such as "1.0". One that is unknown is not.
+
+        Raises:
+            UnsupportedSourceError: it is older.
+        """
+        here, oldest = _numbers(self.version), _numbers(first)
+        if here and here[: len(oldest)] < oldest:
+            raise UnsupportedSourceError(
+                f"{self.name} {self.version} is installed, and midepoch needs {first} or later: {self.cure}"
+            )
+
     @property
     def cure(self) -> str:
         """The command that installs a version that was tested."""

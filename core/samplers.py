@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+import time
 import zlib
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType, GeneratorType
 from typing import Any, cast
 
 import torch
@@ -21,27 +25,23 @@ from torch.utils.data import (
 )
 
 from .copying import private_copy
-from .dividing import Division, division_of
+from .dividing import Division, division_of, is_rank, is_world_size, length_of
 from .errors import SourceError
-from .order import Order, Sequential, Shuffled
+from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
 from .state.checksum import checksum_of, former_checksum_of
 from .world import Tail, World
 
 __all__ = [
-    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand", "understand_as_parent",
+    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "repeated", "understand",
+    "understand_as_parent",
 ]  # fmt: skip
 
 _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
-
-
-def length_of(source: Any) -> int | None:
-    """`len(source)`, or None if there is none."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
+_KEPT = 1_000_000  # indices of a sampler that is not known to end: 40 MB
+_ROUNDS, _LONG = 4, 0.5  # who has given each sample so often, and took so many seconds for it, does not end
+_FEW = 5  # samples of the dataset on which a sampler is tried
 
 
 class ListedEpoch:
@@ -69,14 +69,18 @@ class Listed:
     The list is built once an epoch, with generators seeded by (seed, epoch), from a copy of the sampler. So it is a
     function of both, even if the sampler changes in a pass, for instance by shuffling a list in place. A sampler is
     refused if its list does not repeat, or if its epochs differ only by the number of passes.
+
+    Args:
+        sampler: as the user made it.
+        size: of the dataset, if known.
     """
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Any, size: int | None = None) -> None:
+        self._sampler, self._size = sampler, size
         self._lists: dict[tuple[int, int], ListedEpoch] = {}
         self._counted: tuple[tuple[int, int], int] | None = None  # (seed, epoch), and how many indices it had
-        # torch's own samplers repeat themselves; others are tested once.
-        self._pure = self._trusted = _is_pure(sampler)
+        # torch's own samplers end and repeat themselves; others are tested once.
+        self._pure = self._trusted = self._ends = _is_pure(sampler)
 
     def length(self, seed: int, epoch: int) -> int:
         """Indices in one epoch."""
@@ -133,24 +137,59 @@ class Listed:
 
     def _build(self, seed: int, epoch: int, passes: int = 1) -> list[ListedEpoch]:
         """The lists of so many passes over one copy, each under the epoch's stream."""
-        copied = None if self._pure else private_copy(self._sampler)
-        sampler = _at_epoch(self._sampler if copied is None else copied, epoch)
-        length = length_of(sampler)
-        limit = _LONGEST_LIST if length is None else 2 * length + 1000
-        streams, lists = Streams(sampler), []
+        sampler, lists = self._at_epoch(epoch), []
+        streams, key = Streams(sampler), derive_key(Purpose.LISTING, seed, epoch)
         for _ in range(passes):
-            with streams.under(derive_key(Purpose.LISTING, seed, epoch)):
-                items = list(itertools.islice(iter(sampler), limit + 1))
-            if len(items) > limit:
-                raise SourceError(
-                    f"{type(self._sampler).__name__} gave more than {limit} indices and does not end: give it an end, "
-                    "one for each epoch, or wrap a generator function that reads it"
-                )
+            with streams.under(key):
+                items = list(iter(sampler)) if self._ends else self._to_its_end(sampler)
+            if items is None:
+                sampler = self._at_epoch(epoch)
+                with Streams(sampler).under(key):
+                    items = list(iter(sampler))  # not list(sampler), which asks for its length
+            self._ends = True
             lists.append(ListedEpoch(items))
         return lists
 
+    def _at_epoch(self, epoch: int) -> Any:
+        """A copy of the sampler, set to the epoch."""
+        copied = None if self._pure else private_copy(self._sampler)
+        return _at_epoch(self._sampler if copied is None else copied, epoch)
+
+    def _to_its_end(self, sampler: Any) -> list[Any] | None:
+        """All that `sampler` gives; None if it ends, but gives more than is kept before that is known.
+
+        Raises:
+            SourceError: it does not end.
+        """
+        length, since = length_of(sampler), time.thread_time()
+        items: list[Any] = []
+        given = indices = 0
+        for some in _in_parts(iter(sampler)):
+            given += len(some)
+            indices += sum(map(len, some)) if isinstance(some[0], list | tuple) else len(some)
+            if indices <= _KEPT:
+                items += some
+            elif items:
+                items.clear()
+            often = self._size is not None and indices > _ROUNDS * self._size
+            if (
+                indices > _LONGEST_LIST
+                or (length is not None and given > 2 * length + 1000)
+                or (length is None and often and time.thread_time() - since > _LONG)
+            ):
+                raise SourceError(
+                    f"{type(self._sampler).__name__} gave {indices} indices and does not end: give it an end, one for "
+                    "each epoch, or wrap a generator function that reads it"
+                )
+        return items if indices <= _KEPT else None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
+
+
+def _in_parts(iterator: Iterator[Any]) -> Iterator[list[Any]]:
+    while some := list(itertools.islice(iterator, 1024)):
+        yield some
 
 
 def _is_pure(sampler: object) -> bool:
@@ -234,9 +273,97 @@ def understand(sampler: Any, size: int | None = None, world_size: int = 1, gives
         )
     if "understood" in vars(kind):  # not a subclass of such a class, which may have another order
         return cast(OrderedSampler, sampler).understood()
+    if size and not gives_batches and (endless := _endless(sampler, size)) is not None:
+        return endless
     seed = _seed_of(getattr(sampler, "generator", None))
-    return Understood(Listed(sampler), seed=seed, division=division_of(sampler, size, world_size, gives_batches))
+    return Understood(Listed(sampler, size), seed=seed, division=division_of(sampler, size, world_size, gives_batches))
 
 
 def _seed_of(generator: object) -> int | None:
     return generator.initial_seed() % (1 << 64) if isinstance(generator, torch.Generator) else None
+
+
+# --- samplers without an end ------------------------------------------------------------------------------------------
+
+
+def _endless(sampler: Any, size: int) -> Understood | None:
+    """The order of a sampler that gives all samples again and again, each time shuffled anew or never; None for others.
+
+    It is known by its attributes: each is a seed, a rank, a number of ranks, a switch, the data, or their number. What
+    it does is tried on a copy that has few samples, in one process and in two: rounds without an end, which ranks take
+    in turn. So nothing of it is listed, and a position is an order's round and a place in it.
+    """
+    few: dict[str, Any] = {}
+    seed: int | None = None
+    rank, world_size = ("", 0), ("", 1)
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        integer = type(value) is int
+        if integer and name.lstrip("_") == "seed":
+            seed = value % (1 << 64)
+        elif integer and is_rank(name):
+            rank = name, value
+        elif integer and is_world_size(name):
+            world_size = name, value
+        elif integer and value == size:
+            few[name] = _FEW
+        elif value is None or isinstance(value, bool):
+            pass
+        elif isinstance(value, GeneratorType) and (method := _method_that_made(value, sampler)):
+            few[name] = method
+        elif not isinstance(value, int | Sampler) and length_of(value) == size:
+            few[name] = range(_FEW)
+        else:
+            return None
+    if not few or bool(rank[0]) != bool(world_size[0]):
+        return None
+    alone = {rank[0]: 0, world_size[0]: 1} if rank[0] else {}
+    items = _first_of(sampler, few | alone)
+    rounds = [items[start : start + _FEW] for start in range(0, len(items), _FEW)]
+    if len(items) != _ROUNDS * _FEW or any(sorted(each) != list(range(_FEW)) for each in rounds):
+        return None
+    shuffles = items != _ROUNDS * list(range(_FEW))
+    if shuffles and all(each == rounds[0] for each in rounds):
+        return None
+    second = items[1::2]
+    if world_size[1] > 1 and _first_of(sampler, few | {rank[0]: 1, world_size[0]: 2})[: len(second)] != second:
+        return None
+    return Understood(
+        Endless(Shuffled(size) if shuffles else Sequential(size)),
+        seed=seed,
+        world=World(rank[1], world_size[1]) if world_size[1] > 1 else None,
+    )
+
+
+def repeated(sampler: Any) -> Any | None:
+    """The sampler inside an object that holds nothing else and gives its items again and again; None if it is none.
+
+    It is tried on a copy that holds a few objects in place of the sampler.
+    """
+    held = getattr(sampler, "__dict__", {})
+    if len(held) != 1 or isinstance(sampler, BatchSampler):
+        return None
+    ((name, inside),) = held.items()
+    items = tuple(object() for _ in range(_FEW))
+    return inside if _first_of(sampler, {name: items}) == list(items) * _ROUNDS else None
+
+
+def _method_that_made(generator: Any, owner: Any) -> FunctionType | None:
+    """The method without arguments that has made a generator which has not begun; None if there is none."""
+    methods = (each for base in type(owner).__mro__ for each in vars(base).values() if isinstance(each, FunctionType))
+    made = next((each for each in methods if each.__code__ is generator.gi_code), None)
+    begun = inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
+    return None if made is None or begun or len(inspect.signature(made).parameters) != 1 else made
+
+
+def _first_of(sampler: Any, attributes: dict[str, Any]) -> list[Any]:
+    """The first indices that a copy with other attributes gives; none if it cannot be read."""
+    twin = copy.copy(sampler)
+    twin.__dict__.update(attributes)
+    try:
+        for name, value in attributes.items():
+            if isinstance(value, FunctionType):
+                twin.__dict__[name] = value(twin)
+        with Streams().under(derive_key(Purpose.LISTING, 0, 0)):
+            return list(itertools.islice(iter(twin), _ROUNDS * _FEW))
+    except Exception:  # noqa: BLE001  # it is the user's code, on data that it was not made for
+        return []

@@ -45,6 +45,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
+    _Backend("midepoch.adapters.dataloader:WrapperAdapter"),
     _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
 )
 
@@ -74,10 +75,11 @@ class Settings(TypedDict, total=False):
 
     Attributes:
         index_cache: webdataset: the folder for indexes of shards; None for the user's cache folder.
-        progress: webdataset: show a progress bar while shards are indexed; None: only on a terminal.
+        progress: webdataset: show a progress bar while shards are indexed or read again; None: only on a terminal.
         refill: webdataset: refill batches whose samples were dropped, so that all have the same size.
         replay: webdataset: do not take the pipeline apart; read it again from its start, like any iterable.
-        streams: webdataset, streamed shards: the number of streams, in [1, 256]; keep it the same for this data.
+        streams: webdataset, streamed shards: the number of streams, in [1, 4096]; keep it the same for this data. None:
+            as the world needs in which an epoch begins.
     """
 
     index_cache: str | os.PathLike[str] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -10,10 +11,12 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -31,6 +34,8 @@ class Log:
 
     def __init__(self) -> None:
         self.lines: list[Any] = []
+        self.counts: dict[str, int] = {}  # what a program counts for itself
+        self.fails: set[str] = set()  # loops that are to be left together with the loop over epochs
         self.limit: int | None = None  # lines of this process, until it is killed
         self.kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -42,10 +47,10 @@ class Log:
         self.lines.append([sources.plain(each) for each in line])
 
     def state_dict(self) -> dict[str, str]:
-        return {"lines": json.dumps(self.lines)}
+        return {"lines": json.dumps(self.lines), "counts": json.dumps(self.counts)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        self.lines = json.loads(state["lines"])
+        self.lines, self.counts = json.loads(state["lines"]), json.loads(state["counts"])
 
 
 def loader(size: int, batch_size: int = 4, seed: int = 1, **settings: Any) -> Any:
@@ -233,6 +238,204 @@ def its_own_state(make: Make, log: Log, epochs: int) -> None:
         log("schedule", epoch)
 
 
+# --- bodies that nobody thought of ------------------------------------------------------------------------------------
+
+
+class LeftError(Exception):
+    """A step that fails, in a loop that is then left."""
+
+
+class OutError(Exception):
+    """A step that fails, and the loop over epochs is left."""
+
+
+class Restarted:
+    """An iterator for ever, as people write it inside a loop over another loader."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.batches = source, iter(source)
+
+    def __iter__(self) -> Restarted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.source)
+            return next(self.batches)
+
+
+FOREVER: dict[str, Callable[[Any], Iterator[Any]]] = {"cycle": cycle, "restarted": Restarted}
+
+
+class Loop(NamedTuple):
+    """One loop of a body, over one loader or several in step.
+
+    Attributes:
+        loaders: by number, in the order in which they are asked.
+        forever: of these, those that are begun again where they end, and how.
+        longest: it ends with the longest loader, not with the shortest.
+        steps: it calls `snapshot.step`.
+        leaves: after so many batches in an epoch, how: "break", "raise" (an exception that is caught behind the loop),
+            "out" (one that is caught behind the loop over epochs, which then begins again); None: not at all.
+        within: a loop that is run after every so many batches.
+    """
+
+    loaders: tuple[int, ...]
+    forever: Mapping[int, str] = MappingProxyType({})
+    longest: bool = False
+    steps: bool = True
+    leaves: tuple[int, str] | None = None
+    within: tuple[int, Loop] | None = None
+
+
+@dataclasses.dataclass
+class Body:
+    """A program, such as `Body.random(seed)`.
+
+    Attributes:
+        batches: of each loader.
+        loops: of the body of its loop over epochs, one after the other.
+        unknown: the loaders whose length is not known.
+        outside: a loader that is read by one iterator during the whole run, a batch for each of `loops`' batches.
+        skips: in epoch 1, the loops from this one on.
+    """
+
+    batches: Sequence[int]
+    loops: Sequence[Loop]
+    unknown: Collection[int] = ()
+    outside: int | None = None
+    skips: int | None = None
+
+    @classmethod
+    def random(cls, seed: int) -> Body:
+        draw = random.Random(seed)
+        count = draw.randint(2, 4)
+        outside = count - 1 if draw.random() < 0.2 else None
+        numbers, loops = list(range(count if outside is None else count - 1)), list[Loop]()
+        while numbers and len(loops) < 3 and (not loops or draw.random() < 0.7):
+            loops.append(_random_loop(draw, numbers))
+            # Whoever resumes behind a zip's last batch cannot know whether the others' passes are to be gone on with.
+            numbers = [each for each in numbers if each not in loops[-1].loaders[1:]]
+        if not any(loop.steps for loop in loops):
+            loops[0] = loops[0]._replace(steps=True)
+        skips = draw.randrange(1, len(loops)) if len(loops) > 1 and draw.random() < 0.2 else None
+        batches = [draw.choice((1, 2, 2, 3, 3, 4, 5)) for _ in range(count)]
+        return cls(batches, loops, [each for each in range(count) if draw.random() < 0.2], outside, skips)
+
+    def __call__(self, make: Make, log: Log, epochs: int) -> None:
+        """Train. A loop that is left together with the loop over epochs is gone on with."""
+        model = torch.nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([model], lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        loaders = [self.loader(number) for number in range(len(self.batches))]
+        parts = {f"loader_{number}": each for number, each in enumerate(loaders)}
+        snapshot = make(log=log, optimizer=optimizer, schedule=schedule, **parts)
+        endless = None if self.outside is None else Restarted(loaders[self.outside])
+        while True:
+            try:
+                for epoch in snapshot.epochs(epochs):
+                    for number, loop in enumerate(self.loops):
+                        if epoch == 1 and number == self.skips:
+                            break
+                        rate = float(schedule.get_last_lr()[0])
+                        self.run(loop, f"{epoch}.{number}", loaders, endless, snapshot, log, rate)
+                    log("schedule", epoch, snapshot.steps)
+                    optimizer.step()
+                    schedule.step()
+                return
+            except OutError:
+                continue
+
+    def loader(self, number: int) -> Any:
+        count = self.batches[number]
+        if number in self.unknown:
+            return midepoch.wrap(lambda: ((each, random.random()) for each in range(count)), seed=number)
+        return loader(2 * count, 2, number)
+
+    def run(
+        self, loop: Loop, name: str, loaders: Any, endless: Any, snapshot: midepoch.Snapshot, log: Log, rate: float
+    ) -> None:
+        sources: list[Iterable[Any]] = [
+            FOREVER[loop.forever[each]](loaders[each]) if each in loop.forever else loaders[each]
+            for each in loop.loaders
+        ]
+        batches: Iterable[Any] = sources[0]
+        if len(sources) > 1:
+            batches = itertools.zip_longest(*sources) if loop.longest else zip(*sources, strict=False)
+        limit, how = loop.leaves or (None, "")
+        try:
+            for batch in batches:
+                done = log.counts.get(name, 0)
+                if done == limit and how == "break":
+                    break
+                if done == limit and how == "raise":
+                    raise LeftError  # as a step that fails would do
+                log(name, rate, batch, None if endless is None else next(endless))
+                log.counts[name] = done + 1
+                if loop.within is not None and done % loop.within[0] == 0:
+                    self.run(loop.within[1], f"{name}.{done}", loaders, None, snapshot, log, rate)
+                if loop.steps:
+                    snapshot.step()
+                if done + 1 == limit and how == "out" and name in log.fails:
+                    log.fails.remove(name)
+                    raise OutError
+        except LeftError:
+            pass
+
+
+def _random_loop(draw: random.Random, numbers: Sequence[int], steps: bool | None = None) -> Loop:
+    chosen = draw.sample(numbers, min(len(numbers), draw.choice((1, 1, 1, 2, 2, 3))))
+    rest = [each for each in numbers if each not in chosen]
+    # The first one ends: whoever asks an endless one first takes a batch more than is used, each time.
+    forever = {each: draw.choice(list(FOREVER)) for each in chosen[1:] if draw.random() < 0.3}
+    longest = not forever and draw.random() < 0.2
+    leaves = None
+    # A zip_longest that was left would ask the others when it is made again.
+    if not longest and draw.random() < 0.25:
+        leaves = draw.randint(1, 4), draw.choice(("break", "raise", "out"))
+    within = None
+    if steps is None:
+        steps = draw.random() < 0.8
+        if rest and draw.random() < 0.4:
+            within = draw.randint(1, 3), _random_loop(draw, rest, steps=False)
+    return Loop(tuple(chosen), forever, longest, steps, leaves, within)
+
+
+SHAPES: dict[str, Body] = {
+    "a zip, the longer first": Body([5, 3], [Loop((0, 1))]),
+    "a zip, the shorter first": Body([3, 5], [Loop((0, 1))]),
+    "a zip of unknown lengths": Body([5, 3], [Loop((0, 1))], unknown=(0, 1)),
+    "three in step, the shortest in the middle": Body([5, 3, 4], [Loop((0, 1, 2))]),
+    "three in step, the shortest last": Body([5, 4, 3], [Loop((0, 1, 2))]),
+    "the longest counts": Body([3, 5, 2], [Loop((0, 1, 2), longest=True), Loop((0,))]),
+    "the longest counts, and the shorter again": Body([3, 2], [Loop((0, 1), longest=True), Loop((1,))]),
+    "both are the longest, and one again": Body([3, 3], [Loop((0, 1), longest=True), Loop((1,))]),
+    "a validation behind the shorter one's end": Body(
+        [2, 5, 3], [Loop((0, 1), longest=True, within=(1, Loop((2,), steps=False))), Loop((2,))]
+    ),
+    "a cycle in a zip": Body([5, 2, 1], [Loop((0, 1, 2), {1: "cycle", 2: "cycle"})]),
+    "begun again by hand": Body([6, 2], [Loop((0, 1), {1: "restarted"}), Loop((0,))]),
+    "a zip of one length, and another loop": Body([3, 3, 4], [Loop((0, 1)), Loop((2,)), Loop((2,))]),
+    "a validation in a zip": Body([5, 4, 2], [Loop((0, 1), within=(2, Loop((2,), steps=False))), Loop((2,))]),
+    "a validation of one batch": Body([5, 1], [Loop((0,), within=(1, Loop((1,), steps=False))), Loop((1,))]),
+    "a zip in a loop": Body([3, 2, 4], [Loop((0,), within=(1, Loop((1, 2), steps=False)))]),
+    "a validation that is left": Body([5, 4], [Loop((0,), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]),
+    "break": Body([5, 4, 3], [Loop((0, 1), leaves=(2, "break")), Loop((2,)), Loop((0,), leaves=(1, "break"))]),
+    "an exception": Body([5, 4, 3], [Loop((0, 1), leaves=(2, "raise")), Loop((2,)), Loop((0,))]),
+    "an exception out of the loop over epochs": Body([5, 4], [Loop((0,), leaves=(2, "out")), Loop((1,))]),
+    "an exception out of it, in a zip": Body([5, 4, 3], [Loop((2,)), Loop((0, 1), leaves=(1, "out")), Loop((2,))]),
+    "an exception out of it, between validations": Body(
+        [6, 4], [Loop((0,), leaves=(4, "out"), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]
+    ),
+    "an exception out of it, behind a zip": Body([5, 3, 4], [Loop((0, 1)), Loop((2,), leaves=(2, "out"))]),
+    "continue": Body([3, 2], [Loop((0,)), Loop((1,))], skips=1),
+    "an iterator for the whole run": Body([3, 5], [Loop((0,))], outside=1),
+    "an exception out of it, beside such an iterator": Body([4, 2], [Loop((0,), leaves=(2, "out"))], outside=1),
+}
+
+
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
@@ -245,10 +448,13 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
 
 if __name__ == "__main__":
     # bodies.py NAME PATH EVERY LIMIT: train, and be killed by SIGKILL before line LIMIT; print the log at the end.
+    # NAME may be a number, too, for a program of `Body.random`.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", midepoch.MidepochWarning)
     name, path, every, limit = sys.argv[1:]
     log = Log()
     log.limit = int(limit)
-    BODIES[name](lambda **parts: midepoch.Snapshot(path, every=int(every), signals=(), **parts), log, 3)
+    train: Callable[[Make, Log, int], None] | None = BODIES.get(name) or SHAPES.get(name)
+    train = train or Body.random(int(name))
+    train(lambda **parts: midepoch.Snapshot(path, every=int(every), signals=(), **parts), log, 3)
     Path(path).with_suffix(".json").write_text(json.dumps(log.lines), encoding="utf-8")

@@ -222,6 +222,57 @@ def map_single(
     return _wrap(loader, rank, world_size, seed)
 
 
+class Drawing:
+    """Works one batch ahead, and writes a number that it draws into a batch's last column."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        ahead = None
+        for batch in self.loader:
+            batch[:, -1] = batch[:, -1] + random.random() + np.random.rand() + torch.rand(len(batch))
+            if ahead is not None:
+                yield ahead
+            ahead = batch
+        if ahead is not None:
+            yield ahead
+
+
+class KeepsWorkers(DataLoader[torch.Tensor]):
+    """A subclass that keeps its workers by a sampler that begins again."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        object.__setattr__(self, "batch_sampler", BeginsAgain(self.batch_sampler))
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        if not hasattr(self, "iterator"):
+            self.iterator = super().__iter__()
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class BeginsAgain:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+def map_wrapped(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    keeps = KeepsWorkers(Samples(size, read_log), batch_size, shuffle=True, num_workers=num_workers)
+    return _wrap(Drawing(keeps), rank, world_size, seed)
+
+
 def exposing_in_loader(
     rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
     size: int = SIZE, read_log: str | None = None,

@@ -314,7 +314,7 @@ ROWS: dict[str, Row] = {
     "a sampler that divides under private names": Row(private_names, "refused"),
     "a batch sampler that holds a DistributedSampler": Row(distributed_inside, "refused"),
     "a sampler built for one process": Row(built_for_one, "exact"),
-    "around workers that are kept": Row(lambda: around(True), "told", "exact_order"),
+    "around workers that are kept": Row(lambda: around(True), "exact"),
     "around workers that are not kept": Row(lambda: around(False), "exact"),
     "shuffles seeded anew in each pass": Row(SeededAnew, "told", "exact_order"),
     "a thread that reads ahead": Row(ReadsAhead, "told", "exact_augmentations"),

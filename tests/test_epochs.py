@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -190,6 +192,33 @@ def test_a_second_pass_in_a_body_is_told_where_no_state_can_say_so() -> None:
             list(loader)
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_checkpoint_that_is_the_last_thing_in_a_body(kind: str) -> None:
+    make, whole = LOADERS[kind], epochs_of(LOADERS[kind](), 0, 4)
+    with make() as loader:
+        got = []
+        for epoch in loader.epochs(2):
+            got.append([sources.plain(batch) for batch in loader])
+            loader.seek(epoch=epoch + 1)
+            state = json.loads(json.dumps(loader.state_dict()))
+            assert (state["epoch"], state["position"]) == (epoch + 1, 0)
+        assert loader.state_dict() == state
+    assert got == whole[:2]
+    loader = make()
+    loader.load_state_dict(state)
+    assert epochs_of(loader, 2, 4) == whole[2:]
+
+
+def test_a_body_that_is_declared_done_without_a_pass() -> None:
+    loader, done = shuffled(), []
+    for epoch in loader.epochs(3):
+        done.append(epoch)
+        if epoch == 1:
+            next(iter(loader))
+        loader.seek(epoch=epoch + 1)
+    assert done == [0, 1, 2]
+
+
 # --- programs that are killed ---
 
 
@@ -345,6 +374,138 @@ def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
             snapshot.poll()
             raise AssertionError("it has not left")
     assert places(path) == (4, 0, 16, 0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_save_in_a_pass_that_runs_is_written_at_once(kept: bool, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    loaders = {"data": shuffled(), "other": shuffled(4), "third": shuffled(5)}
+    snapshot, pairs = Snapshot(path, every=1, signals=(), **loaders), None
+    for _ in snapshot.epochs(1):
+        pairs = zip(loaders["data"], loaders["other"], strict=False)
+        for number, _ in enumerate(pairs):
+            snapshot.step()
+            assert places(path)[0] == min(number + 1, 5)  # the last one is put off
+        if not kept:
+            del pairs
+        for number, _ in enumerate(loaders["third"]):
+            snapshot.step()
+            assert places(path)[0] == min(number + 7, 11)
+    assert places(path) == (12, 1, 0, 1)
+
+
+def test_a_save_behind_the_end_of_the_shorter_of_two_is_written_at_once(tmp_path: Path) -> None:
+    path, loader, short = tmp_path / "snapshot.pt", shuffled(), midepoch.wrap([[1], [2]])
+    snapshot, saved = Snapshot(path, every=1, signals=(), short=short, data=loader), []
+    for _ in snapshot.epochs(1):
+        for _ in itertools.zip_longest(short, loader):
+            snapshot.step()
+            saved.append(places(path)[0])
+    assert saved == [1, 1, 3, 4, 5, 5]  # not behind the last batch of either, after which a zip would end
+
+
+@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
+def test_a_snapshot_after_an_exception_goes_on_behind_its_batch(where: str, tmp_path: Path) -> None:
+    path, log = tmp_path / "snapshot.pt", bodies.Log()
+    first, second = shuffled(1), shuffled(2)
+    snapshot = Snapshot(path, signals=(), first=first, second=second, log=log)
+    try:
+        for epoch in snapshot.epochs(2):
+            for batch in first:
+                log("first", epoch, batch)
+            try:
+                for number, batch in enumerate(second):
+                    log("second", epoch, batch)
+                    if number == 2:
+                        raise KilledError
+            except KilledError:
+                if where == "in the body":
+                    snapshot.save()
+                raise
+    except KilledError:
+        if where == "behind the loop":
+            snapshot.save()
+    log, first, second = bodies.Log(), shuffled(1), shuffled(2)
+    for epoch in Snapshot(path, signals=(), first=first, second=second, log=log).epochs(2):
+        for batch in first:
+            log("first", epoch, batch)
+        for batch in second:
+            log("second", epoch, batch)
+    whole = {"first": epochs_of(shuffled(1), 0, 2), "second": epochs_of(shuffled(2), 0, 2)}
+    assert log.lines == [[each, epoch, batch] for epoch in range(2) for each in whole for batch in whole[each][epoch]]
+
+
+def test_a_cycle_that_began_anew_in_the_body_goes_on_in_the_next_one(tmp_path: Path) -> None:
+    """Also if the run is ended at the last batch of the other loader."""
+
+    def train(path: Path, last: int) -> list[Any]:
+        labelled, unlabelled, seen = midepoch.wrap([[1], [2], [3]]), shuffled(), []
+        snapshot = Snapshot(path, labelled=labelled, unlabelled=unlabelled)
+        endless = bodies.cycle(unlabelled)
+        with snapshot, contextlib.suppress(SystemExit):
+            for _ in snapshot.epochs(4):
+                for _ in labelled:
+                    seen += [sources.plain(next(endless)), sources.plain(next(endless))]
+                    if snapshot.steps == last - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    snapshot.step()
+                if snapshot.steps == 3:
+                    next(endless)  # so that the cycle begins anew in the middle of a body
+        return seen
+
+    whole = train(tmp_path / "whole.pt", -1)
+    for last in (6, 9):
+        path = tmp_path / f"{last}.pt"
+        got = train(path, last)
+        assert len(got) == 2 * last
+        assert got + train(path, -1) == whole
+
+
+def test_what_was_recorded_is_kept_by_a_save_before_the_loop(tmp_path: Path) -> None:
+    path, seen = tmp_path / "snapshot.pt", []
+    for life in range(3):
+        killed_at_once = Snapshot(path, signals=(), data=shuffled())
+        killed_at_once.load()
+        killed_at_once.save()
+        loader = shuffled()
+        snapshot = Snapshot(path, every=1, signals=(), data=loader)
+        for epoch in snapshot.epochs(1):
+            for number in range(2):
+                for batch in loader:
+                    seen.append((epoch, number, sources.plain(batch)))
+                    snapshot.step()
+                    if life < 2 and len(seen) == 8 + life:
+                        break
+                else:
+                    continue
+                break
+            else:
+                continue
+            break
+    whole = epochs_of(shuffled(), 0, 2)
+    assert seen == [(0, number, batch) for number in range(2) for batch in whole[number]]
+
+
+def test_batches_done_before_a_pass_that_is_made_again(tmp_path: Path) -> None:
+    """A pass that was left is asked for no negative number of batches, and is told its end."""
+    path, seen = tmp_path / "snapshot.pt", []
+    for life in range(2):
+        first, second = shuffled(1), shuffled(2)
+        snapshot = Snapshot(path, every=1, signals=(), first=first, second=second)
+        for _ in snapshot.epochs(1):
+            for batch in itertools.islice(first, 3 - first.batches_done):
+                seen.append(sources.plain(batch))
+            for batch in second:
+                seen.append(sources.plain(batch))
+                snapshot.step()
+                if life == 0 and len(seen) == 5:
+                    break
+            else:
+                seen += [sources.plain(batch) for batch in first]
+                continue
+            break
+    assert seen == [*epochs_of(shuffled(1), 0, 1)[0][:3], *epochs_of(shuffled(2), 0, 1)[0],
+                    *epochs_of(shuffled(1), 0, 2)[1]]  # fmt: skip
 
 
 # --- without epochs ---

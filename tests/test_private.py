@@ -98,6 +98,21 @@ def test_versions_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [version for version in outside if not warns(version, ranges)] == []
 
 
+def test_a_version_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("webdataset", reason="webdataset is not installed")
+    importlib.import_module("midepoch.adapters.webdataset")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.86")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", midepoch.MidepochWarning)
+        with pytest.raises(
+            midepoch.UnsupportedSourceError,
+            match=r"webdataset 0.2.86 is installed, and midepoch needs 1.0 or later: pip install 'webdataset==1.0",
+        ):
+            fresh("midepoch.adapters.webdataset.private")
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.1")
+        fresh("midepoch.adapters.webdataset.private")
+
+
 def test_the_distribution_that_is_installed_counts() -> None:
     found = Package("NumPy", ("no-such-distribution", "numpy"), ("1", "9"))
     assert (found.distribution, found.version) == ("numpy", importlib.metadata.version("numpy"))

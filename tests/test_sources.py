@@ -17,10 +17,10 @@ from midepoch.testing import ResumableTests
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
 # The short form has each mechanism once: samples by index, in our orders and in a list of somebody's; each tail; whole
-# batches as units; samplers that are driven, in a loader with workers and, by inheritance, without one; lists; replay;
-# streams that divide themselves; a source's own state. The others are long: a Subset, a window and a
-# DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, a sampler that
-# gives one index a sample, a plain iterable and a stream that is shared out read as one of those above does.
+# batches as units; a DataLoader in wrappers; samplers that are driven, in a loader with workers and, by inheritance,
+# without one; lists; replay; streams that divide themselves; a source's own state. The others are long: a Subset, a
+# window and a DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, a
+# sampler that gives one index a sample, a plain iterable and a stream that is shared out read as one of those does.
 
 
 class _Sampled(ResumableTests):
@@ -97,6 +97,12 @@ class TestExposingPlain(_Sampled):
 class TestInheriting(_Sampled):
     make_loader = staticmethod(sources.inheriting)
     world_sizes = (1,)  # an object of the class takes its world from the process
+
+
+class TestMapWrapped(_Sampled):
+    make_loader = staticmethod(sources.map_wrapped)
+    shuffled = True
+    elastic_content = False  # numbers drawn in the wrapper are the batch's
 
 
 class TestBatchesList(_Sampled):

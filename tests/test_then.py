@@ -410,12 +410,13 @@ def test_without_streams_it_draws_from_the_callers_generators() -> None:
 
 
 def seeded(loader: Loader) -> int:
-    """How often all generators are seeded during an epoch."""
+    """How often generators are seeded during an epoch."""
     count = 0
 
     def note(frame: Any, event: str, argument: object) -> None:
         nonlocal count
-        count += event == "call" and frame.f_code.co_name == "start" and "streams.py" in frame.f_code.co_filename
+        named = frame.f_code.co_name in ("start", "_start_used") and "streams.py" in frame.f_code.co_filename
+        count += event == "call" and named
 
     sys.setprofile(note)
     try:
@@ -486,13 +487,64 @@ def test_a_function_that_draws_now_and_then_is_exact(name: str, prefetch: int) -
             assert rest[: len(batches) - cut] == batches[cut : cut + len(rest)], cut
 
 
-def test_only_the_first_batch_that_draws_is_read_again() -> None:
+def test_only_the_first_batch_that_draws_from_a_generator_is_read_again() -> None:
     then = Seldom()
     list(midepoch.wrap(DataLoader(sources.Indices(25), batch_size=5), then=then))
     assert then.calls == [0, 5, 10, 15, 20]
     then.calls.clear()
     list(midepoch.wrap(DataLoader(sources.Indices(20), batch_size=2), then=then))
-    assert then.calls == [0, 2, 4, 6, 6, 8, 10, 12, 14, 16, 18]
+    assert then.calls == [0, 2, 4, 6, 6, 8, 8, 10, 12, 14, 16, 18]
+
+
+class ByTurns:
+    """Draws from another generator with every tenth of the numbers that it is given, and fails once for each."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.draws: list[Callable[[], float]] = [random.random, np.random.rand, lambda: torch.rand(()).item()]
+
+    def __call__(self, batch: torch.Tensor) -> Any:
+        number = int(batch[0])
+        self.calls.append(number)
+        batch += 100
+        drawn = self.draws[number // 10 % 3]()
+        if number % 10 == 0 and drawn < 0.5:
+            raise KeyError(drawn)
+        return number, drawn
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_generators_that_a_function_has_not_used_are_spared_until_it_uses_them(first: int) -> None:
+    def make(then: ByTurns) -> Loader:
+        then.draws = then.draws[first:] + then.draws[:first]
+        return midepoch.wrap(DataLoader(sources.Indices(60), batch_size=2), seed=4, then=then, on_error="retry")
+
+    def read(loader: Loader) -> tuple[list[Any], list[Any]]:
+        seen, states = [], [loader.state_dict()]
+        batches = iter(loader)
+        while loader.epoch == 0:
+            try:
+                seen.append(next(batches))
+            except KeyError as error:
+                seen.append(error.args[0])
+                loader.seek(position=loader.position + 2)
+            states.append(loader.state_dict())
+        return seen, states
+
+    then = ByTurns()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with make(then) as loader:
+        seen, states = read(loader)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+    assert len(seen) == 30 and {type(each) for each in seen} == {tuple, float}
+    again = sorted(number for number in set(then.calls) if then.calls.count(number) > 1)
+    assert again == [10, 20], "where it draws from another one"
+    for cut in range(31):
+        with make(ByTurns()) as loader:
+            loader.load_state_dict(states[cut])
+            assert read(loader)[0] == seen[cut:], cut
 
 
 def test_an_error_by_chance_is_the_same_after_a_resume() -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,20 +52,20 @@ def kept_workers(persistent: bool = True) -> DataLoader[Any]:
 
 
 class Around:
-    """An object around a loader, such as one that moves batches to a device."""
+    """An object around a loader that numbers its batches: it is not driven by the loader inside."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
+        yield from enumerate(self.loader)
 
 
 class Subclass(DataLoader[Any]):
-    """Has an `__iter__` of its own."""
+    """The same as a subclass."""
 
     def __iter__(self) -> Any:
-        yield from super().__iter__()
+        yield from enumerate(super().__iter__())
 
 
 def function_around(persistent: bool = True) -> Callable[[], Iterator[Any]]:
@@ -243,7 +243,7 @@ def test_what_is_told_is_so_in_a_new_process() -> None:
         with midepoch.wrap(Around(kept_workers(persistent)), seed=5) as loader:
             sources.taken(loader)
             state = loader.state_dict()
-            state = midepoch.reseal({**state, "epoch": 1, "position": 0, "detail": ""})
+            state = midepoch.reseal({**state, "epoch": 1, "position": 0, "detail": "workers=0;chain="})
             cases.append((state, sources.taken(loader), bool(loader.capabilities.exact_order)))
     there = sources.in_processes(epoch_after, (cases[0][0], True), (cases[1][0], False))
     assert [case[2] for case in cases] == [False, True]
@@ -841,19 +841,58 @@ def test_a_copy_shares_data_that_is_too_large() -> None:
         assert copy_apart(Around(value)).value is None
 
 
-def wrapped_webdataset(shards: str) -> Loader:
-    wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
-    return midepoch.wrap(wds.WebDataset(shards, shardshuffle=False).shuffle(1000), replay=True, seed=5)
+class InBuffers(Dataset[Any]):
+    """Fills one buffer with each item."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer.fill_(index)
 
 
-def test_webdataset_s_own_shuffle_is_told(tmp_path: Path) -> None:
+def test_a_unit_in_a_buffer_that_each_read_fills_is_given_as_it_was_read() -> None:
+    dataset = InBuffers()  # a copy shares it
+    for position in (0, 3):
+        loader = midepoch.wrap(lambda: (dataset[number] for number in range(8)), seed=1)
+        loader.seek(position=position)
+        assert [batch.tolist()[0] for batch in loader] == list(range(position, 8))
+
+
+class HidesAttributes:
+    """As a proxy of an object that is not there now."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not there")
+
+
+def test_an_object_that_refuses_to_show_its_attributes_is_not_copied() -> None:
+    assert "RuntimeError" in copy_apart(Around(HidesAttributes())).why
+
+
+def mixed_by_entropy(samples: Iterable[Any]) -> Iterator[Any]:
+    """A stage that nothing seeds."""
+    yield from random.Random().sample(list(samples), 1000)
+
+
+def test_webdataset_s_own_shuffle_is_keyed_and_a_stage_by_entropy_is_told(tmp_path: Path) -> None:
     wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         for number in range(1000):  # so that two passes hardly ever begin with the same one
             writer.write({"__key__": f"{number:03d}", "cls": number})
-    loader = wrapped_webdataset(str(tmp_path / "0.tar"))
+    source = wds.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        loader = midepoch.wrap(source.shuffle(1000), replay=True, seed=5)
+        loader.peek()
+        assert loader.capabilities.exact_order
+    loader = midepoch.wrap(source.compose(mixed_by_entropy), replay=True, seed=5)
     with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
-        next(iter(loader))
+        loader.peek()
 
 
 # --- what check tries at length ---------------------------------------------------------------------------------------
@@ -936,7 +975,6 @@ def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:
 TRIAL_OF = {
     "a queue that is popped": "samples", "generators made from entropy": "samples",
     "a thread that reads ahead": "threads",
-    "an iterator kept from the beginning": "states",  # a pass that is given up goes on in the next
 }  # fmt: skip
 
 

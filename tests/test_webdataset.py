@@ -309,7 +309,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "info": (lambda u: plain(u).compose(wds.filters.info()), "stage info prints"),
     "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached caches"),
     "own_split": (lambda u: plain(u, nodesplitter=own_split), "own_split comes before the shards are opened"),
-    "mix": (lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])), "stage RandomMix gives"),
+    "mix": (
+        lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])),
+        "stage RandomMix takes samples of several pipelines in turn: wrap each.*combine",
+    ),
     "unbatched": (lambda u: plain(u).unbatched(), "stage unbatched makes several samples of one"),
     "batch stage": (lambda u: plain(u).batched(2).map(len).unbatched(), "stage map works on batches of 2"),
     "no reader": (lambda u: wds.DataPipeline(wds.SimpleShardList(u)), "opens no shards"),
@@ -348,7 +351,7 @@ def test_settings_are_checked(urls: list[str]) -> None:
         midepoch.wrap([1, 2], refill=True)
     for settings, message in (
         ({"refill": 1}, "refill must be True or False, got 1"),
-        ({"streams": 0}, r"streams must be an int in \[1, 256\] or None, got 0"),
+        ({"streams": 0}, r"streams must be an int in \[1, 4096\] or None, got 0"),
         ({"progress": "yes"}, "progress must be"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -826,8 +829,8 @@ def test_it_mixes_at_least_as_well_as_webdataset_s_buffer(tmp_path: Path, buffer
 
 
 def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
-    from midepoch.adapters.webdataset.indexed import order_of
-    from midepoch.adapters.webdataset.pipeline import understand
+    from midepoch.adapters.webdataset.indexed_reader import order_of
+    from midepoch.adapters.webdataset.understanding import understand
 
     pipeline = understand(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))
     order = order_of(pipeline, [1000] * 200)
@@ -946,9 +949,9 @@ def test_an_index_takes_few_bytes_a_sample(tmp_path: Path, cache: Path) -> None:
 def test_a_bar_shows_where_building_takes_a_moment(
     urls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from midepoch.adapters.webdataset import index
+    from midepoch.adapters.webdataset import progress
 
-    monkeypatch.setattr(index, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     midepoch.wrap(numbers(urls), progress=True)
     told = capsys.readouterr().err
     assert f"indexing {len(urls)} shards: 100%" in told

@@ -62,3 +62,38 @@ class TestPiped(_Pipeline):
     shuffled = False
     world_sizes = (1,)
     state_bytes = 16384
+
+
+# What these forms add to those above has short tests in test_webdataset_own: how stages of the user's own are
+# understood, what is drawn, how many streams there are, what a replay keys. Reading and states are the same.
+
+
+@pytest.mark.long
+class TestOwnStages(_Pipeline):
+    make_loader = staticmethod(sources.own_stages)
+    shuffled = True
+
+
+@pytest.mark.long
+class TestWeighted(_Pipeline):
+    make_loader = staticmethod(sources.weighted)
+    identify: ClassVar[Any] = None
+    shuffled = True
+
+
+@pytest.mark.long
+class TestStreamsOfTheWorld(_Pipeline):
+    make_loader = staticmethod(sources.streams_of_the_world)
+    shuffled = True
+    world_sizes = (1,)
+    num_workers = (5,)
+    state_bytes = 128 * 10  # ten streams
+
+
+@pytest.mark.long
+class TestReplayed(_Pipeline):
+    make_loader = staticmethod(sources.replayed)
+    shuffled = True
+    world_sizes = (1,)
+    num_workers = (0, 2)
+    elastic_content = False  # each worker's shuffle is its own

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import webdataset as wds
 from law_sources import log_read
+from own_shards import DrawnShards, EpochShuffle, SharedEpoch, go_on, samples_of_each_shard
 from torch.utils.data import DataLoader
 
 import midepoch
@@ -214,6 +215,57 @@ def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.Stat
     )
     loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=SEED, streams=6)
+
+
+def own_stages(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 2, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """A shuffle of the user's own, by an epoch that processes share, and a reader that goes on after errors."""
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList(law_shards("indexed", _UNEQUAL)),
+        EpochShuffle(2000, 500, epoch=SharedEpoch()),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_to_samples(handler=go_on),
+        wds.shuffle(bufsize=50, initial=10),
+        wds.map(Reading(read_log)),
+        wds.batched(batch_size, collation_fn=stack),
+    )
+    loader = wds.WebLoader(pipeline, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
+
+
+def weighted(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """Shards that are drawn by weights, so many in an epoch. A sample may come again, and is another one then."""
+    shards = DrawnShards(law_shards("indexed", _UNEQUAL), [1, 1, 2, 0.5, 1], nshards=5, epoch=SharedEpoch())
+    pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading(read_log)), wds.batched(2, stack))
+    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
+
+
+def streams_of_the_world(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
+    """Five workers, whom twelve streams cannot serve: the number of streams follows from the world."""
+    urls = [url + ".gz" for url in law_shards("streamed", _EQUAL)]
+    dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(10).map(Reading(read_log)).batched(2, collation_fn=stack)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED)
+
+
+def replayed(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
+    """Webdataset's own shuffles and a reader of the user's own, read again."""
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList(law_shards("streamed", _EQUAL)),
+        wds.shuffle(100),
+        wds.split_by_worker,
+        samples_of_each_shard,
+        wds.shuffle(10),
+        wds.map(Reading(read_log)),
+        wds.batched(3, collation_fn=stack),
+    )
+    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, replay=True, shard=False)
 
 
 def encoded(array: np.ndarray[Any, Any]) -> bytes:

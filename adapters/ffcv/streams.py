@@ -8,7 +8,6 @@ this, as long as a cheap augmentation itself.
 The first 64 words that are drawn come from SplitMix64, which is more than any augmentation of FFCV uses. The other 560
 are a fixed table plus 256 bits that belong to the stream. After them the twister continues by itself. No earlier state
 of the thread's generator is left.
-itself. Nothing of what the thread drew before is left.
 """
 
 from __future__ import annotations

@@ -3,11 +3,18 @@
 | module | holds |
 |---|---|
 | pipeline | what a pipeline means |
+| understanding, shard_stages | the recognition of its stages |
+| own | stages of the user's own, which are tried |
+| replayed | pipelines that are read again from their start |
+| progress | bars on standard error |
+| draws | shards that are drawn with replacement |
 | shards | where shards are, and how to read their bytes |
 | index | where each sample of a shard is |
 | finish | the stages that run in the main process |
-| indexed | shards whose samples can be read in any order |
-| streamed | shards that can only be read from their start |
+| indexed, indexed_reader | shards whose samples can be read in any order |
+| archive | one shard that is read from its start |
+| streams | streams of such shards, and where they are |
+| streamed, stream_reader | pipelines over such shards |
 """
 
 from __future__ import annotations
@@ -23,16 +30,15 @@ from webdataset.pipeline import DataPipeline
 
 from midepoch.adapters.webdataset.index import Index, Keys, build_index, default_cache
 from midepoch.adapters.webdataset.indexed import IndexedAdapter
-from midepoch.adapters.webdataset.pipeline import Pipeline, understand
+from midepoch.adapters.webdataset.pipeline import Pipeline
+from midepoch.adapters.webdataset.replayed import replayed
 from midepoch.adapters.webdataset.shards import local_path
-from midepoch.adapters.webdataset.streamed import StreamedAdapter
+from midepoch.adapters.webdataset.streamed import MOST_STREAMS, StreamedAdapter
+from midepoch.adapters.webdataset.understanding import understand
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options
 
 __all__ = ["WebDatasetAdapter"]
-
-# The number of streams unless the user sets it. Any number of readers that divides it can share them.
-_STREAMS = (1, 2, 3, 4, 6, 12)
 
 
 class WebDatasetAdapter(Adapter):
@@ -49,8 +55,8 @@ class WebDatasetAdapter(Adapter):
         return isinstance(source, DataPipeline) and type(source).__iter__ is DataPipeline.__iter__
 
     @classmethod
-    def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """An IndexedAdapter or a StreamedAdapter; None, for a replay, if the user asked for it.
+    def choose(cls, source: Any, options: Options) -> Adapter:
+        """An IndexedAdapter or a StreamedAdapter; for a replay, if the user asked for it, an adapter of iterables.
 
         Raises:
             UnsupportedSourceError: midepoch cannot interpret a stage.
@@ -58,7 +64,7 @@ class WebDatasetAdapter(Adapter):
         """
         settings = _checked(options.settings)
         if settings["replay"]:
-            return None
+            return replayed(source, options)
         pipeline = understand(source)
         if options.shard is False:
             raise UnsupportedSourceError(
@@ -69,12 +75,10 @@ class WebDatasetAdapter(Adapter):
             raise SourceError("the pipeline has no shards: check its urls")
         index = _index(pipeline, settings)
         if isinstance(index, str):
-            streams = settings["streams"] or max(n for n in _STREAMS if n <= max(1, len(pipeline.urls)))
-            return StreamedAdapter(source, options, pipeline, _keys(pipeline), streams, index)
+            return StreamedAdapter(source, options, pipeline, _keys(pipeline), index)
         if not index.size and (pipeline.must_have_samples or pipeline.limit is not None):
-            raise SourceError(
-                f"no samples in {len(pipeline.urls)} shards: check the urls, or pass empty_check=False to WebDataset"
-            )
+            unless = ", or pass empty_check=False to WebDataset" if pipeline.limit is None else ""
+            raise SourceError(f"no samples in {len(pipeline.urls)} shards: check the urls{unless}")
         return IndexedAdapter(source, options, pipeline, _keys(pipeline), index)
 
 
@@ -86,8 +90,8 @@ def _checked(settings: Any) -> dict[str, Any]:
     if checked["progress"] not in (None, True, False):
         raise TypeError(f"progress must be True, False or None, got {checked['progress']!r}")
     streams = checked["streams"]
-    if streams is not None and (type(streams) is not int or not 1 <= streams <= 256):
-        raise ValueError(f"streams must be an int in [1, 256] or None, got {streams!r}")
+    if streams is not None and (type(streams) is not int or not 1 <= streams <= MOST_STREAMS):
+        raise ValueError(f"streams must be an int in [1, {MOST_STREAMS}] or None, got {streams!r}")
     checked["index_cache"] = default_cache() if checked["index_cache"] is None else Path(checked["index_cache"])
     return checked
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import platformdirs
-from tqdm import tqdm
 from webdataset.tariterators import base_plus_ext
 
+from midepoch.adapters.webdataset.progress import Bar
 from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
 from midepoch.errors import MidepochError, SourceError
 from midepoch.reading.tar import TarError, TarIndex, index_tar, padded
@@ -38,7 +38,6 @@ __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 2  # of the cached files
 _DRAFT = ".part"
-_PATIENCE = 0.5  # seconds before a progress bar appears
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's metadata, as in its tar_file_iterator
 
 
@@ -438,24 +437,11 @@ def _try_locate(url: str) -> Shard | str | Exception:
         return error
 
 
-class _Bar(tqdm):
-    """A bar without tqdm's monitor thread, which would outlive it: worker processes are forked later."""
-
-    monitor_interval = 0
-
-
 def _build_all(
     shards: list[Shard], keys: Keys, handler: Callable[[Exception], Any], cache: _Cache, progress: bool | None
 ) -> list[ShardIndex]:
     lock = threading.Lock()
-    bar = _Bar(
-        total=sum(shard.size for shard in shards),
-        desc=f"midepoch: indexing {len(shards)} shards",
-        unit="B",
-        unit_scale=True,
-        delay=_PATIENCE,
-        disable=None if progress is None else not progress,  # None: shown on a terminal
-    )
+    bar = Bar(sum(shard.size for shard in shards), f"indexing {len(shards)} shards", "B", progress)
 
     def build(shard: Shard) -> ShardIndex:
         built = _cached(shard, keys, handler, cache)

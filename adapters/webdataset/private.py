@@ -13,6 +13,7 @@ from midepoch.packages import Package
 __all__ = ["BATCHED", "INFO", "SAMPLEWISE", "SHUFFLE", "UNBATCH", "cat_ranges", "path_of"]
 
 _WEBDATASET = Package("webdataset", ("webdataset",), ("1.0", "1.0"))
+_WEBDATASET.check_age("1.0")  # before, pipelines consisted of other parts
 
 
 def _filter(name: str) -> Any:

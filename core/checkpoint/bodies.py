@@ -20,8 +20,8 @@ class Bodies(NamedTuple):
     Attributes:
         epoch: whose body is running, or will be next; None without such a loop.
         whole: for each loader over which a pass had begun, the passes that had ended and would be made again.
-        left: the loaders whose latest pass was left before its end, so that the next one begins a new epoch, and
-            whether that pass would be made again.
+        left: the loaders whose latest pass had come to its end or was left, so that the next one begins a new epoch,
+            and whether that pass would be made again.
         ends: without such a loop: the snapshot was saved after an epoch's last batch, by `step`.
     """
 
@@ -31,14 +31,13 @@ class Bodies(NamedTuple):
     ends: bool = False
 
     @classmethod
-    def of(cls, epoch: int | None, passes: Mapping[str, Passes], ends: bool = False) -> Bodies:
-        """Those of a loop in whose body there were these passes."""
-        recorded = {name: each.record() for name, each in passes.items()}
+    def of(cls, epoch: int | None, passes: Mapping[str, Passes], interrupted: bool = False) -> Bodies:
+        """Those of a loop in whose body there were these passes. `interrupted`: as in `Passes.record`."""
+        recorded = {name: each.record(interrupted) for name, each in passes.items()}
         return cls(
             epoch,
             {name: whole for name, (whole, _) in recorded.items() if whole is not None},
             {name: again for name, (_, again) in recorded.items() if again is not None},
-            ends,
         )
 
     @classmethod

@@ -24,7 +24,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from midepoch.errors import MidepochError, MidepochWarning, SnapshotError, StateError
-from midepoch.loader.bodies import RUNNING, Passes, all_over, bring_together, check_epochs, tell_of_done
+from midepoch.loader.bodies import (
+    RUNNING,
+    Passes,
+    bring_together,
+    check_epochs,
+    only_the_rest_is_left,
+    tell_of_done,
+)
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.saving import state_or_that_of_now
@@ -275,10 +282,15 @@ class Snapshot:
                 self._end_body(epoch)
         finally:
             if self._in_body:  # the loop was left; another one continues there
-                self._resumed = Bodies.of(self._epoch, self._passes)
-            self._in_body, self._passes = False, {}
+                self._resumed = Bodies.of(self._epoch, self._passes, interrupted=True)
+            self._forget_body()
             for loader in self._loaders().values():
                 loader._course.passes = None
+
+    def _forget_body(self) -> None:
+        for each in self._passes.values():
+            each.forget()
+        self._in_body, self._passes = False, {}
 
     def _loaders(self) -> dict[str, Loader]:
         found = {name: loader_of(part) for name, part in self._parts.items()}
@@ -300,7 +312,8 @@ class Snapshot:
         where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
         going_on = [loader._leave_body() for loader in self._loaders().values()]
-        self._in_body, self._epoch, self._passes = False, epoch, {}
+        self._forget_body()
+        self._epoch = epoch
         # Python may free a pass that was left later on one rank than on another.
         if self._agreement.meet(ranks, where, float(any(going_on)))[0]:
             # Nobody knows whether the next body goes on with that pass or begins another one; its first step will.
@@ -313,7 +326,7 @@ class Snapshot:
 
     @property
     def _is_behind_the_passes(self) -> bool:
-        return self._in_body and all_over(list(self._passes.values()))
+        return self._in_body and only_the_rest_is_left(self._passes.values())
 
     # --- saving ---
 
@@ -400,7 +413,10 @@ class Snapshot:
                 else:
                     states[name] = loaders[name] = state_or_that_of_now(loader, in_flight)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
-            bodies = Bodies.of(self._epoch, self._passes, ends and self._epoch is None)
+            if self._in_body:
+                bodies = Bodies.of(self._epoch, self._passes, interrupted=handled is not None)
+            else:
+                bodies = (self._resumed or Bodies(self._epoch))._replace(ends=ends and self._epoch is None)
             return states, _Contribution(loaders, save_generators(), bodies, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"

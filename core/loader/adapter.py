@@ -26,7 +26,7 @@ from midepoch.world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "Run", "Samples", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "OtherWayError", "Run", "Samples", "Seen", "Session"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on, or made ahead
 
@@ -239,6 +239,13 @@ class Session:
         """Release threads, processes and files, and whatever `detail` does not need. May be called twice."""
 
 
+class OtherWayError(Exception):
+    """Raised by `Adapter.open` when a trial has shown that the source has to be read in another way.
+
+    Sizes and units may be others then: the loader asks for all of them again, and opens once more.
+    """
+
+
 class Adapter(ABC):
     """One source of one backend.
 
@@ -301,12 +308,18 @@ class Adapter(ABC):
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """This rank's batches from a position on; None if the epoch's length is unknown."""
         size = self.size(seed, epoch, world, detail)
-        if size is None:
-            return None
+        return None if size is None else self._share_of(size, position, world)
+
+    def _share_of(self, size: int, position: int, world: World) -> Share:
         start, world, together = min(position, size), self.sharing(world), self.options.global_batch
         if together is None:
             return Share(size, start, self.batch_size, world, self.tail_in_use, self.drop_last)
         return MicroShare(size, start, self.batch_size, world, "uneven", self.drop_last, together)
+
+    @property
+    def sized_by(self) -> str:
+        """What the epoch's size follows from, in words; another size means another one."""
+        return "data"
 
     @property
     def tail_in_use(self) -> Tail:
@@ -450,7 +463,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def open(self, run: Run) -> Session:
-        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
+        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`.
+
+        Raises:
+            OtherWayError: it would be of no use.
+        """
 
     def holding(self) -> AbstractContextManager[None]:
         """Around closing a session that another one follows at once: worker processes may be left to that one."""

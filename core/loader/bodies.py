@@ -3,58 +3,83 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from midepoch.errors import MidepochWarning
 
 from .cursor import Cursor, Phase
 
-__all__ = ["RUNNING", "Passes", "all_over", "bring_together", "check_epochs", "tell_of_done"]
+__all__ = ["RUNNING", "Passes", "bring_together", "check_epochs", "only_the_rest_is_left", "tell_of_done"]
 
 RUNNING = "a loop over epochs is running already: leave it before the next one"
+
+Places = list[tuple[Cursor, int]]
+"""Passes, and the positions at which they stood."""
 
 
 class Passes:
     """The passes over one loader since an epoch was yielded.
 
-    A body that is run again after a resume begins with its first pass, whatever pass was interrupted. So the passes
-    that had come to their end must be empty when they are made again. A pass that ran within one step of another one
-    (a validation in the middle of a training pass) is not repeated: the outer pass continues after it.
+    A body that is run again after a resume makes its passes again, from the first one on. So those that had ended must
+    be empty then. A pass that began within another one (a validation in the middle of training, the second loader of a
+    zip) is not made again, because the outer pass goes on behind it.
 
     Args:
         ended: `whole` when the resumed snapshot was saved; None if no pass had begun then.
-        again: `inner` or not of a pass that had been left then: whether it would be made again; None if none was.
+        again: whether the latest pass, which had ended then, would be made again; None if it had not ended.
         alone: no one records the number of passes, so a resume knows of one pass only.
 
     Attributes:
         alone: as given.
-        whole: passes that came to their end, or were left, and that would be made again.
-        inner: the latest pass ran within one step of another.
-        begun: a pass has begun that had not been made when the resumed snapshot was saved.
-        cursor: of the latest pass.
+        spans: the loader is read by an iterator that is older than the body, so its passes belong to no body.
+        empty: passes to be made that give nothing.
+        whole: passes before the latest that would be made again.
+        cursor: of the latest pass; None if all that have begun had been made when the resumed snapshot was saved.
     """
 
     def __init__(self, ended: int | None = None, again: bool | None = None, alone: bool = False) -> None:
         self._recorded, self.alone = (ended, again), alone
-        self._empty = (ended or 0) + bool(again)  # passes to be made that give nothing
+        self.empty = (ended or 0) + bool(again)
         self._together: Sequence[Passes] = ()
-        self._around: list[tuple[Cursor, int]] = []  # passes that ran when the latest began, and how far they were
-        self.inner = False
+        self.spans = False
         self.whole = 0
-        self.begun = False
+        self._older: Cursor | None = None
         self.cursor: Cursor | None = None
+        self._outer: Places = []  # the passes within which the latest began
+        self._stood: int | None = None  # where, when the last of these came to its end
+        self._turns: Places = []  # the same when it came to its end, if they had gone on meanwhile
+        self._left: Places = []  # the same when it was left
+        self._others_began = False  # since it was left
+
+    # --- what happens ---
 
     def leave_empty(self) -> bool:
-        """Whether the pass that begins now had come to its end before the resume."""
-        if not self._empty:
+        """Whether the pass that begins now had ended before the resume."""
+        if not self.empty:
             return False
-        self._empty -= 1
+        self.empty -= 1
         self.whole += 1
         return True
 
-    def begin(self, cursor: Cursor) -> None:
-        """A pass with `cursor` takes its first batch."""
-        if self.begun and not self.inner:
+    def enter(self, cursor: Cursor) -> None:
+        """The body begins. `cursor`: of the loader's latest pass."""
+        self._older = cursor if _runs(cursor) else None
+
+    def begin(self, cursor: Cursor, continues: bool, older: bool) -> None:
+        """A pass takes its first batch.
+
+        Args:
+            cursor: of the pass.
+            continues: it is the rest of a pass that was interrupted, at a place where no other pass was within a step.
+            older: its iterator was made before the body began.
+        """
+        if self.cursor is None:
+            goes_on = continues and self._recorded[0] is None
+            has_ended = self._older is not None and self._older.phase is Phase.EXHAUSTED
+            self.spans = older or goes_on or has_ended
+        if self.cursor is not None and (not self._is_within or _have_gone_on(self._turns)):
             self.whole += 1
             if self.alone and self.whole == 1:
                 warnings.warn(
@@ -63,62 +88,133 @@ class Passes:
                     MidepochWarning,
                     stacklevel=6,
                 )
-        self.begun, self.cursor = True, cursor
-        running = (each.cursor for each in self._together if each is not self and each.begun)
-        self._around = [(each, each.steps) for each in running if each is not None and _runs(each)]
-        self.inner = bool(self._around)
+        self.cursor, self._turns, self._left, self._others_began = cursor, [], [], False
+        self._outer, self._stood = [], None
+        for each in self._together:
+            each._others_began = each._others_began or each._was_left
+            if each is not self and each.runs and each.cursor is not None:
+                self._outer.append((each.cursor, -1 if continues else each.cursor.position))
 
-    def end(self) -> bool:
-        """The latest pass has handed out its last batch. Returns whether its epoch ends only with the body."""
-        # Passes that take turns, as those of a zip, are made again together.
-        self.inner = any(cursor.steps == steps and _runs(cursor) for cursor, steps in self._around)
-        return not self.inner
+    def end(self) -> None:
+        """The latest pass is told that it has no more batches."""
+        outer = [(cursor, position) for cursor, position in self._outer if _runs(cursor)]
+        if not outer:
+            self._outer = []  # it went on when the others had ended
+        elif _all_have_gone_on(outer):
+            self._turns = _places(outer)
+        for each in self._together:
+            if each.cursor is not None and not any(_runs(cursor) for cursor, _ in each._outer):
+                each._stood = each.cursor.position if each._stood is None else each._stood
 
-    def record(self) -> tuple[int | None, bool | None]:
-        """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes."""
-        if not self.begun:
-            return self._recorded  # until a pass begins, a body that is run again stands where it stood
-        return self.whole, not self.inner if self.left else None
+    def watched(self, user: Any) -> weakref.ref[Any]:
+        """A reference to a pass's iterator, which tells this object when that is freed."""
+        passes = weakref.ref(self)  # a cycle would keep the cursor, and worker processes with it
+
+        def leave(user: weakref.ref[Any]) -> None:
+            self = passes()
+            if self is not None and self.cursor is not None and self.cursor.user is user:
+                self._left = _places(self._outer)
+
+        return weakref.ref(user, leave)
+
+    def forget(self) -> None:
+        """The body has ended, or was left."""
+        self._together, self._outer, self._turns, self._left = (), [], [], []
+
+    # --- what follows from it ---
 
     @property
-    def left(self) -> bool:
-        """Whether the latest pass was left before its end: the next one begins a new epoch."""
+    def _is_within(self) -> bool:
+        """Whether the latest pass began within others, and was asked for nothing more when they had ended."""
+        if not self._outer or self.cursor is None:
+            return False
+        return self._stood is None or self.cursor.position == self._stood
+
+    @property
+    def runs(self) -> bool:
+        """Whether the latest pass has begun, and neither has it come to its end nor was it left.
+
+        One that began within others that have ended (the other loader of a zip) runs no more.
+        """
         cursor = self.cursor
-        if cursor is None:
-            return self._recorded[0] is not None
-        return cursor.steps > 0 and (
-            cursor.phase is Phase.CLOSED or (cursor.phase is Phase.RUNNING and not cursor.in_use)
-        )
+        if cursor is None or self.spans or not _runs(cursor):
+            return False
+        return not self._is_within or any(_runs(each) for each, _ in self._outer)
 
     @property
     def going_on(self) -> bool:
         """Whether the latest pass is in the middle of its epoch, and may go on."""
-        cursor = self.cursor
-        return cursor is not None and cursor.phase is Phase.RUNNING and cursor.in_use
+        return self.cursor is not None and _runs(self.cursor) and self.cursor.phase is Phase.RUNNING
+
+    @property
+    def leading(self) -> bool:
+        """Whether the latest pass is in the middle of its epoch, and not within another one."""
+        return self.going_on and not self._is_within and not self.spans
 
     @property
     def over(self) -> bool:
-        """Whether the latest pass has handed out its last batch, and its epoch ends only with the body."""
+        """Whether the latest pass has handed out its last batch."""
         cursor = self.cursor
         return cursor is not None and cursor.over is not None and cursor.phase in (Phase.GIVEN, Phase.EXHAUSTED)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the latest pass has come to its end or was left, so that the next one begins a new epoch."""
+        if self.cursor is None:
+            return self._recorded[0] is not None
+        return not _runs(self.cursor)
 
-def all_over(passes: Sequence[Passes]) -> bool:
+    def record(self, interrupted: bool = False) -> tuple[int | None, bool | None]:
+        """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes.
+
+        `interrupted`: the body was left, or is about to be; passes that were left with it go on in the next one.
+        """
+        if self.cursor is None:
+            return self._recorded  # until a pass begins, a body that is run again stands where it stood
+        if _runs(self.cursor) or (interrupted and self._was_left and not self._is_behind):
+            return (None if self.spans else self.whole), None
+        again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
+        return self.whole, again
+
+    @property
+    def _was_left(self) -> bool:
+        cursor = self.cursor
+        return cursor is not None and cursor.phase in (Phase.RUNNING, Phase.GIVEN) and not cursor.in_use
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the body has gone on since the latest pass was left."""
+        return self._others_began or _have_gone_on(self._left)
+
+
+def _runs(cursor: Cursor) -> bool:
+    # One that was left by `break` or an exception keeps its phase, and is used no more.
+    return cursor.in_use and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
+
+
+def _places(passes: Places) -> Places:
+    return [(cursor, cursor.position) for cursor, _ in passes]
+
+
+def _have_gone_on(places: Places) -> bool:
+    """Whether one of these passes was asked for more, since it stood there."""
+    return any(cursor.position > position or cursor.phase is Phase.EXHAUSTED for cursor, position in places)
+
+
+def _all_have_gone_on(places: Places) -> bool:
+    return all(cursor.position > position for cursor, position in places)
+
+
+def only_the_rest_is_left(passes: Iterable[Passes]) -> bool:
     """Whether the passes of a body have come to their end, so that only the rest of the body is left."""
-    over = [each for each in passes if each.over]
-    given = any(each.cursor is not None and each.cursor.phase is Phase.GIVEN for each in over)
-    return given or (bool(over) and not any(each.going_on for each in passes))
+    passes = list(passes)
+    return any(each.over for each in passes) and not any(each.leading for each in passes)
 
 
 def bring_together(passes: Sequence[Passes]) -> None:
     """Let the passes of one body know of each other."""
     for each in passes:
         each._together = passes
-
-
-def _runs(cursor: Cursor) -> bool:
-    # One that was left by `break` or an exception keeps its phase, and is used no more.
-    return cursor.in_use and cursor.steps > 0 and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
 
 
 def check_epochs(n: object) -> None:

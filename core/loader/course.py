@@ -23,7 +23,7 @@ from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateEr
 from midepoch.state.format import State
 from midepoch.world import Share, World
 
-from .adapter import Adapter, Options, Run, Session
+from .adapter import Adapter, Options, OtherWayError, Run, Session
 from .bodies import Passes
 from .cursor import Cursor, History, Phase, new_history
 from .place import Place
@@ -119,6 +119,11 @@ class Course:
         """Whether this epoch's last batch was handed out, and its body has not ended."""
         cursor = self.cursor
         return self.place.over if cursor.session is None else cursor.phase is Phase.GIVEN and cursor.over is not None
+
+    @property
+    def next_is_empty(self) -> bool:
+        """Whether the next pass gives nothing, because it had ended before the body was begun again."""
+        return self.passes is not None and self.passes.empty > 0
 
     @property
     def has_begun(self) -> bool:
@@ -244,7 +249,10 @@ class Course:
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
-        session = adapter.open(run)
+        try:
+            session = adapter.open(run)
+        except OtherWayError:
+            return self._open(cursor)
         if self._then is not None:
             session = self._then.around(session, run, adapter)
         marks = self.options.remember > 0 and not adapter.remembers
@@ -359,7 +367,8 @@ class Course:
         if cursor.phase is Phase.GIVEN:
             if cursor is self.cursor:
                 self.close_session()
-            cursor.phase = Phase.EXHAUSTED
+                self.came = Came.READ
+            self._exhaust(cursor)
             raise StopIteration
         raise MidepochError(
             "this pass ended when another pass over the loader started: use one iterator at a time, or wrap the source "
@@ -370,9 +379,12 @@ class Course:
         """The cursor of a pass that asks for its first batch."""
         before, passes = self.cursor, self.passes
         if passes is not None and passes.leave_empty():
+            if passes.whole == 1:
+                self._tell("a pass that had ended before gives nothing: going on with what followed it")
             ended = Cursor()
             ended.phase = Phase.EXHAUSTED
             return ended
+        continues = self.came is Came.PUT and (self.has_begun or self.is_over)
         if self.came is Came.READ and (self.has_begun or self.is_over):
             if before.phase is Phase.RUNNING:
                 self._tell_of_dropped(before)
@@ -382,10 +394,16 @@ class Course:
         if before.owned:
             self.cursor = before.taken_over()
             self.cursor.resumed = before.resumed and self.came is not Came.READ
-        self.cursor.user = weakref.ref(current)
+        self.cursor.user = weakref.ref(current) if passes is None else passes.watched(current)
         if passes is not None:
-            passes.begin(self.cursor)
+            passes.begin(self.cursor, continues, current.body is not passes)
         return self.cursor
+
+    def _exhaust(self, cursor: Cursor) -> None:
+        """A pass is told that it has no more batches."""
+        cursor.phase = Phase.EXHAUSTED
+        if self.passes is not None and self.passes.cursor is cursor:
+            self.passes.end()
 
     def _tell_of_dropped(self, before: Cursor) -> None:
         """Warn of a new pass that drops what was hardly meant to be dropped."""
@@ -435,11 +453,14 @@ class Course:
             goes_on = resumed and session.drift > 0
             self.roll(cursor)
             self.close_session()
-            cursor.phase = Phase.RUNNING if goes_on else Phase.EXHAUSTED
+            if goes_on:
+                cursor.phase = Phase.RUNNING
+            else:
+                self._exhaust(cursor)
             return goes_on
         nothing = cursor.position == 0
         if self.passes is not None:
-            self._end_pass(cursor, session, self.passes)
+            self._end_pass(cursor, session)
             if resumed:
                 self._tell_of_empty()
         else:
@@ -449,7 +470,7 @@ class Course:
             self.place = self.lead(self.place.epoch + 1, 0)
             if not session.others_go_on:
                 return True
-        cursor.phase = Phase.EXHAUSTED
+        self._exhaust(cursor)
         before = sum(epoch == self.place.epoch - 1 for _, epoch, _, _ in self.history)
         if nothing and before:
             raise SourceError(
@@ -461,7 +482,7 @@ class Course:
     def roll(self, cursor: Cursor) -> None:
         """Note that the epoch's last batch was handed out: the state is now the next epoch's beginning."""
         self.loaded, self.came = None, Came.READ
-        if self.passes is not None and self.passes.end():
+        if self.passes is not None:
             assert cursor.world is not None  # it is open
             size = self.adapter.size(cursor.seed, cursor.epoch, cursor.world, cursor.opened.detail)
             cursor.over = cursor.position if size is None else size
@@ -499,6 +520,7 @@ class Course:
         `continues`: whether its first pass continues where the loader stands; None: as if there were no body.
         """
         self.passes = passes
+        passes.enter(self.cursor)
         if continues is False:
             self.came = Came.READ
         elif continues and self.came is Came.READ:
@@ -507,11 +529,11 @@ class Course:
             if cursor.steps == 1 and cursor.phase is Phase.RUNNING and not (cursor.in_use or cursor.opened.position):
                 self._tell_of_one(f"the body of epochs goes on behind it, at position {self.position}", 3)
 
-    def leave_body(self, alone: bool = False) -> bool:
+    def leave_body(self, epoch: int | None = None) -> bool:
         """End the epoch with its body.
 
         Args:
-            alone: the loop is over the epochs of this loader, so its epoch ends whatever was read.
+            epoch: the one that has ended, whatever was read, if the loop is over the epochs of this loader.
 
         Returns:
             Whether a pass is in the middle of its epoch, and may go on in the next body.
@@ -520,19 +542,18 @@ class Course:
         if passes is None:
             return False
         cursor = self.cursor
-        if passes.going_on and not alone:
-            return True
-        ended = self.is_over or (self.came is Came.READ and self.position > 0 and cursor.phase is Phase.EXHAUSTED)
-        left = passes.left and self.has_begun and self.adapter.can_seek
-        if ended or left or (alone and not (passes.begun and not self.has_begun)):
+        if epoch is None and (passes.going_on or passes.spans):
+            return not passes.spans
+        left = passes.ended and self.has_begun and self.adapter.can_seek
+        if self.is_over or left or self.epoch == epoch:
             self.end_epoch()
             self.came = Came.READ
             if cursor.phase is Phase.RUNNING and cursor.owned:
                 cursor.phase = Phase.GIVEN  # a pass that is kept has ended
         return False
 
-    def _end_pass(self, cursor: Cursor, session: Session, passes: Passes) -> None:
-        """Note where the next epoch begins, now that the source has ended this one."""
+    def _end_pass(self, cursor: Cursor, session: Session) -> None:
+        """Note where the next epoch begins, now that the source has ended this one in a body."""
         following: Place | None = None
         if not self.adapter.can_seek:
             with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
@@ -540,37 +561,39 @@ class Course:
         self.close_session()
         if following is None and not self.lost:
             following = self.lead(cursor.epoch + 1, 0)
-        held = passes.end()
-        if held:
-            cursor.over = cursor.position
+        cursor.over = cursor.position
         if following is not None:
-            self.place = following.before(cursor.position) if held else following
+            self.place = following.before(cursor.position)
         self.came = Came.READ
 
     def _leave_empty(self, cursor: Cursor) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
-        passes = self.passes
+        in_body = self.passes is not None
         if self.failed or (self.ends_early and not self.place.over):
             place, world = self.place, self.setting.world()
             size = self.adapter.size(self.setting.seed(world), place.epoch, world, place.detail)
             if self.failed:
                 self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
             following = self.lead(place.epoch + 1, 0)
-            if passes is not None and passes.end() and size is not None:
+            if in_body and size is not None:
                 cursor.over = size
                 self.place = following.before(size)
             else:
                 self.place, self.unfinished = following, None
             self.loaded = None
         else:
-            if passes is not None and passes.end():
+            if in_body:
                 cursor.over = self.position
             self._tell_of_empty()
-        self.came, self.ends_early, cursor.phase = Came.READ, False, Phase.EXHAUSTED
+        self.came, self.ends_early = Came.READ, False
+        self._exhaust(cursor)
 
     def _tell_of_empty(self) -> None:
+        self._tell(f"all batches of epoch {self.epoch} are done: going on with the rest of its body")
+
+    def _tell(self, what: str) -> None:
         if self.setting.world().rank == 0:
-            _logger.warning("all batches of epoch %d are done: going on with the rest of its body", self.epoch)
+            _logger.warning("%s", what)
 
 
 class Pass:
@@ -580,10 +603,10 @@ class Pass:
     wait for worker processes before anything has told them to end.
     """
 
-    __slots__ = ("__weakref__", "_course", "cursor")
+    __slots__ = ("__weakref__", "_course", "body", "cursor")
 
     def __init__(self, course: Course) -> None:
-        self._course = course
+        self._course, self.body = course, course.passes
         self.cursor: Cursor | None = None
 
     def __iter__(self) -> Self:

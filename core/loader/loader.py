@@ -185,17 +185,21 @@ class Loader:
         there is empty). If the source's length is unknown, it is a lower
         bound. After a `break` it still refers to the abandoned epoch; the next pass starts at 0.
         """
-        share, left = self._course.share(self._setting.world(), self.epoch, 0), self._course.steps_left()
+        course = self._course
+        if course.next_is_empty and not course.is_over:
+            return 0  # the place is that of a later pass
+        share, left = course.share(self._setting.world(), self.epoch, 0), course.steps_left()
         if share is not None and left is not None:
             return share.steps - left if left or self._continues_over else 0
-        if self._course.cursor.phase is Phase.EXHAUSTED:
+        if course.cursor.phase is Phase.EXHAUSTED:
             return 0
         return -(-self.position // self._adapter.units_per_step(self._setting.world()))
 
     @property
     def _continues_over(self) -> bool:
         """Whether the next pass is empty, because the body of its epoch goes on behind its last batch."""
-        return self._course.passes is not None and self._course.came is Came.PUT and self.position > 0
+        course = self._course
+        return course.next_is_empty or (course.passes is not None and course.came is Came.PUT and self.position > 0)
 
     @property
     def weight(self) -> float:
@@ -306,7 +310,8 @@ class Loader:
         size = self._adapter.size(self._setting.seed(world), epoch, world)
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
-        if not self._adapter.can_seek:
+        ends = self._course.is_over and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
+        if not (self._adapter.can_seek or ends):
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
             self._move(self._course.lead(epoch + 1, 0).before(size))
@@ -479,9 +484,9 @@ class Loader:
                 schedule.step()
 
         In the body, a state saved after the last batch still stands at the end of that epoch. A run that resumes there
-        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body. So save before
-        ``schedule.step()``, or at the body's beginning, where the epoch before is over. `Snapshot.epochs` is the same
-        for several loaders.
+        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body. Before a state is
+        saved as the last thing in the body, call ``loader.seek(epoch=epoch + 1)``: the body is done. `Snapshot.epochs`
+        is the same for several loaders.
 
         Args:
             n: the number of epochs in all, those before a resume included.
@@ -495,9 +500,9 @@ class Loader:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
-    def _leave_body(self, alone: bool = False) -> bool:
+    def _leave_body(self, epoch: int | None = None) -> bool:
         """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        goes_on = self._course.leave_body(alone)
+        goes_on = self._course.leave_body(epoch)
         if self._committed is not None and self._origin.over and not self.position:
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
                 here = self._course.here()
@@ -511,10 +516,10 @@ class Loader:
             tell_of_done(n, self.epoch)
         continues: bool | None = True  # also if an earlier loop was left
         try:
-            while self.epoch < n:
+            while (epoch := self.epoch) < n:
                 self._course.enter_body(Passes(alone=True), continues)
-                yield self.epoch
-                self._leave_body(alone=True)
+                yield epoch
+                self._leave_body(epoch)
                 continues = None
         finally:
             self._course.passes = None

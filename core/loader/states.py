@@ -77,7 +77,11 @@ class States:
             adapter.refresh()  # the user may still change what the epoch's order comes from
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
         if checked["size"] != size and not (place.over and size is None):
-            _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
+            by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
+            if by == "data":
+                _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
+            cure = f"this is another {by}, or its data has changed: use the saved one, or start over with this one"
+            _mismatch(f"the number of {units} that the {by} gives", checked["size"], size, cure)
         begins = place.after() if place.over else place
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])

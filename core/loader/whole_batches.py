@@ -53,9 +53,10 @@ class _WholeBatches(Session):
     """Each result is made when it is asked for.
 
     Seeding all generators for a batch costs more than a function that draws nothing. So after the first batch, such a
-    function is only watched. If it draws all the same, the batch is read again and the function called again, under the
-    batch's stream: a batch that was passed to it may have been changed in place. Where reading a batch again is not a
-    jump, every batch is seeded.
+    function is only watched, and of one that draws, only the generators are seeded that it has used before. If it uses
+    another one all the same, the batch is read again and the function called again, under the batch's stream: a batch
+    that was passed to it may have been changed in place. Where reading a batch again is not a jump, all generators are
+    seeded for every batch.
     """
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
@@ -131,24 +132,29 @@ class _WholeBatches(Session):
         if not made:
             return self._first(streams)
         inner = self._inner
-        if not (streams.unused and self._rereads):
+        if not self._rereads:
             at = self._position(inner.drift)
             result = self._under(streams, at, self._take())
             self._made = made + 1
             return result
         mark, drift = (inner.mark(), inner.drift) if self.marks else (None, 0)
         batch = self._take()
-        streams.look()
+        if streams.unused:
+            streams.look()
+            leave = streams.leave
+        else:
+            streams.begin_used()(extend_key(self._key, self._position(drift) + self._offset))
+            leave = streams.end
         try:
             result = self._call(batch)
         except Exception:
-            if not streams.leave():
+            if not leave():
                 raise
         except BaseException:
-            streams.leave()
+            leave()
             raise
         else:
-            if not streams.leave():
+            if not leave():
                 self._made = made + 1
                 return result
         at = self._position(drift)

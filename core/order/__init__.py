@@ -6,8 +6,9 @@ So resuming in the middle of an epoch is a jump. Everything is fixed-width integ
 states.
 """
 
+from .endless import Endless
 from .epochs import MAXIMUM_SIZE, EpochOrder, Order
 from .shuffled import Sequential, Shuffled
 from .windows import Windowed
 
-__all__ = ["MAXIMUM_SIZE", "EpochOrder", "Order", "Sequential", "Shuffled", "Windowed"]
+__all__ = ["MAXIMUM_SIZE", "Endless", "EpochOrder", "Order", "Sequential", "Shuffled", "Windowed"]

@@ -24,7 +24,7 @@ from midepoch.errors import MidepochError, MidepochWarning
 from midepoch.order.keys import derive_key
 
 from .devices import LentDevices
-from .globals import LentGlobals
+from .globals import LentGlobals, Touched
 from .owned import OwnedGenerator, find_generators
 
 __all__ = ["Purpose", "Streams", "process_seed", "sample_generator"]
@@ -40,7 +40,11 @@ class Purpose:
     MIXING = 5  # which of several loaders is read at a step
     TRIAL = 6  # where a copy of a source is read, which stands for another process
     WHOLE = 7  # the user's work on whole batches
+    WRAPPER = 8  # what an object around a DataLoader does with a batch
 
+
+_ALL = (True, True, True)
+_NOTHING: Any = ()
 
 # What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;
 # `generator`: (key, the generator made from it); `used`: whether code has asked for either.
@@ -126,6 +130,8 @@ class Streams:
         self._lent = False  # True in a worker process, for good
         self._outer: tuple[Any, ...] = (None, None, None)
         self._drawn = False
+        self._used: Touched = _ALL  # by this code; as far as it is known
+        self._spares = False
         self.unused = self.asked = False
 
     # --- looking for generators ---
@@ -201,8 +207,9 @@ class Streams:
             self._globals.borrow()
             self._lent = get_worker_info() is not None
             self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
-        elif self._saved is None:
-            self._saved = []
+        else:
+            self._globals.retake()
+            self._saved = [] if self._saved is None else self._saved
         if self._drawn or self._owned:  # `unused` will be false
             return self.start
         self._globals.watch()
@@ -222,24 +229,63 @@ class Streams:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
 
+    def begin_used(self) -> Callable[[int], None]:
+        """As `begin`, but a generator that the code has not used before is not seeded. `end` tells if it uses one."""
+        if not self._drawn or self._lent or self._used == _ALL:
+            return self.begin()
+        self._enter(None)
+        self._globals.borrow()
+        self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
+        self._spares = True
+        return self._start_used
+
+    def _start_used(self, key: int) -> None:
+        python, numpy, of_torch = self._used
+        _current.key = key
+        if python:
+            self._seed_python(key)
+            self._python_generator.gauss_next = None
+        if numpy:
+            self._start_numpy(key >> 32)
+        if of_torch:
+            self._start_torch(key)
+        if self._devices is not None:
+            self._devices.start(key)
+        if self._owned:
+            for each in self._owned:
+                each.start(derive_key(key, each.salt))
+
     def _start_watched(self, key: int) -> None:
         self._drawn = self._drawn or _current.used or self._globals.touched()
         self.start(key)
         self._globals.watch()
 
-    def end(self) -> None:
-        """Restore the caller's generators as `begin` found them. May be called twice."""
+    def end(self) -> bool:
+        """Restore the caller's generators as `begin` found them. May be called twice.
+
+        Returns:
+            Whether one was used that `begin_used` has spared: what was done has to be done again.
+        """
         saved, self._saved = self._saved, None
         if saved is None:
-            return
-        if not self._drawn and not self._owned:
+            return False
+        spares, missed = self._spares, False
+        if not (self._drawn or self._owned):
             self._drawn = _current.used or self._globals.touched()
             self.unused = self.unused and not self._drawn
+            if self._drawn:
+                self._used = self._globals.touched_each()
         if not self._lent:
-            self._globals.give_back()
-            for each, state in zip(self._owned or (), saved, strict=False):
-                each.restore(state)
+            used = self._globals.give_back()
+            if spares:
+                before, self._spares = self._used, False
+                self._used = before[0] or used[0], before[1] or used[1], before[2] or used[2]
+                missed = self._used != before
+            if saved:
+                for each, state in zip(self._owned or (), saved, strict=False):
+                    each.restore(state)
         _current.key, _current.generator, _current.used = self._outer
+        return missed
 
     def __enter__(self) -> Callable[[int], None]:
         return self.begin()
@@ -262,6 +308,15 @@ class Streams:
         """Whether code has drawn from the global generators, or by `sample_generator`, since `note`."""
         return bool(_current.used) or self._globals.touched()
 
+    def start_noted(self, key: int) -> None:
+        """`start`, then `note`; nothing if the last call had the same key, and no code has drawn since."""
+        drawn = _current.key is not None and self.noted()
+        self._drawn = self._drawn or drawn
+        if _current.key == key and not drawn and not self._owned:
+            return
+        self.start(key)
+        self.note()
+
     # --- watching, without seeding ---
 
     def look(self) -> None:
@@ -269,6 +324,7 @@ class Streams:
         self._enter(self)
         self.asked = False
         if self._lent:
+            self._globals.retake()
             self._globals.watch()
         else:
             self._globals.borrow()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -25,10 +26,10 @@ from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import CollateTrial
 from midepoch.samplers import ListedEpoch, length_of
-from midepoch.state.witness import Look, look_at
+from midepoch.state.witness import Look, is_inert, look_at
 from midepoch.world import MicroShare, Share
 
-from .trials import started_threads
+from .trials import started_threads, undisturbed
 
 __all__ = [
     "First",
@@ -65,8 +66,11 @@ class SeeingSession(Session):
         """The answers; of a `First` the batch alone, while `seen` keeps the rest.
 
         The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
+        Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
+        so would keep the frames of whoever begins a pass in `except StopIteration`.
         """
-        return itertools.chain(_first_batch(answers, self._seen), answers)
+        first = map(functools.partial(_unwrapped, self._seen), itertools.islice(answers, 1))
+        return itertools.chain(first, answers)
 
     @property
     def seen(self) -> Seen | None:  # type: ignore[override]
@@ -108,13 +112,21 @@ class IteratorSession(SeeingSession):
             close()
 
 
-def _first_batch(answers: Iterator[Any], seen: list[Seen]) -> Iterator[Any]:
-    for answer in answers:
-        if type(answer) is First:
-            seen.append(answer.seen)
-            answer = answer.batch
-        yield answer
-        return
+def _unwrapped(seen: list[Seen], answer: Any) -> Any:
+    if type(answer) is First:
+        seen.append(answer.seen)
+        return answer.batch
+    return answer
+
+
+def _like(index: Any, number: int) -> Any:
+    """An index of the same type as another: a sample may hold the index that it was asked for."""
+    with contextlib.suppress(OverflowError, RuntimeError, ValueError):  # an edited state names what that type has not
+        if isinstance(index, np.integer):
+            return type(index)(number)
+        if isinstance(index, torch.Tensor):
+            return torch.tensor(number, dtype=index.dtype)
+    return number
 
 
 class LookRequest(NamedTuple):
@@ -138,7 +150,7 @@ class LookRequest(NamedTuple):
         expects = run.expects
         if expects is None or expects.index is None or (expects.epoch, expects.index) == (run.epoch, index):
             return cls(index, run.looks > 1, None)
-        return cls(index, run.looks > 1, (expects.epoch, expects.index))
+        return cls(index, run.looks > 1, (expects.epoch, _like(index, expects.index)))
 
 
 class First(NamedTuple):
@@ -248,6 +260,28 @@ def as_list(indices: Any) -> list[Any]:
     return indices if isinstance(indices, list) else list(indices.tolist())
 
 
+class _LookedAt:
+    """Takes the place of a dataset for one batch, to look at the first sample as soon as it is read.
+
+    Not at one whose own code would run meanwhile: it may draw when it is asked for its content, or give it only once.
+
+    Attributes:
+        look: at the sample; None if it was not looked at.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.look: Look | None = None
+        self._dataset, self._begun = dataset, False
+
+    def __getitem__(self, index: Any) -> Any:
+        """The dataset's."""
+        sample = self._dataset[index]
+        if not self._begun:
+            self._begun = True
+            self.look = look_at(sample) if is_inert(sample) else None
+        return sample
+
+
 class MapReader:
     """Reads batches through ``__getitem__``, with all generators seeded for each sample.
 
@@ -318,6 +352,8 @@ class MapReader:
         plain = request._replace(look=None)
         if streams is not None:
             self._begin(request, streams)
+        if not look.twice and request.start == 0 and not self._whole:  # the batch begins with the sample to look at
+            return self._looked_on_the_way(plain, look)
         one, _ = self._look(request.seed, request.epoch, look.index)
         drew = self._drew
         collate = self._collate
@@ -334,15 +370,45 @@ class MapReader:
             self._collate = collate
         key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
         repeat = None if trial is None else trial.result(key)
-        again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
-        keeps = again is not None and drew and not self._drew
+
+        def see() -> Seen:
+            again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
+            keeps = again is not None and drew and not self._drew
+            return self._seen(request, look, one, again=again, collate=repeat, keeps=keeps)
+
+        return self._answered(batch, see)
+
+    def _looked_on_the_way(self, request: MapRequest, look: LookRequest) -> First:
+        """The same without reading that sample a second time, unless code of its own would run at a look."""
+        streams, dataset = self._streams, self.dataset
+        self.dataset = looked_at = _LookedAt(dataset)
+        try:
+            batch = self(request) if streams is None else self._read_under(request, streams)
+            if streams is not None and streams.made_late():
+                self.dataset = looked_at = _LookedAt(dataset)
+                batch = self._read_under(request, streams)
+        finally:
+            self.dataset = dataset
+
+        def see() -> Seen:
+            one = looked_at.look or self._look(request.seed, request.epoch, look.index)[0]
+            return self._seen(request, look, one)
+
+        return self._answered(batch, see)
+
+    def _answered(self, batch: Any, see: Callable[[], Seen]) -> First:
+        """The batch, and what `see` says, which reads the dataset."""
+        if not self._single and keeps_nothing(self._collate):  # the samples were copied
+            return First(batch, see())
+        return First(*undisturbed(batch, see))
+
+    def _seen(self, request: MapRequest, look: LookRequest, one: Look | None, **more: Any) -> Seen:
         if look.expected is None:
-            return First(batch, Seen(look.index, one, again, one, collate=repeat, keeps=keeps))
+            return Seen(look.index, one, expected=one, **more)
         expected, error = self._look(request.seed, *look.expected)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        renews = _is_told_the_epoch(self.dataset)
-        missing = isinstance(error, IndexError)
-        return First(batch, Seen(look.index, one, again, expected, text, missing, renews, collate=repeat, keeps=keeps))
+        renews, missing = _is_told_the_epoch(self.dataset), isinstance(error, IndexError)
+        return Seen(look.index, one, expected=expected, error=text, missing=missing, renews=renews, **more)
 
     def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""

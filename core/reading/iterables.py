@@ -6,7 +6,10 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from midepoch.dividing import check_division
 from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
@@ -44,7 +47,13 @@ class IterableAdapter(Adapter):
         collate: from a list of samples to a batch; None if the stream yields batches.
         batch_size: samples in a batch; None if samples are handed out one by one.
         drop_last: leave out a last batch that is not full.
+        why: it is read from its start; empty if that follows from its samplers.
+
+    Attributes:
+        opening: makes of a source what opens it for a replay, given seed and epoch. Worker processes get it, too.
     """
+
+    opening: Callable[[Any], Callable[[int, int], Iterator[Any]]] = Open
 
     def __init__(
         self,
@@ -56,28 +65,28 @@ class IterableAdapter(Adapter):
         collate: Callable[[Any], Any] | None = None,
         batch_size: int | None = None,
         drop_last: bool = False,
+        why: str = "",
     ) -> None:
         super().__init__(source, options)
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
-        self._exposes = bool(exposed_samplers(stream)) and options.shard is None
+        samplers = {} if options.shard is not None or why else exposed_samplers(stream)
+        self._exposes = bool(samplers)
         self.unit = "sample" if collate is not None and options.shard is not False else "batch"
         self.drop_last = drop_last
         self._own_streams = options.shard is False
         # Each process's own stream may have batches of any size, so batches are counted.
         self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
-        understood = (
-            {} if options.shard is not None else {p: understand(s) for p, s in exposed_samplers(stream).items()}
-        )
+        understood = {path: understand(each) for path, each in samplers.items()}
         self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
         self._draws: tuple[int, ...] | None = None
         self._probed = False
         self._proved = False  # by reading, not by a state
-        self._why = "it exposes no samplers" if not understood else "it has not been tried yet"
-        if options.shard is not None and exposed_samplers(stream):
+        self._why = why or ("it exposes no samplers" if not understood else "it has not been tried yet")
+        if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
         for path, each in understood.items():
-            check_division(exposed_samplers(stream)[path], each.division)
+            check_division(samplers[path], each.division)
             self._adopt(each)
         self._warned = False
         # Why two passes were not compared; None if they were, or have not been yet.
@@ -100,8 +109,14 @@ class IterableAdapter(Adapter):
                 f"{_name(self._stream)} would be read by {among}, and midepoch cannot see whether it divides its "
                 "data among them: pass shard=True to let midepoch divide it (every process reads all of it and "
                 "keeps its part), or shard=False if it divides itself, by rank or get_worker_info, as torch's docs "
-                "show"
+                f"show{self._instead('to have it divided without reading all of it')}"
             )
+
+    def _instead(self, gain: str) -> str:
+        """What to pass in place of a source that reads a DataLoader."""
+        if "then=" in self._why or not _reads_a_loader(self._stream):
+            return ""
+        return f"; {gain}, wrap the DataLoader that it reads, and pass what is done with its batches as then="
 
     # --- what it is ---
 
@@ -259,7 +274,7 @@ class IterableAdapter(Adapter):
         if not self._warned and run.position > 0:
             warnings.warn(
                 f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
-                "loader.capabilities.constant_time_resume says what that costs",
+                f"loader.capabilities.constant_time_resume says what that costs{self._instead('to jump')}",
                 MidepochWarning,
                 stacklevel=5,
             )
@@ -269,12 +284,13 @@ class IterableAdapter(Adapter):
         if reader is None:
             reader = self._readers[key] = ReplayReader(
                 self._stream,
-                _OpenDriven(self._driven) if varies and self._driven is not None else Open(self._stream),
+                _OpenDriven(self._driven) if varies and self._driven is not None else self.opening(self._stream),
                 self._samples_in_batch or 1,
                 self._collate if self._collate is None or self._samples_in_batch else _Single(self._collate),
                 self.drop_last,
                 not self._own_streams,
                 self.options.streams,
+                self.opening,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected, former = (match[4] or "", match[3] == "digest") if match else ("", False)
@@ -306,6 +322,7 @@ class IterableAdapter(Adapter):
                 f"{why}: they draw from the random generators that midepoch puts under a stream for each sample, so "
                 "numbers differ from run to run; read ahead in worker processes (num_workers), or draw from "
                 "midepoch.sample_generator() in the thread that iterates"
+                f"{self._instead('to have them repeated')}"
             )
         if trial.differs:
             why = f"two passes under the same random numbers begin differently: {trial.differs}"
@@ -313,7 +330,8 @@ class IterableAdapter(Adapter):
             self._tell(
                 f"{why}; a resumed epoch would be another one, or be refused. Let its order and content follow from "
                 "the random generators or the epoch alone; a DataLoader inside that keeps its workers draws other "
-                "seeds in later passes: wrap that DataLoader itself, or leave out persistent_workers"
+                "seeds in later passes: wrap that DataLoader itself, with what is done to its batches as then=, or "
+                "leave out persistent_workers"
             )
 
     def _tell(self, what: str) -> None:
@@ -339,6 +357,15 @@ class IterableAdapter(Adapter):
 
 def _told(draws: tuple[int, ...]) -> str:
     return f"draws={','.join(map(str, draws))}"
+
+
+def _reads_a_loader(source: Any) -> bool:
+    """Whether a DataLoader is in an attribute of an object, or in a variable that a function uses."""
+    held = list(getattr(source, "__dict__", {}).values())
+    if isinstance(source, FunctionType):
+        held += [cell.cell_contents for cell in source.__closure__ or () if cell != CellType()]
+        held += [source.__globals__.get(name) for name in source.__code__.co_names]
+    return any(isinstance(each, DataLoader) for each in held)
 
 
 def _nothing() -> None:

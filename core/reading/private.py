@@ -6,6 +6,7 @@ They are checked on import. The versions of torch are those that midepoch itself
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -20,12 +21,17 @@ from midepoch.errors import UnsupportedSourceError
 
 __all__ = [
     "alive",
+    "attributes_of_torch",
     "drop_requested",
     "end_when_collected",
+    "gives_its_own",
+    "is_iterator",
     "iterates_as_torch",
+    "iterates_with",
     "keep_iterator",
     "kept_iterator",
     "let_go",
+    "plain_loader",
     "request_again",
     "show_dataset",
     "shut_down",
@@ -44,6 +50,8 @@ def _check(part: str, there: bool) -> None:
 
 
 _check("DataLoader._get_iterator", hasattr(DataLoader, "_get_iterator"))
+_Iterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+_check("_BaseDataLoaderIter", isinstance(_Iterator, type))
 _WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
 _check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
@@ -57,6 +65,38 @@ def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
         and kind.__iter__ is DataLoader.__iter__
         and kind._get_iterator is DataLoader._get_iterator
     )
+
+
+def gives_its_own(loader: DataLoader[Any]) -> bool:
+    """Whether a subclass has an ``__iter__`` of its own over the iterators that torch's class creates."""
+    kind: Any = type(loader)
+    return kind.__iter__ is not DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+@functools.cache
+def attributes_of_torch() -> frozenset[str]:
+    """The attributes of every DataLoader, and what `iterates_with` sets."""
+    return frozenset(vars(DataLoader([0]))) | {"_get_iterator"}  # type: ignore[arg-type]
+
+
+def plain_loader(loader: DataLoader[Any], **instead: Any) -> DataLoader[Any]:
+    """A DataLoader of torch's own class with the attributes of `loader`, but for some. It has no iterator."""
+    plain = object.__new__(DataLoader)
+    known = attributes_of_torch()
+    plain.__dict__.update({name: value for name, value in vars(loader).items() if name in known})
+    plain.__dict__.update(instead, _iterator=None)
+    return plain
+
+
+def iterates_with(loader: DataLoader[Any], iterator: Any, **instead: Any) -> None:
+    """Make ``super().__iter__()`` of a subclass return `iterator`, and replace attributes."""
+    ask = functools.partial(iter, iterator)
+    loader.__dict__.update(instead, _iterator=None, persistent_workers=False, _get_iterator=ask)
+
+
+def is_iterator(value: object) -> bool:
+    """Whether it is an iterator of a DataLoader."""
+    return isinstance(value, _Iterator)
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:

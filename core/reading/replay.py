@@ -20,7 +20,7 @@ from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
-from .trials import Beginning, Trial, passes_differ, reading_threads, standing, used_differs
+from .trials import Beginning, Trial, passes_differ, reading_threads, standing, undisturbed, used_differs
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
 
@@ -163,6 +163,7 @@ class ReplayReader:
         shared: every process reads the same stream and keeps its part of each global batch. If not, each process (rank
             and worker) has a stream of its own and keeps all of it.
         streams: False lets the source draw from the caller's generators.
+        opening: the kind of `open_source`, given a source; copies that are tried are opened by it.
     """
 
     def __init__(
@@ -174,9 +175,10 @@ class ReplayReader:
         drop_last: bool,
         shared: bool,
         streams: bool,
+        opening: Callable[[Any], Callable[[int, int], Iterator[Any]]] = Open,
     ) -> None:
         self.dataset = dataset
-        self._open_source = open_source
+        self._open_source, self._opening = open_source, opening
         self._batch_size, self._collate, self._drop_last, self._shared = batch_size, collate, drop_last, shared
         self._plain_collate = collate is None or draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
@@ -223,9 +225,11 @@ class ReplayReader:
             if copied.value is None or threads:
                 trial = Trial(copied.why or "threads of its own read it", threads=threads)
             else:
-                opened = functools.partial(Open(copied.value), request.seed, request.epoch)
+                opened = functools.partial(self._opening(copied.value), request.seed, request.epoch)
                 own = self._own(request)
-                trial, beginning = passes_differ(copied, opened, request.seed, request.epoch, own)
+                attempt = functools.partial(passes_differ, copied, opened, request.seed, request.epoch, own)
+                batch, (trial, beginning) = undisturbed(getattr(answer, "batch", None), attempt)
+                answer = answer._replace(batch=batch) if isinstance(answer, Replayed) else answer
                 if beginning is not None and request.goes_on and self._iterator is not None:
                     self._beginning = beginning, kept
         return answer._replace(found=Found(tuple(self._unseen), trial, repeat))
@@ -308,7 +312,7 @@ class ReplayReader:
         if copied.value is None:
             self._found = Found(trial=Trial(f"its later passes could not be tried: {copied.why}"))
             return
-        opened = functools.partial(Open(copied.value), beginning.seed, beginning.epoch)
+        opened = functools.partial(self._opening(copied.value), beginning.seed, beginning.epoch)
         trial = used_differs(copied, opened, beginning)
         self._found = Found(trial=trial) if trial.differs else None
 

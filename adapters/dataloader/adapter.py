@@ -20,6 +20,7 @@ from midepoch.errors import MidepochWarning, StateCorruptError, StateMismatchErr
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
@@ -96,9 +97,11 @@ class MapDataLoaderAdapter(Adapter):
         if isinstance(self._order, Listed):
             self._order.epoch(seed, epoch)
 
-    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
-        """Samples, or batches of a user's batch sampler, in one epoch."""
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Samples, or batches of a user's batch sampler, in one epoch; None if it does not end."""
         order = self._order
+        if isinstance(order, Endless):
+            return None
         size = order.length(seed, epoch) if isinstance(order, Listed) else order.size
         return size * world.world_size if self._own else size
 
@@ -133,6 +136,13 @@ class MapDataLoaderAdapter(Adapter):
             rank_independent=promises.ONE_STATE,
         )
 
+    @property
+    def sized_by(self) -> str:
+        """The sampler, if it is not one of torch's that follow from the data."""
+        if not isinstance(self._order, Listed):
+            return "data"
+        return "batch sampler" if self._listed_batches else "sampler"
+
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Compare the CRC of a listed order's list: of this epoch, or at an epoch's beginning of the last one."""
         if not isinstance(self._order, Listed):
@@ -163,12 +173,14 @@ class MapDataLoaderAdapter(Adapter):
             )
             return
         raise StateMismatchError(
-            f"{differs}; the sampler is not reproducible, its data has changed, or you change it between epochs: make "
-            "it as it was then before you load the state, or start over without the state"
+            f"{differs}; this is another {self.sized_by}, it is not reproducible, its data has changed, or you change "
+            "it between epochs: make it as it was then before you load the state, or start over without the state"
         )
 
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
+        if run.share is None:
+            run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
         order = self._order.epoch(run.seed, run.epoch)
@@ -178,14 +190,16 @@ class MapDataLoaderAdapter(Adapter):
         crc = order.crc if isinstance(order, ListedEpoch) and not self._own else ""
         return IteratorSession(answers, f"{_OF_THIS}{crc}" if crc else "", f"{_OF_LAST}{crc}" if crc else "", close)
 
-    def samples(self, seed: int, epoch: int) -> Samples:
-        """The dataset's, in the sampler's order."""
+    def samples(self, seed: int, epoch: int) -> Samples | None:
+        """The dataset's, in the sampler's order; None if that does not end."""
+        if isinstance(self._order, Endless):
+            return None
         return self._reader.samples(self._order.epoch(seed, epoch), seed, epoch)
 
     def _own_run(self, run: Run) -> Run:
         """A run over this rank's data alone: positions divided by the number of ranks, and its own random streams."""
         world_size, share = run.world.world_size, run.share
-        assert share is not None  # what can be indexed has a size
+        assert share is not None  # open's
         position, size = run.position // world_size, share.size // world_size
         alone = Share(size, position, self.batch_size, World(), share.tail, self.drop_last)
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())

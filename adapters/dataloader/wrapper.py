@@ -1,0 +1,194 @@
+"""Objects around a DataLoader, and subclasses with an ``__iter__`` of their own, that pass its batches on one for one.
+
+They are driven by the DataLoader inside (midepoch.reading.wrappers). One that does more than that is read from its
+start, as any other iterable: a trial shows it when reading begins.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from midepoch.adapters.dataloader.adapter import MapDataLoaderAdapter
+from midepoch.errors import SourceError
+from midepoch.loader.adapter import Adapter, Options, OtherWayError, Run, Session
+from midepoch.loader.capabilities import Capabilities
+from midepoch.loader.place import Place
+from midepoch.reading.indexed import Samples
+from midepoch.reading.iterables import IterableAdapter
+from midepoch.reading.wrappers import NotOneForOneError, Through, inside_of
+from midepoch.world import Share, World
+
+__all__ = ["WrapperAdapter"]
+
+_REPLAYED = "workers="  # how the details of a replay begin
+
+
+class _Replayed(IterableAdapter):
+    """A wrapper that a trial has shown to need more than the DataLoader inside."""
+
+    name: ClassVar[str] = "wrapper"
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Made by `WrapperAdapter`."""
+        return False
+
+
+class WrapperAdapter(Adapter):
+    """A wrapper: the adapter of the DataLoader inside, or, once a trial has failed, that of any iterable."""
+
+    name: ClassVar[str] = "wrapper"
+
+    _way: Adapter
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        inside = inside_of(source)
+        assert inside is not None  # recognises has found it
+        self._inside = MapDataLoaderAdapter(inside.loader, options)
+        self._through = Through(inside)
+        self._why_replayed = "it was when the state was saved"
+        self._use(self._inside)
+
+    def _use(self, way: Adapter) -> None:
+        """Read in this way from now on."""
+        self._way = way
+        self.unit, self.batch_size, self.drop_last = way.unit, way.batch_size, way.drop_last
+        self.tail, self.seed, self.world = way.tail, way.seed, way.world
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """An object that is, or holds in one attribute, the only DataLoader over a map-style dataset."""
+        return inside_of(source) is not None
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter | None:
+        """None where the source divides itself among ranks, or draws from the caller's generators."""
+        return None if options.shard is False or not options.streams else cls(source, options)
+
+    # --- which way ---
+
+    @functools.cached_property
+    def _replay(self) -> _Replayed:
+        why = f"{self._why_replayed}; wrap the DataLoader inside it, with then=, to jump"
+        return _Replayed(self.source, self.options, stream=self.source, why=why)
+
+    def _way_of(self, detail: str) -> Adapter:
+        """The way of reading that a detail is of."""
+        return self._replay if detail.startswith(_REPLAYED) else self._way
+
+    def open(self, run: Run) -> Session:
+        """A session of the wrapper's batches, driven from inside, or a replay."""
+        if run.detail.startswith(_REPLAYED) and not self._replays:
+            self._use(self._replay)  # the run that saved the state has found that out
+        if self._replays:
+            return self._replay.open(run)
+        session = self._inside.open(run)
+        try:
+            through = self._through.around(session, run, self._inside)
+        except NotOneForOneError as error:
+            self._fail(str(error), run)
+            raise OtherWayError from None
+        self.learned()
+        return through
+
+    def _fail(self, why: str, run: Run) -> None:
+        if run.position or run.expects is not None:
+            raise SourceError(
+                f"{self._through.name} passed on the batches of the DataLoader inside one for one when the state was "
+                f"saved, and does not now: {why}; restore the wrapper that it was saved with, or start over"
+            )
+        self._why_replayed = why
+        self._use(self._replay)
+        self.learned()
+
+    # --- the answers of the way in use ---
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Units of the DataLoader inside, or the wrapper's own length."""
+        return self._way_of(detail).size(seed, epoch, world, detail)
+
+    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
+        """In units of the way in use."""
+        return self._way_of(detail).share(seed, epoch, position, world, detail)
+
+    @property
+    def sized_by(self) -> str:
+        """As of the DataLoader inside."""
+        return self._way.sized_by
+
+    def refresh(self) -> None:
+        """Follow a dataset that has changed between epochs."""
+        self._way.refresh()
+
+    def prepare(self, seed: int, epoch: int) -> None:
+        """Build the list of a listed order."""
+        self._way.prepare(seed, epoch)
+
+    def describe(self) -> dict[str, str]:
+        """What the DataLoader inside describes, however it is read: it is known before that is tried."""
+        return self._inside.describe()
+
+    def drawing(self) -> tuple[object, ...]:
+        """The dataset, the collate function, and the wrapper."""
+        return self.source, *self._inside.drawing()
+
+    def capabilities(self) -> Capabilities:
+        """Those of the DataLoader inside, or of a replay."""
+        if self._replays:
+            return self._replay.capabilities()
+        told, lead = self._inside.capabilities(), self._through.lead
+        seen = "tried when reading begins" if lead is None else f"the wrapper passes batches on, {lead} ahead"
+        exact = told.exact_augmentations
+        if exact:
+            exact = replace(exact, reason=f"{exact.reason}; numbers drawn in {self._through.name} are the batch's")
+        jumps = replace(told.constant_time_resume, reason=f"{told.constant_time_resume.reason}; {seen}")
+        return replace(told, constant_time_resume=jumps, exact_augmentations=exact)
+
+    @property
+    def _replays(self) -> bool:
+        return self._way is not self._inside
+
+    @property
+    def promises(self) -> Capabilities:
+        """Of a replay, what that has learned."""
+        return self._replay.promises if self._replays else super().promises
+
+    def found(self, why: str, order: bool) -> None:
+        """Kept by the way in use."""
+        if self._replays:
+            self._replay.found(why, order)
+        super().found(why, order)
+
+    def believes(self, why: str) -> None:
+        """Kept by the way in use."""
+        if self._replays:
+            self._replay.believes(why)
+        super().believes(why)
+
+    def beginning(self, epoch: int, world: World) -> str:
+        """That the source is replayed."""
+        return f"{_REPLAYED}0;chain=" if self._replays else ""
+
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """As the way in use says."""
+        return self._way.lead(here, there, seed, world)
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """As the way in use says; a replay's is of a replay."""
+        self._way_of(detail).check_detail(detail, seed, epoch, position, world)
+
+    def samples(self, seed: int, epoch: int) -> Samples | None:
+        """Those of the DataLoader inside."""
+        return None if self._replays else self._inside.samples(seed, epoch)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Leave worker processes to the next session."""
+        return self._way.holding()
+
+    def close(self) -> None:
+        """End persistent worker processes."""
+        self._way.close()

@@ -1,0 +1,253 @@
+"""Streams of shards: in which order each one reads which samples, and where it is.
+
+"Stream" means such a stream of shards here. Streams of random numbers are called random streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from midepoch.adapters.webdataset.archive import ShardReader
+from midepoch.adapters.webdataset.draws import Draws
+from midepoch.errors import SourceError, StateCorruptError
+from midepoch.order import Sequential, Shuffled
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose
+
+__all__ = ["Cursor", "Cursors", "Layout", "Stream", "parse_cursors"]
+
+_FIRST_STRETCH = 128  # samples; the first stretches are short, so that a pass begins soon
+_SHUFFLE = int.from_bytes(b"stretch", "big")
+
+
+class Cursor(NamedTuple):
+    """The position of a stream.
+
+    Attributes:
+        passes: number of finished passes.
+        place: number of shards of this pass before the one where the current stretch begins.
+        offset: byte of the (decompressed) shard at which the stretch begins.
+        ordinal: number of samples of that shard before the stretch.
+        stretch: number of stretches of this pass before this one.
+        done: number of its samples that were taken.
+        mark: of the shard in which it begins, as `_mark_of` gives it; 0 if this shard has not been read.
+    """
+
+    passes: int
+    place: int = 0
+    offset: int = 0
+    ordinal: int = 0
+    stretch: int = 0
+    done: int = 0
+    mark: int = 0
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+
+class Cursors(NamedTuple):
+    """A rank's part of a state.
+
+    Attributes:
+        following: number of the next batch of all ranks, modulo the number of streams.
+        size: batches of all ranks in an epoch of with_epoch; 0 for this world's own number.
+        cursors: the position of each stream that has been read.
+        streams: number of streams; 0 for the one that the fingerprint states.
+    """
+
+    following: int
+    size: int
+    cursors: dict[int, Cursor]
+    streams: int = 0
+
+    def __str__(self) -> str:
+        cursors = ",".join(f"{stream}:{cursor}" for stream, cursor in sorted(self.cursors.items()))
+        streams = f"streams={self.streams};" if self.streams else ""
+        return f"{streams}next={self.following};size={self.size};{cursors}"
+
+
+# Cursors of older states have no mark.
+_PLACE = re.compile(
+    r"(?:streams=(\d{1,4});)?next=(\d{1,9});size=(\d{1,18});((?:\d{1,4}:\d{1,18}(?:\.\d{1,18}){5,6}(?:,|$))*)"
+)
+
+
+def parse_cursors(detail: str) -> Cursors:
+    """The reverse of `str`. Raises StateCorruptError if the text is not of this form."""
+    match = _PLACE.fullmatch(detail)
+    if match is None:
+        raise StateCorruptError("the state's detail is not from a streamed pipeline: load an undamaged state")
+    cursors = {}
+    for part in match[4].split(",") if match[4] else ():
+        stream, _, cursor = part.partition(":")
+        cursors[int(stream)] = Cursor(*map(int, cursor.split(".")))
+    return Cursors(int(match[2]), int(match[3]), cursors, int(match[1] or 0))
+
+
+class Layout(NamedTuple):
+    """What determines the samples of a stream and their order.
+
+    Attributes:
+        streams: number of streams.
+        shards: number of shards.
+        shuffles: whether shards are shuffled in each pass.
+        buffer: number of samples in a stretch, which are shuffled together; 1 for no shuffle.
+        draws: how shards are drawn with replacement; None if each of them comes once in a pass.
+    """
+
+    streams: int
+    shards: int
+    shuffles: bool
+    buffer: int
+    draws: Draws | None = None
+
+    @property
+    def places(self) -> int:
+        """Shards in one pass."""
+        return self.shards if self.draws is None else self.draws.length
+
+    def dealt(self, seed: int, passes: int, stream: int) -> tuple[list[int], int, int]:
+        """A stream's shards in one pass. If there are few shards, streams share one, and each has every n-th sample.
+
+        Returns:
+            numbers of the shards, n, and the remainder of its samples' ordinals modulo n.
+        """
+        order = _pass(self._replace(streams=0), seed, passes)
+        if len(order) >= self.streams:
+            return order[stream :: self.streams], 1, 0
+        own = stream % len(order)
+        sharing = len(range(own, self.streams, len(order)))
+        return order[own : own + 1], sharing, stream // len(order)
+
+    def stretch_length(self, number: int) -> int:
+        """The number of samples in a stretch."""
+        return min(self.buffer, _FIRST_STRETCH << min(number, 32))
+
+
+@functools.lru_cache(maxsize=2)
+def _pass(layout: Layout, seed: int, passes: int) -> list[int]:
+    """The shards of all streams in one pass, by number. All of a process's streams ask for it."""
+    if layout.draws is not None:
+        numbers = layout.draws.numbers(layout.shards, seed, passes, 0, layout.draws.length)
+    else:
+        numbers = (Shuffled if layout.shuffles else Sequential)(layout.shards).epoch(seed, passes)[:]
+    return list(map(int, numbers))
+
+
+class Raw(NamedTuple):
+    """A sample as stored in the shard, its position, and the shard's mark."""
+
+    place: int
+    offset: int
+    ordinal: int
+    shard: int
+    mark: int
+    sample: dict[str, Any]
+
+
+class Stream:
+    """Reads one stream from a cursor on. `last_pass`: where it ends, None for no end.
+
+    Attributes:
+        began: the mark of the shard in which it began; 0 if no sample of it was read.
+    """
+
+    def __init__(
+        self, shards: ShardReader, layout: Layout, seed: int, stream: int, cursor: Cursor, last_pass: int | None
+    ) -> None:
+        self._shards, self._layout, self._seed, self._stream = shards, layout, seed, stream
+        self._last_pass = last_pass
+        self.cursor = cursor
+        self.began = 0
+        self._stretch: list[Raw] = []
+        self._order: list[int] = []
+        self._source: Iterator[Raw] = iter(())
+        self._ahead: Raw | None = None  # the first sample of the next stretch, if it has been read
+        self._open_pass()
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last pass is read."""
+        return self._last_pass is not None and self.cursor.passes > self._last_pass
+
+    def _open_pass(self) -> None:
+        self.close()
+        self._source = iter(()) if self.ended else self._read(self.cursor)
+        self._ahead = None
+
+    def _read(self, cursor: Cursor) -> Iterator[Raw]:
+        numbers, every, remainder = self._layout.dealt(self._seed, cursor.passes, self._stream)
+        offset, ordinal, marks, begins = cursor.offset, cursor.ordinal, self._shards.marks, bool(cursor.mark)
+        for place in range(cursor.place, len(numbers)):
+            number = numbers[place]
+            for begin, count, sample in self._shards.samples(number, offset, ordinal):
+                if begins and place == cursor.place:
+                    self.began, begins = marks[number], False
+                if count % every == remainder:
+                    yield Raw(place, begin, count, number, marks[number], sample)
+            offset = ordinal = 0
+
+    def _fill(self) -> None:
+        """Read the stretch at the cursor."""
+        cursor = self.cursor
+        length = self._layout.stretch_length(cursor.stretch)
+        ahead = [] if self._ahead is None else [self._ahead]
+        self._stretch = ahead + list(itertools.islice(self._source, length - len(ahead)))
+        self._ahead = None
+        if self._stretch:
+            first = self._stretch[0]
+            self.cursor = cursor._replace(
+                place=first.place, offset=first.offset, ordinal=first.ordinal, mark=first.mark
+            )
+            key = derive_key(_SHUFFLE, self._seed, cursor.passes, self._stream, cursor.stretch)
+            self._order = Shuffled(len(self._stretch)).epoch(key, 0)[:].tolist()
+        if cursor.done >= len(self._stretch):
+            self._settle()
+
+    def _settle(self) -> None:
+        """After a stretch: move the cursor to the next one, so that the end is known when it is reached."""
+        self._stretch = []
+        first = self._ahead = next(self._source, None)
+        if first is not None:
+            stretch = self.cursor.stretch + 1
+            self.cursor = Cursor(self.cursor.passes, first.place, first.offset, first.ordinal, stretch, 0, first.mark)
+        for _ in range(_MOST_EMPTY_PASSES):
+            if self._ahead is not None or self.ended:
+                return
+            self.cursor = Cursor(self.cursor.passes + 1)
+            self._open_pass()
+            self._ahead = next(self._source, None)
+        if self._ahead is None and not self.ended:
+            raise SourceError(
+                f"stream {self._stream} of {self._layout.streams} has no samples: check its shards, or let fewer "
+                "ranks, workers or streams share them"
+            )
+
+    def __next__(self) -> tuple[int, dict[str, Any]]:
+        """The key of the next sample's random stream, and the sample."""
+        while not self._stretch:
+            if self.ended:
+                raise StopIteration
+            self._fill()
+        raw = self._stretch[self._order[self.cursor.done]]
+        key = derive_key(Purpose.SAMPLE, self._seed, self.cursor.passes, raw.shard, raw.ordinal)
+        if self._layout.draws is not None:  # the shard may come again in this pass
+            key = extend_key(key, self._stream % self._layout.places + raw.place * self._layout.streams)
+        self.cursor = self.cursor._replace(done=self.cursor.done + 1)
+        if self.cursor.done == len(self._stretch):
+            self._settle()
+        return key, raw.sample
+
+
+# If a stream's shard of a pass is empty, the next passes may give it others, because shards are shuffled.
+_MOST_EMPTY_PASSES = 100

@@ -1,0 +1,623 @@
+"""Wrappers: objects that pass on the batches of one DataLoader, one for one, such as those that move them to a device.
+
+midepoch reads a copy of the wrapper in which a `_Feed` stands for the DataLoader. It gives the batches of a session of
+the DataLoader's own adapter, which jumps. While the wrapper works on a batch, the global generators are seeded with
+that batch's key. So what it makes of a batch follows from the batch alone, also where it works ahead.
+
+Nothing but a trial can tell whether a wrapper does pass batches on one for one and keeps nothing from one to the next.
+So its second batch in a row must be what it makes first after a jump to it, and it must keep the same then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from midepoch.copying import copy_with
+from midepoch.errors import SourceError
+from midepoch.loader.adapter import Adapter, Run, Seen, Session
+from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.samplers import length_of, repeated
+from midepoch.state.witness import look_at
+
+from .private import (
+    attributes_of_torch,
+    gives_its_own,
+    is_iterator,
+    iterates_as_torch,
+    iterates_with,
+    plain_loader,
+)
+from .trials import started_threads
+
+__all__ = ["Inside", "NotOneForOneError", "Through", "inside_of"]
+
+_DEEPEST = 8  # wrappers in one another
+_MOST_AHEAD = 2  # batches inside that a wrapper has asked for and not yet handed out
+
+
+class NotOneForOneError(Exception):
+    """Why a wrapper's batches do not follow, one for one, from those inside."""
+
+
+class Inside(NamedTuple):
+    """The DataLoader inside a wrapper.
+
+    Attributes:
+        loader: as torch's own class would iterate it.
+        chain: the wrapper, the one in it, and so on, each with the name of the attribute that leads on; the last name
+            is empty if the wrapper itself is a DataLoader, with an ``__iter__`` of its own.
+    """
+
+    loader: DataLoader[Any]
+    chain: tuple[tuple[Any, str], ...]
+
+
+def inside_of(source: Any, depth: int = 0) -> Inside | None:
+    """The one DataLoader over a map-style dataset in an attribute of `source`, or `source` itself; None if none is.
+
+    `depth`: wrappers around this one.
+    """
+    kind, attributes = type(source), getattr(source, "__dict__", {})
+    if not attributes or depth == _DEEPEST or not callable(getattr(kind, "__iter__", None)):
+        return None
+    found: dict[int, tuple[str, Inside | None]] = {}
+    for name, each in attributes.items():
+        if iterates_as_torch(each):
+            found[id(each)] = name, Inside(each, ()) if _is_mapped(each) else None
+        elif isinstance(each, DataLoader) or not isinstance(each, type | Dataset | torch.nn.Module):
+            further = inside_of(each, depth + 1)
+            if further is not None or isinstance(each, DataLoader):
+                found[id(each)] = name, further
+    if isinstance(source, DataLoader) and "dataset" in attributes:
+        seen = gives_its_own(source) and not found and _is_mapped(source)
+        return Inside(_as_torch(source), ((source, ""),)) if seen else None
+    if len(found) != 1:
+        return None
+    ((name, further),) = found.values()
+    if further is None or length_of(source) not in (None, length_of(attributes[name])):
+        return None
+    return Inside(further.loader, ((source, name), *further.chain))
+
+
+def _is_mapped(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+def _as_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """`loader` as torch's own class would iterate it, over the samplers in those that begin again."""
+    return plain_loader(loader, **{name: inside for name, _, inside in _beginning_again(loader)})
+
+
+def _beginning_again(loader: DataLoader[Any]) -> list[tuple[str, Any, Any]]:
+    """The attributes of a DataLoader with a sampler that begins again, that sampler, and the one in it."""
+    samplers = ((name, vars(loader)[name]) for name in ("sampler", "batch_sampler"))
+    found = ((name, sampler, repeated(sampler)) for name, sampler in samplers)
+    return [(name, sampler, inside) for name, sampler, inside in found if inside is not None]
+
+
+class _Feed:
+    """Stands for the DataLoader inside, or for an iterator of it.
+
+    It refers weakly to all that it uses: whoever searches the wrapper for random generators finds nothing in it.
+    """
+
+    __slots__ = ("__weakref__", "_loader", "iterator", "reading")
+
+    def __init__(self, loader: DataLoader[Any] | None = None) -> None:
+        self._loader = None if loader is None else weakref.ref(loader)
+        self.iterator = self if loader is None else _Feed()
+        self.reading: Callable[[], _Reading | None] = _nothing
+
+    def __iter__(self) -> _Feed:
+        reading = self.reading()
+        if reading is not None and self._loader is not None:
+            reading.begins += 1
+        return self.iterator
+
+    def serve(self, reading: _Reading) -> None:
+        """Give the batches of `reading`."""
+        self.reading = self.iterator.reading = weakref.ref(reading)
+
+    def __next__(self) -> Any:
+        reading = self.reading()
+        if reading is None:
+            raise StopIteration
+        return reading.ask()
+
+    def __len__(self) -> int:
+        return len(self._theirs())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._theirs(), name)
+
+    def _theirs(self) -> Any:
+        loader = None if self._loader is None else self._loader()
+        if loader is None:
+            raise AttributeError("an iterator of a DataLoader has batches only")
+        return loader
+
+
+class _Length:
+    """Stands for the sampler in a sampler that begins again: as long as what is left.
+
+    Subclasses that keep one iterator for all passes ask for so many batches in each.
+    """
+
+    def __init__(self, original: Any, batches: int) -> None:
+        self._original, self._batches = original, batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+
+class _Copied(NamedTuple):
+    """A copy of a wrapper.
+
+    Attributes:
+        wrapper: the copy.
+        holders: it and the wrappers in it, each with the names of attributes that are not its own.
+        feed: that stands for the DataLoader inside.
+    """
+
+    wrapper: Any
+    holders: tuple[tuple[Any, frozenset[str]], ...]
+    feed: _Feed
+
+    def own(self) -> dict[str, Any]:
+        """What the wrappers hold themselves now, by name."""
+        return {
+            f"{type(each).__name__}.{name}": value
+            for each, others in self.holders
+            for name, value in vars(each).items()
+            if name not in others and type(value) is not _Feed
+        }
+
+
+class Through:
+    """Reads a wrapper by the DataLoader inside.
+
+    Attributes:
+        name: of the wrapper's class, for messages.
+        lead: batches inside that the wrapper asks for ahead; None if that has not been proved yet.
+    """
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self.name = type(inside.chain[0][0]).__name__
+        self.lead: int | None = None
+
+    def copied(self, batches: int | None) -> _Copied:
+        """A new copy of the wrapper. `batches`: that it will be given; None if nobody knows.
+
+        Raises:
+            NotOneForOneError: there is none.
+        """
+        loader, chain = self._inside
+        theirs, last = chain[-1]
+        loader = getattr(theirs, last) if last else theirs
+        feed = _Feed(loader)
+        instead: dict[int, Any] = {id(loader): feed} if last else {}
+        shared: list[Any] = []
+        for each, _ in chain:
+            of_torch = attributes_of_torch() if isinstance(each, DataLoader) else ()
+            shared += [value for name, value in vars(each).items() if name in of_torch]
+            instead |= {id(value): feed.iterator for value in vars(each).values() if is_iterator(value)}
+        wrapper, why = copy_with(chain[0][0], instead, shared)
+        if wrapper is None:
+            raise NotOneForOneError(f"it cannot be read through a copy: {why}")
+        holders, each = [], wrapper
+        for original, name in chain:
+            others = {name}
+            if isinstance(original, DataLoader):
+                counted = {}
+                if batches is not None:
+                    for attribute, sampler, inside in _beginning_again(original):
+                        counted[attribute] = copy.copy(sampler)
+                        counted[attribute].__dict__.update(dict.fromkeys(vars(sampler), _Length(inside, batches)))
+                iterates_with(each, feed, **counted)
+                others |= attributes_of_torch()
+            holders.append((each, frozenset(others)))
+            each = getattr(each, name) if name else None
+        return _Copied(wrapper, tuple(holders), feed)
+
+    def around(self, session: Session, run: Run, adapter: Adapter) -> Session:
+        """A session of the wrapper's batches. `session`: of `adapter`, that of the DataLoader inside, opened for `run`.
+
+        Raises:
+            NotOneForOneError: a first trial shows that they do not follow, one for one, from those inside.
+        """
+        return _WrapperSession(self, session, run, adapter)
+
+
+class _Reading:
+    """A copy of a wrapper that is being read, and the batches inside that it asks for.
+
+    Args:
+        copied: the copy.
+        take: returns the next batch inside.
+        first: the number of that batch in the session.
+        key_of: from a batch's number to the key of its stream.
+
+    Attributes:
+        first: the number of the first batch.
+        asked, handed: numbers of the batches that come next, inside and outside.
+        ready: at most one batch, which was read before the wrapper asks for it.
+        ended, error: how the batches inside have ended.
+        kept: copies of the batches inside behind the first; None if none are kept.
+        begins: how often the wrapper has begun to iterate the DataLoader inside.
+        trouble: what shows that it is not one for one; empty if nothing does.
+    """
+
+    def __init__(self, copied: _Copied, take: Callable[[], Any], first: int, key_of: Callable[[int], int]) -> None:
+        self._take, self._key_of = take, key_of
+        self._key = -1, 0  # a batch's number, and the key of its stream
+        self.first = self.asked = self.handed = first
+        self.ready: deque[Any] = deque()
+        self.ended = False
+        self.error: Exception | None = None
+        self.kept: list[Any] | None = None
+        self.begins = 0
+        self.trouble = ""
+        self._thread = threading.get_ident()
+        self._copied = copied
+        copied.feed.serve(self)
+        roots = (*(type(each) for each, _ in copied.holders), *copied.own().values())
+        self.streams = Streams(*roots, devices=torch.cuda.is_available())
+        self.streams.begin_pass()
+        self._next: Callable[[], Any] = self._first
+        self._iterator: Any = None
+
+    def fetch(self) -> None:
+        """Have the next batch inside ready, if there is one."""
+        if self.ready or self.ended or self.error is not None:
+            return
+        try:
+            batch = self._take()
+        except StopIteration:
+            self.ended = True
+        except Exception as error:  # noqa: BLE001  # it is raised where this batch is asked for
+            self.error = error
+        else:
+            if self.kept is not None and self.asked:
+                self.kept.append(_copy_of(batch))
+            self.ready.append(batch)
+
+    def ask(self) -> Any:
+        """The next batch inside, for the wrapper. From here on, the generators stand at this batch's stream."""
+        if threading.get_ident() != self._thread:
+            self.trouble = "it reads in a thread of its own"
+            raise StopIteration
+        if not self.ready:
+            self.fetch()
+        if not self.streams.unused:
+            self._start()  # the end has a stream, too
+        if not self.ready:
+            raise StopIteration
+        self.asked += 1
+        return self.ready.popleft()
+
+    def _start(self) -> None:
+        """Put the generators under the stream of the batch inside that comes next."""
+        if self._key[0] != self.asked:
+            self._key = self.asked, self._key_of(self.asked)
+        self.streams.start_noted(self._key[1])
+
+    def give(self) -> Any:
+        """The wrapper's next batch. Raises what the wrapper raises."""
+        if not self.ready:
+            self.fetch()
+        self.streams.begin()
+        try:
+            self._start()  # for what is drawn before a batch is asked for
+            batch = self._next()
+        finally:
+            self.streams.end()
+        self.handed += 1
+        return batch
+
+    def watched(self) -> tuple[bool, Any]:
+        """The same without seeding. False if random numbers were drawn after all; then the copy is of no use any more.
+
+        Only while the streams are `unused`.
+        """
+        if not self.ready:
+            self.fetch()
+        streams = self.streams
+        streams.look()
+        try:
+            batch = self._next()
+        except BaseException:
+            if streams.leave():
+                return False, None
+            raise
+        if streams.leave():
+            return False, None
+        self.handed += 1
+        return True, batch
+
+    def _first(self) -> Any:
+        self._iterator = iter(self._copied.wrapper)
+        self._next = self._iterator.__next__
+        return self._next()
+
+    def late(self) -> bool:
+        """Whether the first batch made generators, or used those of a device for the first time. They had no stream."""
+        return self.streams.made_late(*self._copied.own().values())
+
+    def keeps(self) -> dict[str, Any]:
+        """What the wrapper, and its iterator, keep between two batches and may read again."""
+        wrapper, iterator = self._copied.wrapper, self._iterator
+        kept = self._copied.own()
+        frame = getattr(iterator, "gi_frame", None)
+        if frame is not None:
+            read = _read_by(frame.f_code)
+            kept |= {name: value for name, value in frame.f_locals.items() if name in read}
+        elif iterator is not wrapper:
+            kept |= {f"{type(iterator).__name__}.{name}": value for name, value in _attributes(iterator).items()}
+        return {name: value for name, value in kept.items() if value is not wrapper and type(value) is not _Feed}
+
+    def close(self) -> None:
+        """Drop the copy."""
+        self.ended = True
+        self.ready.clear()
+        iterator, self._iterator, self._next = self._iterator, None, _at_its_end
+        if isinstance(iterator, types.GeneratorType):
+            with contextlib.suppress(Exception):  # what a user's clean-up raises has no place to go
+                iterator.close()
+
+
+def _copy_of(batch: Any) -> Any:
+    try:
+        return copy.deepcopy(batch)
+    except Exception as error:  # noqa: BLE001  # of any library
+        raise NotOneForOneError(f"its batches cannot be copied ({type(error).__name__}: {error!s:.100})") from None
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _read_by(code: types.CodeType) -> set[str]:
+    """The local variables that code reads. One with which a loop only counts says nothing of what follows."""
+    read: set[str] = set()
+    for each in dis.get_instructions(code):
+        if "LOAD_" in each.opname and any(kind in each.opname for kind in ("FAST", "DEREF", "CLOSURE")):
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            read.update(names[1:] if each.opname.startswith("STORE_") else names)
+    return read
+
+
+class _WrapperSession(Session):
+    """A session of a wrapper's batches.
+
+    A wrapper that drew nothing for the first one is only watched from then on. If it draws all the same, another copy
+    continues at the batch that is to be handed out, with seeding.
+    """
+
+    def __init__(self, through: Through, inner: Session, run: Run, adapter: Adapter) -> None:
+        self._through, self._inner, self._run, self._adapter = through, inner, run, adapter
+        self._key = derive_key(Purpose.WRAPPER, run.seed, run.epoch)
+        self._global_batch = adapter.units_per_step(run.world)
+        self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
+        self._seen: Seen | None = None
+        self._made: deque[Any] = deque()  # batches that the trial has made
+        self._watches = False
+        try:
+            self._reading = self._read_from(0)
+        except NotOneForOneError:
+            inner.close()
+            raise
+        try:
+            if through.lead is None:
+                self._try()
+            self._watches = self._reading.streams.unused
+        except BaseException:
+            self.close()
+            raise
+
+    # --- the inner session's answers ---
+
+    @property
+    def seen(self) -> Seen | None:  # type: ignore[override]
+        """The inner session's."""
+        return self._seen or self._inner.seen
+
+    def detail(self, mark: Any) -> str:
+        """The inner session's, which does not depend on the place."""
+        return self._inner.detail(None)
+
+    def following(self) -> str:
+        """The inner session's."""
+        return self._inner.following()
+
+    def close(self) -> None:
+        """Drop the copy, and close the inner session."""
+        self._made.clear()
+        self._reading.close()
+        self._inner.close()
+
+    # --- batches ---
+
+    def take(self) -> Any:
+        """The wrapper's next batch."""
+        if self._made:
+            return self._made.popleft()
+        reading = self._reading
+        if not reading.ready:
+            reading.fetch()
+            if not reading.ready and reading.asked == reading.handed:
+                raise reading.error or StopIteration
+        try:
+            if self._watches:
+                sound, batch = reading.watched()
+                if not sound:
+                    self._restart(reading.handed)
+                    return self.take()
+            else:
+                batch = reading.give()
+                if reading.handed == reading.first + 1:
+                    reading.late()
+                    self._watches = reading.streams.unused
+        except StopIteration:
+            raise self._early_end(reading) from None
+        if reading.asked - reading.handed != self._through.lead:
+            self._check(reading)
+        return batch
+
+    def _early_end(self, reading: _Reading) -> Exception:
+        """What the end of the wrapper's iterator means while there are batches inside."""
+        if reading.error is not None:
+            return reading.error
+        return SourceError(
+            f"{self._name} ended after {reading.handed} batches, while the DataLoader inside had given it "
+            f"{reading.asked} and had more{_INSTEAD}"
+        )
+
+    def _check(self, reading: _Reading) -> None:
+        """Raise a SourceError if the wrapper is not one for one any more."""
+        reading.fetch()  # it may know by their number that there are no more
+        ahead, lead = reading.asked - reading.handed, self._through.lead
+        ends = reading.ended or reading.error is not None
+        if lead is None or (ends and 0 <= ahead <= lead):
+            return
+        raise SourceError(
+            f"{self._name} passed on the batches of the DataLoader inside one for one, {lead} ahead; after "
+            f"{reading.handed} batches it has asked for {reading.asked}{_INSTEAD}"
+        )
+
+    @property
+    def _name(self) -> str:
+        return self._through.name
+
+    def _key_of(self, number: int) -> int:
+        return extend_key(self._key, self._run.position + number * self._global_batch + self._offset)
+
+    def _read_from(self, number: int) -> _Reading:
+        left = None if self._run.share is None else self._run.share.steps - number
+        return _Reading(self._through.copied(left), self._inner.take, number, self._key_of)
+
+    def _restart(self, number: int) -> None:
+        """Read on with another copy, from this batch of the session on."""
+        run, adapter = self._run, self._adapter
+        self._seen, self._watches = self.seen, False
+        self._made.clear()
+        self._reading.close()
+        with adapter.holding():
+            self._inner.close()
+        position = run.position + number * self._global_batch
+        share = adapter.share(run.seed, run.epoch, position, run.world, run.detail)
+        self._inner = adapter.open(Run(run.epoch, position, run.seed, run.world, share, run.tail, run.detail))
+        self._reading = self._read_from(number)
+
+    # --- the trial ---
+
+    def _try(self) -> None:
+        """Make the first two batches, and the second one again after a jump to it.
+
+        Nothing is proved where the epoch has a single batch left, or where one inside cannot be read.
+
+        Raises:
+            NotOneForOneError: they show that this wrapper has to be read from its start.
+        """
+        if not self._make():
+            return
+        reading = self._reading
+        if reading.late():
+            self._restart(0)  # it drew from generators that did not exist yet
+            if not self._make():
+                return
+            reading = self._reading
+        lead, look = reading.asked - reading.handed, look_at(self._made[0])
+        if not self._make():
+            return
+        reading.fetch()  # it may know by their number that there are no more
+        if not 0 <= lead <= _MOST_AHEAD or (lead != reading.asked - reading.handed and not reading.ended):
+            raise NotOneForOneError(f"for {len(self._made)} batches it asks for {reading.asked}")
+        self._jump(reading, reading.kept or [])
+        self._through.lead = lead
+        if look_at(self._made[0]).differing(look):
+            self._restart(0)  # it hands out one and the same object each time
+        reading.kept = None
+
+    def _make(self) -> bool:
+        """Make one more batch. False if there is none, or one inside cannot be read."""
+        reading = self._reading
+        if reading.kept is None:
+            reading.kept = []
+        reading.fetch()
+        if reading.error is not None or (not reading.ready and reading.asked == reading.handed):
+            return False
+        try:
+            self._made.append(reading.give())
+        except StopIteration:
+            if reading.error is not None:
+                return False
+            raise NotOneForOneError(reading.trouble or "it ends before the batches inside do") from None
+        except NotOneForOneError:
+            raise
+        except Exception as error:  # noqa: BLE001  # read from its start, it will raise it again
+            raise NotOneForOneError(f"a copy of it raised {type(error).__name__}: {error!s:.200}") from None
+        if reading.begins > 1:
+            raise NotOneForOneError("it begins to iterate the DataLoader inside more than once")
+        return reading.error is None
+
+    def _jump(self, reading: _Reading, batches: list[Any]) -> None:
+        """Compare what another copy makes first of these batches with what was made of them in a row."""
+        other, batch = self._made_of(copy.deepcopy(batches))
+        kept = other.keeps()
+        other.close()
+        made = look_at(self._made[1])
+        if differing := made.differing(look_at(batch)):
+            raise NotOneForOneError(f"after a jump it makes something else of a batch ({made.names(differing)})")
+        for name, value in reading.keeps().items():
+            again = kept.get(name)
+            if value is not again and look_at(value).differing(look_at(again)):
+                raise NotOneForOneError(f"it keeps something of earlier batches, in {name}")
+        if reading.asked > len(self._made):
+            self._made_of(batches[:1])[0].close()  # it has to notice the end
+
+    def _made_of(self, batches: list[Any]) -> tuple[_Reading, Any]:
+        """What another copy makes first of these batches, after which there is no other."""
+        other = _Reading(self._through.copied(len(batches)), iter(batches).__next__, 1, self._key_of)
+        try:
+            with started_threads() as threads:
+                batch = other.give()
+        except Exception as error:  # noqa: BLE001  # the first copy has been read without
+            why = f"after a jump, a copy of it raised {type(error).__name__}: {error!s:.200}"
+            raise NotOneForOneError(why) from None
+        if threads:
+            raise NotOneForOneError(f"it works in threads of its own ({', '.join(threads[:4])})")
+        return other, batch
+
+
+_INSTEAD = (
+    "; wrap that DataLoader itself, and pass what is done with its batches as then=, or wrap a generator function that "
+    "reads this one"
+)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _at_its_end() -> Any:
+    raise StopIteration

@@ -1,0 +1,142 @@
+"""Shard lists, shuffles and readers of a user's own, built as the training programs in the wild build theirs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import webdataset as wds
+from torch.utils.data import IterableDataset, get_worker_info
+from webdataset.filters import _shuffle
+from webdataset.tariterators import tar_file_expander, url_opener
+
+
+class SharedEpoch:
+    """The number of an epoch, seen by worker processes too."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._number = multiprocessing.Value("i", epoch)
+
+    @property
+    def number(self) -> int:
+        with self._number.get_lock():
+            return int(self._number.get_obj().value)
+
+    @number.setter
+    def number(self, epoch: int) -> None:
+        self._number.value = epoch
+
+
+def seed_here(epoch: int) -> int:
+    """The worker's seed, moved by the epoch; outside of workers webdataset's own, of rank and worker."""
+    info = get_worker_info()
+    if info is None:
+        return int(wds.utils.pytorch_worker_seed())
+    return int(info.seed) + epoch * info.num_workers
+
+
+class DrawnShards(IterableDataset[dict[str, str]]):
+    """Draws shards with replacement, by weights if there are some, from a seed of worker and epoch."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        weights: Sequence[float] | None = None,
+        nshards: int = sys.maxsize,
+        deterministic: bool = True,
+        epoch: SharedEpoch | int = -1,
+    ) -> None:
+        self.urls, self.weights, self.nshards = urls, weights, nshards
+        self.deterministic, self.epoch, self.rng = deterministic, epoch, random.Random()
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        if isinstance(self.epoch, SharedEpoch):
+            epoch = self.epoch.number
+        else:
+            self.epoch += 1
+            epoch = self.epoch
+        if self.deterministic:
+            self.rng.seed(seed_here(epoch))
+        for _ in range(self.nshards):
+            if self.weights is None:
+                yield {"url": self.rng.choice(self.urls)}
+            else:
+                yield {"url": self.rng.choices(self.urls, weights=self.weights, k=1)[0]}
+
+
+class RepeatedShards(IterableDataset[dict[str, str]]):
+    """All shards, again and again."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = urls
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        while True:
+            for url in self.urls:
+                yield {"url": url}
+
+
+class SomeShards(IterableDataset[dict[str, str]]):
+    """The first half of the shards: nothing shows why."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = urls
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for url in self.urls[: len(self.urls) // 2]:
+            yield {"url": url}
+
+
+class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has no types
+    """A buffer's shuffle, seeded by the epoch, which may be shared; with a negative seed by the worker too."""
+
+    def __init__(self, bufsize: int = 1000, initial: int = 100, seed: int = 0, epoch: SharedEpoch | int = -1) -> None:
+        self.bufsize, self.initial, self.seed, self.epoch = bufsize, initial, seed, epoch
+
+    def run(self, source: Iterable[Any]) -> Iterator[Any]:
+        if isinstance(self.epoch, SharedEpoch):
+            epoch = self.epoch.number
+        else:
+            self.epoch += 1
+            epoch = self.epoch
+        generator = random.Random(seed_here(epoch) if self.seed < 0 else self.seed + epoch)
+        shuffled: Iterator[Any] = _shuffle(source, self.bufsize, self.initial, generator)
+        return shuffled
+
+
+def go_on(error: Exception) -> bool:
+    """A handler that continues."""
+    return True
+
+
+def samples_of_shards(source: Iterable[Any], handler: Any = go_on) -> Iterator[Any]:
+    """Shards to samples, without an end mark between shards, which only webdataset before 1.0 leaves out."""
+    sample: dict[str, Any] | None = None
+    for file in tar_file_expander(url_opener(source, handler=handler), handler=handler):
+        key, _, kind = file["fname"].partition(".")
+        if sample is None or key != sample["__key__"]:
+            if sample is not None:
+                yield sample
+            sample = {"__key__": key, "__url__": file["__url__"]}
+        sample[kind] = file["data"]
+    if sample is not None:
+        yield sample
+
+
+def samples_of_each_shard(source: Iterable[Any], handler: Any = go_on) -> Iterator[Any]:
+    """The same, as webdataset 1.0 needs it."""
+    files = tar_file_expander(url_opener(source, handler=handler), handler=handler)
+    yield from wds.tariterators.group_by_keys(files)
+
+
+def own_split(source: Iterable[Any]) -> Iterator[Any]:
+    """Divides shards by itself, or not: nothing shows."""
+    yield from source
+
+
+def backwards(source: Iterable[Any]) -> Iterator[Any]:
+    """Always the same order: no shuffle."""
+    yield from list(source)[::-1]

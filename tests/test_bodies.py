@@ -1,0 +1,164 @@
+"""Programs of any shape, killed at any step, do what an undisturbed run does: batches, learning rates, counts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bodies
+from bodies import SHAPES, Body
+from forking import Program
+
+from midepoch import Snapshot
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+NEVER = 1_000_000
+
+
+class KilledError(Exception):
+    """In place of SIGKILL: nothing more is saved."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def live(
+    body: Body, path: Path, every: int = NEVER, killed_at: int | None = None, signal_at: int | None = None,
+    fails: bool = False, epochs: int = 3,
+) -> list[Any] | None:  # fmt: skip
+    """The log of one process; None if it ends before its time.
+
+    Args:
+        body: the program.
+        path: of its snapshot.
+        every: batches between saves.
+        killed_at: it is killed before this line of its log.
+        signal_at: it receives SIGTERM before this call of `step`.
+        fails: the loops that are to be left together with the loop over epochs are.
+        epochs: of the run.
+    """
+    log, made = bodies.Log(), list[Snapshot]()
+    log.limit = killed_at
+    log.fails = {f"{epoch}.{number}" for epoch in range(3) for number in range(len(body.loops))} if fails else set()
+
+    def kill() -> None:
+        raise KilledError
+
+    def make(**parts: Any) -> Snapshot:
+        snapshot = Snapshot(path, every=every, signals=(signal.SIGTERM,) if signal_at else (), **parts)
+        made.append(snapshot)
+        if signal_at:
+            step, left = snapshot.step, iter(range(signal_at - 1, -1, -1))
+
+            def signalled() -> None:
+                if next(left, None) == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                step()
+
+            snapshot.step = signalled  # type: ignore[method-assign,assignment]
+        return snapshot
+
+    log.kill = kill
+    try:
+        body(make, log, epochs)
+    except (KilledError, SystemExit):
+        return None
+    finally:
+        for each in made:
+            each.close()
+    found: list[Any] = json.loads(json.dumps(log.lines))
+    return found
+
+
+def until_done(run: Callable[..., list[Any] | None], path: Path, first: int = 0, **how: Any) -> list[Any]:
+    """The log of a program that is started until it is done. `first`: each life lasts for one line more than this."""
+    for life in range(1, 400):
+        got = run(path, **how, killed_at=first + life if first else None)
+        if got is not None:
+            return got
+    raise AssertionError("it does not get on")
+
+
+def twice(run: Callable[..., list[Any] | None], path: Path, **how: Any) -> list[Any] | None:
+    """The log of a program that is interrupted once."""
+    assert run(path, **how) is None
+    return run(path)
+
+
+def check(body: Body, folder: Path, long: bool) -> None:
+    """Compare what is done by a program that is interrupted, in every way, with what one does that is not."""
+    epochs = 3 if long else 2
+    expected = live(body, folder / "undisturbed.pt", epochs=epochs)
+    assert expected is not None
+    steps = next(line[2] for line in reversed(expected) if line[0] == "schedule")
+    run = functools.partial(live, body, epochs=epochs)
+    ways: dict[str, Callable[[Path], list[Any] | None]] = {
+        "ended by a signal after every step": lambda path: until_done(run, path, signal_at=1),
+        "left": functools.partial(run, fails=True),
+        "killed, saved at 2": lambda path: until_done(run, path, first=3, every=2, fails=True),
+    }
+    if long:
+        ways["left, and ended by a signal"] = lambda path: until_done(run, path, signal_at=2, fails=True)
+        for every in (1, 3):
+            ways[f"killed, saved at {every}"] = functools.partial(until_done, run, first=every + 5, every=every)
+        for step in range(1, steps + 1):
+            ways[f"ended by a signal at step {step}"] = functools.partial(twice, run, signal_at=step)
+        for line in range(1, len(expected)):
+            ways[f"killed before line {line}"] = functools.partial(twice, run, every=1, killed_at=line)
+    for way, go in ways.items():
+        assert go(folder / f"{way}.pt") == expected, (body, way)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_of_body(name: str, tmp_path: Path) -> None:
+    check(SHAPES[name], tmp_path, long=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_of_body_interrupted_at_every_step(name: str, tmp_path: Path) -> None:
+    check(SHAPES[name], tmp_path, long=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_body_that_nobody_thought_of(seed: int, tmp_path: Path) -> None:
+    check(Body.random(seed), tmp_path, long=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 500, 10)], ids=str)
+def test_bodies_that_nobody_thought_of(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        check(Body.random(seed), folder, long=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*SHAPES, *map(str, range(20))])
+def test_a_body_killed_by_sigkill_at_every_step(name: str, tmp_path: Path) -> None:
+    body = Body.random(int(name)) if name.isdigit() else SHAPES[name]
+    expected, path = live(body, tmp_path / "undisturbed.pt"), tmp_path / "snapshot.pt"
+    for limit in range(4, 200):
+        process = Program([bodies.__file__, name, str(path), "1", str(limit)])
+        errors = process.communicate(120)[1]
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0, errors
+            break
+    assert json.loads(path.with_suffix(".json").read_text()) == expected

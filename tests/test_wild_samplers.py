@@ -1,0 +1,247 @@
+"""Samplers that third-party packages bring: without an end, with a len() that raises, repeated, grouped."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sources
+import wild_sources as wild
+
+import midepoch
+from midepoch import MidepochError, SourceError, StateMismatchError, UnsupportedSourceError, World, samplers
+from midepoch.order import Endless, Sequential, Shuffled
+
+SIZE, BATCH = 22, 4
+
+ENDLESS: dict[str, Callable[..., Any]] = {
+    "made when it is read": lambda shuffle=True, **keywords: wild.Rounds(SIZE, shuffle, **keywords),
+    "made at once": lambda shuffle=True, **keywords: wild.Prepared(range(SIZE), shuffle, **keywords),
+}
+endless = pytest.mark.parametrize("name", ENDLESS)
+
+
+def wrapped(sampler: Any, world: World | None = None, **keywords: Any) -> midepoch.Loader:
+    return midepoch.wrap(DataLoader(sources.Noisy(SIZE), BATCH, sampler=sampler, **keywords), world=world)
+
+
+def indices(batches: list[Any]) -> list[int]:
+    return [int(sample[0]) for batch in batches for sample in batch]
+
+
+@endless
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_without_an_end_resumes_anywhere(name: str, num_workers: int) -> None:
+    def make() -> midepoch.Loader:
+        return wrapped(ENDLESS[name](), num_workers=num_workers)
+
+    with make() as loader:
+        batches, states = [], []
+        for batch in itertools.islice(loader, 20):
+            batches.append(sources.plain(batch))
+            states.append(loader.state_dict())
+    assert {state["size"] for state in states} == {None}
+    for cut in (0, 4, 5, 13):  # within the first round, across two, in the third
+        with make() as loader:
+            loader.load_state_dict(states[cut])
+            assert sources.taken(loader, 6) == batches[cut + 1 : cut + 7]
+
+
+@endless
+def test_its_rounds_have_each_sample_once_and_differ(name: str) -> None:
+    given = indices(sources.taken(wrapped(ENDLESS[name]()), 3 * SIZE // BATCH))
+    rounds = [given[start : start + SIZE] for start in range(0, len(given) - SIZE + 1, SIZE)]
+    assert [sorted(each) for each in rounds] == [list(range(SIZE))] * 2
+    assert rounds[0] != rounds[1]
+    other = indices(sources.taken(wrapped(ENDLESS[name](seed=4)), SIZE // BATCH))
+    assert other != given[: len(other)]
+
+
+@endless
+def test_without_shuffling_it_is_what_the_bare_loader_gives(name: str) -> None:
+    bare = DataLoader(sources.Indices(SIZE), BATCH, sampler=ENDLESS[name](shuffle=False))
+    loader = midepoch.wrap(DataLoader(sources.Indices(SIZE), BATCH, sampler=ENDLESS[name](shuffle=False)))
+    assert sources.taken(loader, 13) == sources.taken(bare, 13)
+
+
+@endless
+def test_ranks_take_what_one_takes_alone(name: str) -> None:
+    alone = indices(sources.taken(wrapped(ENDLESS[name]()), 12))
+    two = []
+    for rank in range(2):
+        sampler = ENDLESS[name](rank=rank, world_size=2)  # as a package makes it: it knows the ranks
+        two.append(sources.taken(wrapped(sampler, World(rank, 2)), 6))
+    assert indices([batch for pair in zip(*two, strict=True) for batch in pair]) == alone
+    state = wrapped(ENDLESS[name](rank=1, world_size=2), World(1, 2))
+    next(iter(state))
+    resumed = wrapped(ENDLESS[name]())
+    resumed.load_state_dict(state.state_dict())
+    assert indices(sources.taken(resumed, 10)) == alone[2 * BATCH :]
+
+
+def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
+    loader = wrapped(wild.Rounds(SIZE))
+    loader.seek(position=10**12)
+    since = time.perf_counter()
+    assert len(sources.taken(loader, 2)) == 2
+    assert time.perf_counter() - since < 0.5
+    assert loader.position == 10**12 + 2 * BATCH
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+
+
+def test_another_size_or_kind_is_refused() -> None:
+    state = sources.heads(lambda: wrapped(wild.Rounds(SIZE)), 2)[1]
+    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=wild.Rounds(SIZE - 1)))
+    with pytest.raises(StateMismatchError, match=r"endless shuffled of 22.*endless shuffled of 21"):
+        smaller.load_state_dict(state)
+
+
+def test_other_ranks_than_the_samplers_are_named() -> None:
+    loader = wrapped(wild.Rounds(SIZE, rank=0, world_size=2), World(0, 3))
+    with pytest.raises(MidepochError, match="the source's sampler is for rank 0 of 2"):
+        next(iter(loader))
+
+
+NOT_UNDERSTOOD: dict[str, Callable[[], Any]] = {
+    "with replacement": lambda: wild.Weighted(SIZE),
+    "rare samples more often": lambda: wild.Rare(SIZE, [2] * SIZE),
+    "the same in each round": lambda: wild.SameRounds(SIZE),
+    "a number that may mean anything": lambda: wild.Staged(SIZE, 1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
+def test_one_that_nobody_understands_is_refused_at_once(name: str) -> None:
+    loader = wrapped(NOT_UNDERSTOOD[name]())
+    tracemalloc.start()
+    since = time.thread_time()
+    try:
+        with pytest.raises(SourceError, match="does not end: give it an end, one for each epoch"):
+            next(iter(loader))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert time.thread_time() - since < 1
+    assert peak < 100 << 20
+
+
+def test_blocks_of_ranks_are_not_taken_for_turns() -> None:
+    with pytest.raises(UnsupportedSourceError, match="divides its list among ranks"):
+        wrapped(wild.Blocks(SIZE, rank=0, world_size=2), World(0, 2))
+
+
+class Without(Sampler[int]):
+    """Ends, and does not say when."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(itertools.repeat(range(SIZE), self.count))
+
+
+def test_finite_ones_without_a_length_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(wrapped(Without(300))) == 300 * SIZE // BATCH
+    monkeypatch.setattr(samplers, "_KEPT", 1000)
+    assert len(wrapped(Without(300))) == 300 * SIZE // BATCH
+    monkeypatch.setattr(samplers, "_LONG", 0.0)
+    assert len(wrapped(Without(4))) == 4 * SIZE // BATCH  # no more often than samplers do that repeat some
+
+
+def raising(error: BaseException) -> Any:
+    class Raising(sources.Buckets):
+        def __len__(self) -> int:
+            raise error
+
+    return Raising(SIZE)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), AttributeError("no"), RuntimeError("no"), OSError("no")])
+def test_whatever_a_length_raises_is_an_unknown_length(error: BaseException) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=raising(error)), seed=1, world=World(0, 2))
+
+    whole = sources.taken(make())
+    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
+
+
+def test_data_without_a_length_raise_nothing_when_they_are_wrapped() -> None:
+    class Unknown(sources.Indices):
+        def __len__(self) -> int:
+            raise ValueError("ask the server")
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(Unknown(SIZE), 4, sampler=[5, 3, 1, 0, 2]), seed=1)
+
+    whole = sources.taken(make())
+    assert sources.resumed(make, sources.heads(make, 1)[1]) == whole[1:] == [[2]]
+
+
+def test_another_batch_sampler_is_called_that() -> None:
+    def make(batch: int, count: int = SIZE) -> midepoch.Loader:
+        sampler = wild.Grouped(RandomSampler(range(count)), [0] * SIZE, batch)
+        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=sampler), seed=1)
+
+    state = sources.heads(lambda: make(4), 2)[1]
+    with pytest.raises(StateMismatchError, match=r"the batch sampler gives differs.*this is another batch sampler"):
+        make(5).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="this is another batch sampler"):
+        make(4, SIZE - 1).load_state_dict(state)  # as many batches
+
+
+BUILT_FOR_ONE: dict[str, Callable[[], Any]] = {
+    "repeated augmentation": lambda: DataLoader(
+        sources.Noisy(SIZE), BATCH, sampler=wild.RepeatedAugmentation(range(SIZE), 1, 0)
+    ),
+    "grouped": lambda: DataLoader(
+        sources.Noisy(SIZE),
+        batch_sampler=wild.Grouped(RandomSampler(range(SIZE)), [index % 2 for index in range(SIZE)], BATCH),
+    ),
+    "grouped in order": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=wild.Grouped(SequentialSampler(range(SIZE)), [0] * SIZE, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_FOR_ONE)
+def test_built_for_one_process_they_are_divided(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        return midepoch.wrap(BUILT_FOR_ONE[name](), seed=1, world=World(rank, world_size))
+
+    for _ in range(2):
+        whole = sources.taken(make())
+        assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
+    first, state = sources.heads(make, 1)
+    rest: Counter[int] = Counter()
+    for rank in range(2):
+        rest.update(indices(sources.resumed(lambda rank=rank: make(rank, 2), state)))  # type: ignore[misc]
+    assert Counter(indices(whole)) - Counter(indices(first)) - rest == Counter()
+    assert not [each for each in recwarn if issubclass(each.category, midepoch.MidepochWarning)]
+
+
+def test_the_order_reads_any_slice() -> None:
+    for order in (Endless(Shuffled(7)), Endless(Sequential(7))):
+        whole = order.epoch(1, 2)[0:100].tolist()
+        epoch = order.epoch(1, 2)
+        for start, stop in ((0, 7), (3, 20), (14, 21), (5, 5), (99, 100), (6, 8)):
+            assert epoch[start:stop].tolist() == whole[start:stop]
+        assert order.epoch(1, 3)[0:100].tolist() != whole or order == Endless(Sequential(7))
+    assert Endless(Sequential(3)).epoch(0, 0)[1:8].tolist() == [1, 2, 0, 1, 2, 0, 1]
+    assert [Endless(Shuffled(5)).epoch(1, 0)[start : start + 5].tolist() for start in (0, 5)] == GOLDEN
+    with pytest.raises(ValueError, match="at least one sample"):
+        Endless(Sequential(0))
+
+
+GOLDEN = [[3, 0, 2, 1, 4], [0, 1, 4, 2, 3]]  # an order that changes would lose the positions of saved states

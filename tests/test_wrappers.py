@@ -1,0 +1,313 @@
+"""Objects around a DataLoader, and subclasses of it: driven by the DataLoader inside where that is exact."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).parent))  # the worker processes take the import path over
+
+import sources
+import wild_sources as wild
+
+import midepoch
+from midepoch import MidepochWarning, SourceError, World
+
+SIZE, BATCH, BATCHES = 22, 4, 6
+
+
+def loader(kind: Any = DataLoader, **keywords: Any) -> Any:
+    return kind(sources.Noisy(SIZE), BATCH, shuffle=True, **keywords)
+
+
+SEEN: dict[str, Callable[..., Any]] = {
+    "on a device": lambda **keywords: wild.OnDevice(loader(**keywords)),
+    "one ahead": lambda **keywords: wild.OneAhead(loader(**keywords)),
+    "two ahead": lambda **keywords: wild.Fetcher(loader(**keywords)),
+    "a subclass": lambda **keywords: loader(wild.Doubling, **keywords),
+    "keeps its workers": lambda **keywords: loader(wild.KeepsWorkers, **keywords),
+    "keeps an iterator from the start": lambda **keywords: loader(wild.KeepsFromTheStart, **keywords),
+    "one ahead of one that keeps its workers": lambda **keywords: wild.OneAhead(loader(wild.KeepsWorkers, **keywords)),
+    "in one another": lambda **keywords: wild.OneAhead(wild.OnDevice(loader(wild.Doubling, **keywords))),
+    "one buffer": lambda **keywords: wild.OneBuffer(loader(**keywords)),
+    "draws late": lambda **keywords: wild.DrawingLate(loader(**keywords), 7),
+    "mixed by its collate function": lambda **keywords: wild.OfParts(
+        loader(collate_fn=sources.noisy_collate, **keywords)
+    ),
+}
+seen = pytest.mark.parametrize("name", SEEN)
+
+
+def under_other_seeds(number: int) -> None:
+    random.seed(number), np.random.seed(number), torch.manual_seed(number)
+
+
+def assert_exact_at_every_cut(make: Callable[[], midepoch.Loader], epochs: int = 2) -> list[Any]:
+    with make() as first:
+        states, batches = [first.state_dict()], []
+        for _ in range(epochs):
+            for batch in first:
+                batches.append(sources.plain(batch))
+                states.append(first.state_dict())
+    each = len(batches) // epochs
+    for cut, state in enumerate(states[:-1]):
+        under_other_seeds(cut)
+        assert sources.resumed(make, state) == batches[cut : cut - cut % each + each], cut
+    return batches
+
+
+@seen
+def test_it_jumps_and_goes_on_bit_for_bit(name: str) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(SEEN[name](), seed=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        batches = assert_exact_at_every_cut(make)
+    assert len(batches) == 2 * BATCHES == 2 * len(make())
+    assert batches[:BATCHES] != batches[BATCHES:]
+    capabilities = make().capabilities
+    assert all((capabilities.constant_time_resume, capabilities.elastic_world, capabilities.elastic_workers))
+
+
+@pytest.mark.parametrize("name", ["one ahead", "keeps its workers"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_with_workers_it_gives_the_same(name: str, persistent: bool) -> None:
+    def make(**keywords: Any) -> midepoch.Loader:
+        return midepoch.wrap(SEEN[name](**keywords), seed=3)
+
+    whole, state = sources.heads(make, 2)
+    rest = sources.resumed(make, state)
+    with make(num_workers=1, persistent_workers=persistent) as working:
+        batches = [sources.taken(working) for _ in range(2)]
+        assert batches[0] == whole + rest
+        working.load_state_dict(state)
+        assert sources.taken(working) == rest
+        assert sources.taken(working) == batches[1]
+
+
+def test_the_dataloader_inside_gives_what_it_gives_by_itself() -> None:
+    around = midepoch.wrap(wild.OnDevice(loader()), seed=3)
+    assert sources.taken(around) == sources.taken(midepoch.wrap(loader(), seed=3))
+
+
+def test_a_resume_reads_nothing_that_was_consumed() -> None:
+    read: list[int] = []
+
+    class Reading(sources.Noisy):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(wild.OneAhead(DataLoader(Reading(SIZE), BATCH, shuffle=True)), seed=3, verify="off")
+
+    state = sources.heads(make, 5)[1]
+    read.clear()
+    sources.resumed(make, state)
+    assert len(read) == SIZE - 5 * BATCH
+
+
+def test_ranks_share_it_and_may_become_more() -> None:
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        return midepoch.wrap(wild.OnDevice(loader()), seed=3, world=World(rank, world_size))
+
+    whole = sources.flat(sources.taken(make()))
+    first, state = sources.heads(make, 2)
+    rest = [sources.flat(sources.resumed(lambda rank=rank: make(rank, 2), state)) for rank in range(2)]  # type: ignore[misc]
+    assert sorted(sources.flat(first) + rest[0] + rest[1]) == sorted(whole)
+
+
+def test_a_distributed_sampler_inside_says_which_rank_it_is() -> None:
+    sampler: Any = DistributedSampler(range(SIZE), 2, 1)  # type: ignore[arg-type]
+    around = midepoch.wrap(wild.OnDevice(DataLoader(sources.Indices(SIZE), BATCH, sampler=sampler)))
+    assert len(around) == 3
+    next(iter(around))
+    assert around.state_dict()["world_size"] == 2
+
+
+@seen
+def test_the_callers_generators_stay_where_they_are(name: str) -> None:
+    batches = iter(midepoch.wrap(SEEN[name](), seed=3))
+    for _ in range(BATCHES):
+        before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+        next(batches)
+        assert before == (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist())
+        random.random(), np.random.rand(), torch.rand(())
+
+
+def test_the_wrapper_itself_is_left_alone() -> None:
+    source = loader(wild.KeepsFromTheStart)
+    before = dict(vars(source))
+    sources.taken(midepoch.wrap(source, seed=3))
+    assert vars(source) == before
+    assert len(list(source)) == BATCHES, "its own iterator has given nothing away"
+
+
+NOT_SEEN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "numbers its batches": (wild.Counting, "makes something else of a batch"),
+    "counts in an attribute": (wild.CountingForLater, "keeps something of earlier batches, in CountingForLater.steps"),
+    "counts in a loop": (wild.CountingInALoop, "keeps something of earlier batches, in number"),
+    "counts to the end of a whole pass": (wild.CountingAhead, "after a jump, a copy of it raised RuntimeError"),
+    "mixes with the batch before": (wild.Mixing, "makes something else of a batch"),
+    "remembers batches": (wild.Remembering, "keeps something of earlier batches, in Remembering.memory"),
+    "two in one": (wild.Pairs, "for 2 batches it asks for 4"),
+    "each twice": (wild.Twice, "for 2 batches it asks for 1"),
+    "all at once": (wild.AllAtOnce, "for 2 batches it asks for 6"),
+    "looks at one first": (wild.LooksFirst, "more than once"),
+    "works in a thread": (wild.WorksInAThread, "in threads of its own"),
+    "reads in a thread": (wild.InAThread, "in a thread of its own"),
+    "cannot be copied": (wild.Locked, "cannot be copied"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SEEN)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_one_that_does_more_is_replayed(name: str) -> None:
+    kind, why = NOT_SEEN[name]
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(loader()), seed=3)
+
+    first = make()
+    assert first.capabilities.constant_time_resume, "not known before it is read"
+    given = sources.taken(first)
+    assert why in str(first.capabilities.constant_time_resume)
+    assert not first.capabilities.constant_time_resume
+    assert "then=" in first.capabilities.constant_time_resume.reason
+    if "thread" not in name:
+        around = kind(loader())
+        assert given == sources.taken(midepoch.wrap(lambda: around, seed=3)), "as any iterable"
+        assert_exact_at_every_cut(make)
+
+
+def test_a_replay_of_it_says_why_and_what_to_pass() -> None:
+    make = lambda: midepoch.wrap(wild.Mixing(loader()), seed=3)
+    state = sources.heads(make, 2)[1]
+    with pytest.warns(MidepochWarning, match="is read again from its start .* with then=, to jump"):
+        sources.resumed(make, state)
+
+
+def function_around() -> Any:
+    inside = loader()
+    return lambda: enumerate(inside)
+
+
+@pytest.mark.parametrize("make", [function_around, lambda: wild.OfTwo(loader(), loader()), lambda: reads_a_global])
+def test_what_is_not_seen_through_is_told_what_to_pass(make: Callable[[], Any]) -> None:
+    around = midepoch.wrap(make(), seed=3)
+    sources.taken(around, 2)
+    with pytest.warns(MidepochWarning, match="to jump, wrap the DataLoader that it reads, and pass .* as then="):
+        sources.resumed(
+            lambda: midepoch.wrap(make(), seed=3), sources.heads(lambda: midepoch.wrap(make(), seed=3), 2)[1]
+        )
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"shard=True.*shard=False.*as then="):
+        next(iter(midepoch.wrap(make(), seed=3, world=World(0, 2))))
+
+
+INSIDE = loader()
+
+
+def reads_a_global() -> Any:
+    yield from INSIDE
+
+
+@pytest.mark.parametrize("options", [{"shard": False}, {"randomness": "none"}])
+def test_what_divides_itself_or_draws_by_itself_is_replayed(options: dict[str, Any]) -> None:
+    around = midepoch.wrap(wild.OnDevice(loader()), seed=3, **options)
+    sources.taken(around, 1)
+    assert not around.capabilities.constant_time_resume
+
+
+@pytest.mark.parametrize("make", [wild.Longer, lambda inside: wild.OfTwo(inside, loader())])
+def test_what_is_no_wrapper_of_one_is_replayed(make: Any) -> None:
+    assert not midepoch.wrap(make(loader()), seed=3).capabilities.constant_time_resume
+
+
+def sample_in_batch(number: int) -> int:
+    """A sample of the first epoch's batch of this number."""
+    return int(sources.taken(midepoch.wrap(loader(), seed=3))[number][0][0])
+
+
+LATER = {
+    wild.Skipping: "one for one, 0 ahead; after . batches it has asked for .",
+    wild.Stopping: "ended after . batches",
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("cut", [0, 2])
+def test_one_that_does_more_later_is_an_error(kind: Any, cut: int) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(loader(), sample_in_batch(4)), seed=3)
+
+    around = make()
+    around.load_state_dict(sources.heads(make, cut)[1])
+    given = []
+    with pytest.raises(SourceError, match=f"{LATER[kind]}.*then="):
+        for batch in around:
+            given.append(sources.plain(batch))
+    assert len(given) == 4 - cut
+
+
+def test_a_jump_whose_wrapper_is_another_now_is_an_error() -> None:
+    state = sources.heads(lambda: midepoch.wrap(wild.OnDevice(loader()), seed=3), 2)[1]
+    with pytest.raises(SourceError, match="when the state was saved, and does not now"):
+        sources.resumed(lambda: midepoch.wrap(wild.Mixing(loader()), seed=3), state)
+
+
+@pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
+def test_a_batch_that_cannot_be_read_is_passed_over_alone(kind: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "failing"
+    marker.touch()
+    whole = sources.taken(midepoch.wrap(kind(loader()), seed=3))
+    for number in (0, 1, 3, BATCHES - 1):
+        dataset = sources.Failing(SIZE, [sample_in_batch(number)], marker)
+        batches, got, failed = iter(midepoch.wrap(kind(DataLoader(dataset, BATCH, shuffle=True)), seed=3)), [], 0
+        with warnings.catch_warnings(action="ignore", category=MidepochWarning):
+            for _ in range(BATCHES + 1):
+                try:
+                    got.append(sources.plain(next(batches)))
+                except RuntimeError:
+                    failed += 1
+                except StopIteration:
+                    break
+        assert got == whole[:number] + whole[number + 1 :], number
+        assert failed == 1
+
+
+def test_wrapping_takes_no_time_and_starts_no_thread() -> None:
+    made = [make(num_workers=0) for make in SEEN.values()]
+    before = threading.enumerate()
+    for source in made:
+        since = time.perf_counter()
+        midepoch.wrap(source, seed=3)
+        assert time.perf_counter() - since < 0.05
+    assert threading.enumerate() == before
+
+
+def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
+    around = midepoch.wrap(wild.OneAhead(loader()), seed=3)
+    whole = sources.taken(around)
+    around = midepoch.wrap(wild.OneAhead(loader()), seed=3)
+    sources.taken(around, 2)
+    twin = copy.copy(around)
+    twin.load_state_dict(around.state_dict())
+    assert sources.taken(twin) == whole[2:]
+
+
+def test_then_works_on_what_the_wrapper_gives() -> None:
+    make = lambda: midepoch.wrap(wild.OneAhead(loader()), seed=3, then=wild.Erasing(1.0), prefetch=2)
+    assert_exact_at_every_cut(make)
