@@ -206,6 +206,35 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
+def draw(folder: Path, batch: int, path: Path) -> None:
+    """Which group trained on which positions of the epoch when, and where it was killed. Groups of one rank."""
+    from matplotlib import pyplot
+
+    rows = []
+    for log in folder.glob("log-*"):
+        for line in log.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut by a kill
+                rows.append((int(log.name.split("-")[1]), *json.loads(line)))
+    began = min(row[-1] for row in rows)
+    ends = {row[1]: row[4][1] for row in rows if row[2] and row[4][0] == 0}
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for group in sorted({row[0] for row in rows}):
+        color, bars = f"C{group}", []
+        for _, step, done, (rank, _), _, when in (row for row in rows if row[0] == group):
+            if done and rank is not None and step in ends:
+                start = ends.get(step - 1, 0) + rank * batch
+                bars.append((when - began, min(start, ends[step]), min(start + batch, ends[step])))
+        times, lows, highs = zip(*bars, strict=True)
+        axes.vlines(times, lows, highs, colors=color, linewidth=5, label=f"group {group}")
+        pids = {log.name.split("-")[3] for log in folder.glob(f"log-{group}-*")}
+        deaths = [each.stat().st_mtime - began for each in folder.glob("died-*") if each.name[5:] in pids]
+        axes.plot(deaths, [-12 - 12 * group] * len(deaths), "x", color=color, markersize=9, markeredgewidth=2)
+    axes.set_xlabel("seconds; a cross is a SIGKILL")
+    axes.set_ylabel("positions of the epoch trained on")
+    axes.legend(loc="upper left")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
@@ -219,6 +248,7 @@ def main() -> None:
     parser.add_argument("--point", action="append", choices=POINTS)
     parser.add_argument("--each", type=int, default=10, help="kills in one job")
     parser.add_argument("--limit", type=float, default=150, help="seconds of one job")
+    parser.add_argument("--draw", type=Path, help="a picture of the first job, and no row")
     given = parser.parse_args()
     total, jobs, errors = Outcome(), 0, list[str]()
     while total.kills.total() < given.kills:
@@ -229,6 +259,9 @@ def main() -> None:
                 workers=given.workers, asynchronous=given.asynchronous, size=given.size, together=given.together,
                 points=tuple(given.point or POINTS), limit=given.limit,
             )  # fmt: skip
+            if given.draw is not None:
+                draw(Path(folder), 4, given.draw)
+                return
         expected = given.groups * given.ranks
         if outcome.errors or outcome.finished != expected or outcome.lost or outcome.repeated or outcome.wrong:
             errors.append(f"job {jobs}: {outcome}")
