@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 MODULES = ["torchft", "midepoch.adapters.trainers.torchft", "torch._dynamo"]  # torch.optim imports the last one
 POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
 
+ENDS = ("it was not healed when the rest of its group was", "Connection closed by peer", "Connection reset by peer")
+
 
 @dataclass
 class Outcome:
@@ -45,6 +47,8 @@ class Outcome:
         lost, repeated, wrong: samples that the weights of a rank have not seen or seen twice, and steps whose mean was
             not that over its samples; the most of any rank.
         finished: ranks that trained to the end.
+        ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
+            killed, or because a process was not healed when the rest of its group was.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -55,6 +59,7 @@ class Outcome:
     repeated: int = 0
     wrong: int = 0
     finished: int = 0
+    ended: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
 
@@ -145,7 +150,11 @@ def run_job(
                     elif any(status not in (None, 0) for status in statuses):
                         group.kill()
                         if not any(status == -9 for status in statuses):
-                            outcome.errors.append(f"group {number} ended with {statuses}: {group.said(folder)}")
+                            said = group.said(folder)
+                            if any(words in said for words in ENDS) and ranks > 1:
+                                outcome.ended += 1
+                            else:
+                                outcome.errors.append(f"group {number} ended with {statuses}: {said}")
                         del alive[number]
                         back[number] = time.monotonic() + chance.uniform(0.1, 1.0)
                 for number, due in list(back.items()):
@@ -191,8 +200,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows of one setting are added up."""
     settings = ("quorum", "ranks", "workers", "steps of")
     points = list(SHOWN)
-    rest = {name: name for name in ("jobs", "launches", "steps", "failed", "lost", "repeated")}
-    rest["failed"] = "failed votes"
+    rest = {name: name for name in ("jobs", "launches", "steps", "failed", "ended", "lost", "repeated")}
+    rest |= {"failed": "failed votes", "ended": "groups ended by an error"}
     head: list[Any] = [*settings, "kills", *SHOWN.values(), *rest.values(), "minutes"]
     lines = [head, ["---"] * len(head)]
     summed: dict[tuple[Any, ...], Counter[str]] = {}
@@ -266,14 +275,15 @@ def main() -> None:
         if outcome.errors or outcome.finished != expected or outcome.lost or outcome.repeated or outcome.wrong:
             errors.append(f"job {jobs}: {outcome}")
         total.kills += outcome.kills
-        for name in ("steps", "failed", "launches", "lost", "repeated", "wrong", "finished", "seconds"):
+        for name in ("steps", "failed", "launches", "lost", "repeated", "wrong", "finished", "ended", "seconds"):
             setattr(total, name, getattr(total, name) + getattr(outcome, name))
         print(jobs, outcome, flush=True)
     row = {
         "quorum": "asynchronous" if given.asynchronous else "synchronous", "ranks": given.ranks,
         "workers": given.workers, "steps of": "a batch each" if given.together is None else f"{given.together} samples",
         "kills": dict(total.kills), "jobs": jobs, "launches": total.launches, "steps": total.steps,
-        "failed": total.failed, "lost": total.lost, "repeated": total.repeated, "wrong weights": total.wrong,
+        "failed": total.failed, "ended": total.ended, "lost": total.lost, "repeated": total.repeated,
+        "wrong weights": total.wrong,
         "seconds": round(total.seconds), "seed": given.seed, "groups": given.groups, "size": given.size,
         "errors": errors,
     }  # fmt: skip
