@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -78,8 +79,8 @@ def check_division(sampler: Any, division: Division | None) -> None:
     if division is None:
         return
     cure = (
-        "build it for one process (num_replicas=1, rank=0) and let midepoch divide its list, or pass shard=False if it "
-        "gives each rank a list of its own, or shard=True if all ranks have the same list"
+        f"{_for_one_process(sampler)} and let midepoch divide its list, or pass shard=False if it gives each rank a "
+        "list of its own, or shard=True if all ranks have the same list"
     )
     name = type(sampler).__name__
     if division.certain:
@@ -91,6 +92,25 @@ def check_division(sampler: Any, division: Division | None) -> None:
         MidepochWarning,
         stacklevel=6,
     )
+
+
+def _for_one_process(sampler: Any) -> str:
+    """How to have a sampler's list not divided, in words."""
+    for path, held in _held(sampler):
+        names = _parameters(type(held)) if isinstance(held, Iterable) else []
+        rank, world_size = (next(filter(means, names), "") for means in (is_rank, is_world_size))
+        if rank and world_size:
+            which = "it" if held is sampler else path
+            return f"build {which} for one process ({world_size}=1, {rank}=0)"
+    return "leave it out if it does no more than that (the DataLoader itself can shuffle), or build it for one process,"
+
+
+def _parameters(kind: type) -> list[str]:
+    """The names of a class's arguments."""
+    try:
+        return list(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):  # of a class that is not python's
+        return []
 
 
 def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batches: bool = False) -> Division | None:

@@ -608,6 +608,7 @@ def test_streams_do_not_depend_on_what_ran_before() -> None:
 
 # --- what draws nothing needs no stream ---
 
+
 def every_state() -> list[Any]:
     pair = np.random.get_state(legacy=False)
     return [random.getstate(), json.dumps(pair, default=lambda x: x.tolist()), torch.get_rng_state().tolist()]
@@ -975,3 +976,22 @@ def test_generators_are_refound_in_each_epoch() -> None:
             yield sources.taken(loader)
 
     assert list(epochs()) == list(epochs())
+
+
+class DrawsFromNumpy(sources.Indices):
+    def __getitem__(self, index: int) -> Any:
+        return index, np.random.rand()
+
+
+def by_a_function_of_its_own(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+def test_a_collate_function_that_is_tried_in_a_worker_leaves_the_readers_generators_in_place() -> None:
+    """A worker gives nothing back that a trial has borrowed, so what it reads next would seem to draw nothing."""
+    source = DataLoader(DrawsFromNumpy(24), 4, num_workers=1, collate_fn=by_a_function_of_its_own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sources.taken(midepoch.wrap(source, seed=3)) == sources.taken(
+            midepoch.wrap(DataLoader(DrawsFromNumpy(24), 4), seed=3)
+        )

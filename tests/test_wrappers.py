@@ -160,6 +160,7 @@ NOT_SEEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "numbers its batches": (wild.Counting, "makes something else of a batch"),
     "counts in an attribute": (wild.CountingForLater, "keeps something of earlier batches, in CountingForLater.steps"),
     "counts in a loop": (wild.CountingInALoop, "keeps something of earlier batches, in number"),
+    "counts to the end of a whole pass": (wild.CountingAhead, "after a jump, a copy of it raised RuntimeError"),
     "mixes with the batch before": (wild.Mixing, "makes something else of a batch"),
     "remembers batches": (wild.Remembering, "keeps something of earlier batches, in Remembering.memory"),
     "two in one": (wild.Pairs, "for 2 batches it asks for 4"),

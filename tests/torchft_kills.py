@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import socket
 import sys
@@ -24,6 +25,7 @@ import torch
 from torchft.coordination import LighthouseServer
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import forking
 
@@ -64,10 +66,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def lighthouse(least: int = 1) -> Iterator[str]:
-    """Its address. `least`: groups that make a quorum."""
+def lighthouse(least: int = 1, patience: int = 200) -> Iterator[str]:
+    """Its address. `least`: groups that make a quorum. `patience`: milliseconds for which it waits for others."""
     server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=200, quorum_tick_ms=10, heartbeat_timeout_ms=800
+        bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=patience, quorum_tick_ms=10, heartbeat_timeout_ms=800
     )
     try:
         yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"

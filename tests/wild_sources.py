@@ -314,6 +314,19 @@ class CountingInALoop(Around):
             yield batch if number < 4 else -batch
 
 
+class CountingAhead(Around):
+    """One ahead, for as many batches as there are in a whole pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        ahead = next(batches)
+        for _ in range(len(self.loader) - 1):
+            following = next(batches)
+            yield ahead
+            ahead = following
+        yield ahead
+
+
 class Mixing(Around):
     """Mixes each batch with the one before."""
 

@@ -103,6 +103,7 @@ class Feed:
         self._saved: State = loader.state_dict()  # before the step that is under way
         self._healed: Any = None  # the state that this quorum has brought
         self._agreed: tuple[int, int, bool] | None = None
+        self._told = ""  # about what the processes of this group have last told each other where they stand
         self._begun = self._failed = self._given = self._filled = False
         self._factor = 1.0
         manager.register_state_dict_fn(_KEY, self._take_state, self._give_state)
@@ -261,29 +262,60 @@ class Feed:
         self._saved, self._healed = state, state
 
     def _agree(self, groups: int, primarys: bool) -> None:
-        """Compare the place and the size of a step with the other groups', whenever their number has changed.
+        """Compare the place and the size of a step with all other processes', whenever the groups have changed.
 
         Raises:
-            MidepochError: they differ.
+            MidepochError: they differ, or this process was not healed when the rest of its group was.
         """
-        quorum = private.quorum_of(self._manager), groups, primarys
+        manager, quorum = self._manager, (private.quorum_of(self._manager), groups, primarys)
         if quorum == self._agreed:
             return
-        self._agreed = quorum
-        loader, state = self.loader, self.loader.state_dict()
+        loader, state, step = self.loader, self.loader.state_dict(), manager.current_step()
         names = ("adapter", "epoch", "position", "seed", "size", "batch_size", "fingerprint")
-        told = [*(state[name] for name in names), loader.global_batch, self._group.world_size]
+        told = [step, *(state[name] for name in names), loader.global_batch, self._group.world_size]
         value = zlib.crc32(json.dumps(told).encode()) % _MOST
-        both = torch.tensor([value, _MOST - value], device=private.device_of(self._manager))
-        self._manager.allreduce(both, reduce_op=ReduceOp.MAX).wait()
-        if self._manager.errored() is None and self._manager.is_participating() and int(both.sum()) != _MOST:
-            self._agreed = None
-            raise MidepochError(
-                f"the groups do not stand at one place, or do not take steps of one size (this one: epoch "
-                f"{state['epoch']}, position {state['position']}, batch size {state['batch_size']}, "
-                f"global_batch {loader.global_batch}): load the same state in all groups, that of the Manager "
-                "included, and wrap the same data alike"
-            )
+        if not self._same_in_group(f"{_KEY}/{quorum[0]}/{groups}", value, step):
+            manager.report_error(MidepochError("another process of this group has failed, or was not healed"))
+        # The greatest and, as the greatest of what is missing to _MOST, the least of both.
+        most = torch.tensor([value, _MOST - value, step, _MOST - step], device=private.device_of(manager))
+        manager.allreduce(most, reduce_op=ReduceOp.MAX).wait()
+        value, rest, highest, behind = most.tolist()
+        if manager.errored() is None and manager.is_participating() and value + rest != _MOST:
+            if step < highest:
+                raise _not_healed(step, highest)
+            if highest + behind == _MOST:
+                raise MidepochError(
+                    f"the groups do not stand at one place, or do not take steps of one size (this one: epoch "
+                    f"{state['epoch']}, position {state['position']}, batch size {state['batch_size']}, "
+                    f"global_batch {loader.global_batch}): load the same state in all groups, that of the Manager "
+                    "included, and wrap the same data alike"
+                )
+            manager.report_error(MidepochError("another group is behind in one of its processes, which will end"))
+        self._agreed = quorum
+
+
+    def _same_in_group(self, about: str, value: int, step: int) -> bool:
+        """Whether all processes of this group stand where this one stands, and none has failed in this step yet.
+
+        `about`: the same in all of them, and another one in another quorum.
+        """
+        manager = self._manager
+        if private.ranks_of(manager) == 1 or about == self._told:
+            return True
+        failed = manager.errored() is not None
+        told = private.told_in_group(manager, about, self._told, json.dumps([failed, value, step]))
+        self._told = about
+        failures, values, steps = zip(*map(json.loads, told), strict=True)
+        if not any(failures) and step < max(steps):
+            raise _not_healed(step, max(steps))
+        return not any(failures) and len(set(values)) == 1
+
+
+def _not_healed(step: int, highest: int) -> MidepochError:
+    return MidepochError(
+        f"this process is at step {step}, others are at {highest}: it was not healed when the rest of its group was, "
+        "so its weights are old; start the group again"
+    )
 
 
 class _Epoch:

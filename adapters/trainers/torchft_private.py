@@ -15,8 +15,10 @@ __all__ = [
     "first_step_is_the_primarys",
     "groups_that_count",
     "quorum_of",
+    "ranks_of",
     "replace",
     "state_on_its_way",
+    "told_in_group",
 ]
 
 _TORCHFT = Package("torchft", ("torchft", "torchft-nightly"), ("0.2", "0.2"))
@@ -26,8 +28,11 @@ _TORCHFT.part("torchft.manager:WorldSizeMode.FIXED_WITH_SPARES")
 
 def check(manager: Any) -> None:
     """Raise UnsupportedSourceError if a Manager lacks one of the parts."""
-    names = ("healing", "init_sync", "min_replica_size", "pending_state_dict", "pg", "quorum_id", "use_async_quorum")
-    _TORCHFT.check(manager, *(f"_{name}" for name in names), "_replica_world_size_mode", "start_quorum")
+    _TORCHFT.check(
+        manager, "_group_rank", "_group_world_size", "_healing", "_init_sync", "_min_replica_size",
+        "_pending_state_dict", "_pg", "_quorum_id", "_replica_world_size_mode", "_store", "_timeout",
+        "_use_async_quorum", "start_quorum",
+    )  # fmt: skip
 
 
 def replace(manager: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,6 +68,28 @@ def groups_that_count(manager: Any) -> int | None:
 
     spares = manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES
     return int(manager._min_replica_size) if spares else None
+
+
+def ranks_of(manager: Any) -> int:
+    """The number of processes in this one's group."""
+    return int(manager._group_world_size)
+
+
+def told_in_group(manager: Any, about: str, before: str, text: str) -> list[str]:
+    """What each process of this one's group says about something, in the order of their ranks.
+
+    `before`: what was told last, which all of them know by now.
+
+    Raises:
+        torch.distributed.DistStoreError: one of them did not say anything within the Manager's timeout.
+    """
+    store, rank = manager._store, manager._group_rank
+    store.set(f"{about}/{rank}", text)
+    if before:
+        store.delete_key(f"{before}/{rank}")
+    keys = [f"{about}/{other}" for other in range(manager._group_world_size)]
+    store.wait(keys, manager._timeout)
+    return [store.get(key).decode() for key in keys]
 
 
 def device_of(manager: Any) -> torch.device:
