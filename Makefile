@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest chaos trainers lint docs bench bench-check bench-each clean
+.PHONY: help setup demo test pytest chaos trainers wild lint docs bench bench-check bench-each clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,11 +29,20 @@ pytest: setup
 chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations
 	MIDEPOCH_CHAOS=1 $(BIN)/python -m pytest $(ARGS)
 
+# Each list in scripts/$(1) into a folder of its own: without what its packages ask for, which is another torch for some.
+define apart
+@set -e; for list in scripts/$(1)/*.txt; do folder=.venv/$(1)/$$(basename $$list .txt); \
+cmp -s $$list $$folder/installed.txt || { echo "installing $$folder"; rm -rf $$folder; \
+$(BIN)/python -m pip install --quiet --no-deps --target $$folder -r $$list; cp $$list $$folder/installed.txt; }; done
+endef
+
 trainers: setup ## real runs of the trainers that have an environment of their own: Composer, Ray Train, torchtitan
-	@set -e; for list in scripts/trainers/*.txt; do folder=.venv/trainers/$$(basename $$list .txt); \
-	cmp -s $$list $$folder/installed.txt || { echo "installing $$folder"; rm -rf $$folder; \
-	$(BIN)/python -m pip install --quiet --no-deps --target $$folder -r $$list; cp $$list $$folder/installed.txt; }; done
+	$(call apart,trainers)
 	$(BIN)/python -m pytest tests/test_trainers.py $(ARGS)
+
+wild: setup ## loaders of third-party packages, cut and continued: docs/sources.md
+	$(call apart,wild)
+	$(BIN)/python benchmarks/wild.py $(ARGS)
 
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -51,7 +60,7 @@ bench-check: setup ## whether a ratio has become more than 10 % worse than that 
 	$(BIN)/python benchmarks/compare.py --check $(ARGS)
 
 bench-each: setup ## what each backend costs by itself: every other script in benchmarks/, one after the other
-	set -e; for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e compare.py -e peers.py -e scale.py); \
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e compare.py -e peers.py -e scale.py -e wild); \
 	do echo "== $$script"; $(BIN)/python $$script; done
 
 clean: ## remove all that the set-up, the builds and the demonstration made

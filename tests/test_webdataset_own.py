@@ -246,12 +246,31 @@ class InTurnForEver(own.RepeatedShards):
     weights = (1, 2, 3, 4, 5, 6)
 
 
+class SomeMore(own.DrawnShards):
+    """Draws the last shards more often than the others, by weights that it does not show."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        while True:
+            yield {"url": random.choice(self.urls + self.urls[3:])}
+
+
+class Squared(own.DrawnShards):
+    """Draws by the squares of its weights."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        squares = [weight**2 for weight in self.weights or ()]
+        while True:
+            yield {"url": random.choices(self.urls, squares)[0]}
+
+
 def test_lists_that_are_not_understood_say_why_and_replay(urls: list[str]) -> None:
     for list_of, why in (
         (own.SomeShards(urls), "gives 3 of its 6 urls"),
         (Pairs(urls), "not a dict with a url alone"),
         (Failing(urls), "a copy of it raised OSError: no list"),
         (InTurn(urls), "gives 6 of its 6 urls"),
+        (SomeMore(urls), r"shards are not drawn alike: .* came \d+ times in 2\d\d\d draws, which should be about 34\d"),
+        (Squared(urls, [1, 2, 3, 1, 2, 3]), "its .weights are not how often shards are drawn"),
         (InTurnForEver(urls), "it has weights, but no shard comes again before all have come"),
     ):
         with pytest.raises(

@@ -1,0 +1,203 @@
+"""How loaders of third-party packages resume: two epochs, cut in three places, continued in another process.
+
+Run ``make wild``, which installs the packages into folders of their own first. Writes docs/sources.md. Each verdict
+follows from the run: another process, under other global seeds, must give the rest of each epoch bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from wild_rows import ROWS, Row
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ROOT / ".venv" / "wild"
+LIMIT = 240  # seconds of one process
+
+
+class Verdict(NamedTuple):
+    """What came of one row.
+
+    Attributes:
+        kind: in words; WRONG where a resume gave something else and nobody was told.
+        why: the words of a refusal or a warning, or the answer of `capabilities`.
+        samples: whether an epoch has the samples of the bare loader.
+        ranks: whether two ranks continued what one had begun.
+    """
+
+    kind: str
+    why: str = ""
+    samples: str = "-"
+    ranks: str = "-"
+
+
+WRONG = "**silently wrong**"
+
+
+def folder_of(row: Row) -> Path | None:
+    folder = FOLDERS / row.packages[0] if row.packages else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def run(job: str, name: str, row: Row, scratch: Path, *more: Path) -> dict[str, Any]:
+    """What one process does with a row."""
+    file = scratch / f"{job}.json"
+    folder = folder_of(row)
+    path = os.pathsep.join(map(str, [folder] if folder else []))
+    command = [sys.executable, str(Path(__file__).with_name("wild_rows.py")), job, name, str(file), *map(str, more)]
+    with (scratch / f"{job}.log").open("w") as log:
+        try:
+            ended = subprocess.run(
+                command, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log, timeout=LIMIT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"nothing came within {LIMIT} s", "told": []}
+    if not file.exists():
+        return {"error": f"the process ended with {ended.returncode}", "told": []}
+    return dict(json.loads(file.read_text()))
+
+
+def judge(name: str) -> Verdict:
+    """Run one row."""
+    row = ROWS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        bare, saved = run("bare", name, row, scratch), run("save", name, row, scratch)
+        if "error" in bare and not ours(saved.get("error", "")):
+            return Verdict("could not run", bare["error"])
+        if "error" in saved:
+            return Verdict("refused" if ours(saved["error"]) else "could not run", saved["error"])
+        resumed = run("resume", name, row, scratch, scratch / "save.json")
+    return verdict(row, bare, saved, resumed)
+
+
+def ours(error: str) -> bool:
+    kinds = ("UnsupportedSourceError", "SourceError", "MidepochError", "StateError", "StateMismatchError")
+    return error.partition(":")[0] in kinds
+
+
+def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict[str, Any]) -> Verdict:
+    if "error" in resumed:
+        return Verdict("could not run", resumed["error"])
+    rest, following, told = resumed["rest"], saved["following"], saved["capabilities"]
+    words = " / ".join(dict.fromkeys(each for each in (*saved["told"], *resumed["told"]) if costs(each)))
+    wrong = [place for place in following if rest[place] != following[place]]
+    samples = compared(row, bare.get("samples"), saved["samples"])
+    ranks = "-"
+    if resumed["ranks"] is not None:
+        gone = Counter(saved["samples"]) - Counter(resumed["ranks"])
+        ranks = "yes" if len(list(gone.elements())) <= 2 * 8 and not Counter(resumed["ranks"]) - Counter(
+            saved["samples"] + saved["samples"]) else "no"  # fmt: skip
+    if wrong:
+        refusals = [rest[place] for place in wrong if isinstance(rest[place], str)]
+        if len(refusals) == len(wrong):
+            return Verdict("refused at the resume", refusals[0], samples, ranks)
+        if words or not (told["exact_order"][0] and told["exact_augmentations"][0]):
+            return Verdict("told as not exact", words or told["exact_order"][1], samples, ranks)
+        return Verdict(WRONG, f"at {', '.join(wrong)}", samples, ranks)
+    if samples == "no" or ranks == "no":
+        return Verdict(WRONG if not words else "told as not exact", words, samples, ranks)
+    if not (told["exact_order"][0] and told["exact_augmentations"][0]):
+        return Verdict("exact here, told as not exact", words, samples, ranks)
+    if saved["adapter"] in ("torchdata", "datasets", "grain", "stateful"):
+        return Verdict("exact, carried by its own state", told["constant_time_resume"][1], samples, ranks)
+    how = "exact, in constant time" if told["constant_time_resume"][0] else "exact, by replay"
+    return Verdict(how, told["constant_time_resume"][1], samples, ranks)
+
+
+def costs(warning: str) -> bool:
+    """Whether a warning says more than what a replay costs."""
+    return "is read again from its start to position" not in warning
+
+
+def compared(row: Row, bare: list[int] | None, given: list[int] | None) -> str:
+    if bare is None or given is None:
+        return "-"
+    if row.in_order:
+        return "yes, in its order" if bare == given else "no"
+    if row.batches is not None:  # rounds: no sample twice more often than another
+        size = len(set(bare))
+        return "yes" if Counter(given[:size]) == Counter(range(size)) else "no"
+    return "yes" if len(bare) == len(given) and set(bare) == set(given) else "no"
+
+
+def versions(rows: dict[str, Row]) -> str:
+    found: dict[str, str] = {}
+    for row in rows.values():
+        for package in row.packages:
+            path = [str(FOLDERS / package), *sys.path]
+            named = {each.metadata["Name"].lower().replace("-", "_"): each.version for each in
+                     importlib.metadata.distributions(path=path[:1])}  # fmt: skip
+            aliases = {"energon": "megatron_energon", "open_clip": "open_clip_torch"}
+            known = aliases.get(package, package.replace("-", "_"))
+            if known in named:
+                found[package] = named[known]
+            else:
+                try:
+                    found[package] = importlib.metadata.version(package)
+                except importlib.metadata.PackageNotFoundError:
+                    found[package] = "not installed: the structure of its published source"
+    found["torch"] = importlib.metadata.version("torch")
+    return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+
+
+HEAD = """# Third-party loaders
+
+What came of loaders of other packages, as their users write them, on {date}: Python {python}, {cores} cores, {machine}.
+`make wild` runs them and writes this page. {versions}.
+
+Each is read for two epochs and saved in the middle, at the boundary and in the middle of the second. Another process,
+under other global seeds, continues from each state, and must give the rest of the epoch bit for bit. "Same samples"
+compares an epoch with one of the loader by itself: where it shuffles, the samples alone, since a shuffled order is
+midepoch's own. "1 -> 2 ranks" is tried where `capabilities` claims it. torchvision's wheel does not import beside a CPU
+build of torch, because its compiled operators are missing; packages that import it run beside the real torchvision,
+with two operators declared and none called.
+
+| loader | outcome | same samples | 1 -> 2 ranks |
+|---|---|---|---|
+"""
+
+
+def page(found: dict[str, Verdict]) -> str:
+    head = HEAD.format(
+        date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
+        machine=platform.machine(), versions=versions({name: ROWS[name] for name in found}),
+    )  # fmt: skip
+    lines = [f"| {name} | {each.kind} | {each.samples} | {each.ranks} |" for name, each in found.items()]
+    others = {name: each for name, each in found.items() if not each.kind.startswith("exact,")}
+    words = [f"- **{name}**, {each.kind}: {each.why}" for name, each in others.items()]
+    return head + "\n".join(lines) + "\n\n## In their words\n\n" + "\n".join(words) + "\n"
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--only", default="", help="rows whose name contains this; nothing is written")
+    arguments.add_argument("--processes", type=int, default=2, help="at a time")
+    options = arguments.parse_args()
+    names = [name for name in ROWS if options.only.lower() in name.lower()]
+    found: dict[str, Verdict] = {}
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        for name, each in zip(names, pool.map(judge, names), strict=True):
+            found[name] = each
+            print(f"{name}: {each.kind}; samples {each.samples}; ranks {each.ranks}; {each.why:.300}", flush=True)
+    if not options.only:
+        (ROOT / "docs" / "sources.md").write_text(page(found))
+    return any(each.kind == WRONG for each in found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
