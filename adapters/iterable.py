@@ -26,6 +26,7 @@ class SequenceAdapter(Adapter):
 
     name: ClassVar[str] = "sequence"
     unit = "batch"
+    reads_any_span = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -7,6 +7,7 @@ ratios to the plain loader with its interval. Prints Markdown; docs/benchmarks/l
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import random
@@ -161,10 +162,32 @@ def nothing(batch: Any) -> Any:
     return batch
 
 
-def one_number(batch: Any) -> Any:
+_FIRST = 2  # batches that begin a pass, or try the function
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(()),
+}
+
+
+def one_number(generator: str) -> Callable[[Any], Any]:
     """A function that draws one random number."""
-    random.random()
-    return batch
+    draw = DRAWS[generator]
+
+    def function(batch: Any) -> Any:
+        draw()
+        return batch
+
+    return function
+
+
+def microseconds_of_each(batches: Iterable[Any]) -> Any:
+    """Of every batch by itself."""
+    clock, times = time.perf_counter, [time.perf_counter()]
+    for _ in batches:
+        times.append(clock())
+    return np.diff(times) * 1e6
 
 
 def then(rounds: int, batches: int) -> None:
@@ -180,18 +203,24 @@ def then(rounds: int, batches: int) -> None:
         "nothing, in the loop": lambda: in_the_loop(nothing),
         "nothing": lambda: as_then(nothing),
         "nothing, two ahead": lambda: as_then(nothing, 2),
-        "draws, in the loop": lambda: in_the_loop(one_number),
-        "draws": lambda: as_then(one_number),
     }
-    times = alternate(makers, rounds)
+    for name in DRAWS:
+        makers[f"{name}, in the loop"] = functools.partial(in_the_loop, one_number(name))
+        makers[name] = functools.partial(as_then, one_number(name))
+    times = {name: np.full(batches, np.inf) for name in makers}
+    for turn in range(rounds):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            times[name] = np.minimum(times[name], microseconds_of_each(makers[name]()))
 
     def more(name: str, base: str) -> float:
-        return statistics.median(mine - theirs for mine, theirs in zip(times[name], times[base], strict=True))
+        return float(times[name][_FIRST:].mean() - times[base][_FIRST:].mean())
 
     print(
         f"\n`then=`: {more('nothing', 'nothing, in the loop'):.1f} µs a batch more than calling the function in the "
-        f"loop, {more('nothing, two ahead', 'nothing, in the loop'):.1f} with `prefetch=2`, and "
-        f"{more('draws', 'draws, in the loop'):.1f} where the function draws random numbers."
+        f"loop, {more('nothing, two ahead', 'nothing, in the loop'):.1f} with `prefetch=2`; "
+        "where the function draws a number, "
+        + ", ".join(f"{more(name, f'{name}, in the loop'):.1f} from {name}'s generator" for name in DRAWS)
+        + f". (Each of {batches} batches in the fastest of {rounds} rounds.)"
     )
 
 

@@ -344,29 +344,29 @@ def _copied(
     flat: list[Any] = []
     numbers: list[Any] = []  # that processes share, such as a multiprocessing.Value
     size = 0
-    for count, each in enumerate(_reached(value, is_shared, with_closures)):
-        if is_shared(each):
-            shared.append(each)
-            continue
-        size += _bytes_of(each)
-        if size > most or count > _MOST_OBJECTS:
-            return None, f"it holds more than {most >> 20} MB, or too many objects, to be copied"
-        if why := forbids(each):
-            return None, why
-        if with_closures and isinstance(each, types.FunctionType):
-            functions.append(each)
-        elif isinstance(each, sharedctypes.SynchronizedBase):
-            numbers.append(each)
-        elif _is_flat(each):
-            flat.append(each)
-    memo = {id(each): each for each in shared}
-    memo.update((id(each), each.copy()) for each in flat)
-    memo.update((id(each), sharedctypes.synchronized(sharedctypes.copy(each.get_obj()))) for each in numbers)
-    memo.update(instead or {})
     try:
+        for count, each in enumerate(_reached(value, is_shared, with_closures)):
+            if is_shared(each):
+                shared.append(each)
+                continue
+            size += _bytes_of(each)
+            if size > most or count > _MOST_OBJECTS:
+                return None, f"it holds more than {most >> 20} MB, or too many objects, to be copied"
+            if why := forbids(each):
+                return None, why
+            if with_closures and isinstance(each, types.FunctionType):
+                functions.append(each)
+            elif isinstance(each, sharedctypes.SynchronizedBase):
+                numbers.append(each)
+            elif _is_flat(each):
+                flat.append(each)
+        memo = {id(each): each for each in shared}
+        memo.update((id(each), each.copy()) for each in flat)
+        memo.update((id(each), sharedctypes.synchronized(sharedctypes.copy(each.get_obj()))) for each in numbers)
+        memo.update(instead or {})
         _functions_anew(functions, memo)
         return memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo), ""
-    except Exception as error:  # noqa: BLE001  # a user's object may hold what cannot be copied, such as a file
+    except Exception as error:  # noqa: BLE001  # a file cannot be copied; an object may refuse to show its attributes
         return None, f"it cannot be copied ({type(error).__name__}: {error!s:.100})"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Share", "Tail", "World", "check_tail", "mesh_in_use", "warn_of_mesh"]
+__all__ = ["MicroShare", "Share", "Tail", "World", "check_tail", "mesh_in_use", "warn_of_mesh"]
 
 Tail = Literal["pad", "drop", "uneven"]
 """What to do with the last samples if their number is not divisible by the world size.
@@ -251,3 +251,79 @@ class Share:
             return start, start + self.batch_size
         first, share = self._rest()
         return base + first, base + first + share
+
+    def weight(self, step: int) -> float:
+        """What makes a mean over ranks, each of which has the mean of its own batch, the mean over all samples.
+
+        With n samples on this rank, N on all ranks together and W ranks it is n * W / N: 1.0 if all have as many.
+        """
+        if step < self.full_steps or self.tail != "uneven":
+            return 1.0
+        start, stop = self.span(step)
+        rest = (self.size - self.start) % self.global_batch
+        delivered = rest // self.batch_size * self.batch_size if self.drop_last else rest
+        return (stop - start) * self.world.world_size / delivered
+
+
+@dataclass(frozen=True)
+class MicroShare(Share):
+    """The same, where several steps make one global batch. Every rank has equally many; some have no samples.
+
+    Each global batch is shared as an epoch of its own is, with the tail "uneven": rank r's part of a step is the r-th
+    block of it. A step in which a rank has no samples repeats the first ones of the epoch there, with weight 0.
+    `batch_size` is that of a step, and `drop_last` leaves out a last global batch that is not full.
+
+    Args:
+        together: units in one global batch, of all ranks in all its steps.
+    """
+
+    together: int
+
+    def one(self, number: int) -> Share:
+        """This rank's part of the global batch of that number, counted from the start."""
+        start = self.start + number * self.together
+        return Share(min(self.size, start + self.together), start, self.batch_size, self.world, "uneven", False)
+
+    @functools.cached_property
+    def micro_steps(self) -> int:
+        """Steps in which a global batch is read that is full."""
+        return -(-self.together // self.global_batch)
+
+    @functools.cached_property
+    def full_steps(self) -> int:
+        """Steps of the global batches that are full, in some of which a rank may have fewer samples than in others."""
+        return (self.size - self.start) // self.together * self.micro_steps
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """Steps of every rank."""
+        rest = 0 if self.drop_last else (self.size - self.start) % self.together
+        return self.full_steps + -(-rest // self.global_batch)
+
+    @functools.cached_property
+    def global_steps(self) -> int:
+        """As many."""
+        return self.steps
+
+    def is_whole(self, steps: int) -> bool:
+        """Whether so many steps from the start on make whole global batches."""
+        return steps % self.micro_steps == 0 or steps == self.steps
+
+    def moved(self, steps: int) -> int:
+        """Units in the global batches that so many steps have completed. The epoch's last counts as a full one."""
+        return steps // self.micro_steps * self.together
+
+    def span(self, step: int) -> tuple[int, int]:
+        """As for `Share`. Without samples, a span beyond the epoch's end."""
+        number, inner = divmod(step, self.micro_steps)
+        one = self.one(number)
+        return one.span(inner) if inner < one.steps else (self.size, self.size + self.batch_size)
+
+    def weight(self, step: int) -> float:
+        """The same, for the sum over the steps of a global batch. N are the samples of that whole one."""
+        number, inner = divmod(step, self.micro_steps)
+        one = self.one(number)
+        if inner >= one.steps:
+            return 0.0
+        start, stop = one.span(inner)
+        return (stop - start) * self.world.world_size / (one.size - one.start)

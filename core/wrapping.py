@@ -103,6 +103,7 @@ def wrap(
     prefetch: int = 0,
     on_error: Literal["next", "retry"] | None = None,
     remember: int = 0,
+    global_batch: int | None = None,
     **settings: Unpack[Settings],
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
@@ -134,6 +135,11 @@ def wrap(
             process if the source can be read from any position; otherwise "retry", so that ranks stay together.
         remember: batches, in [0, 1024], of which a source with a state of its own keeps its state before them, so that
             ``state_dict(in_flight=...)`` knows it. Each costs what the source's ``state_dict`` costs.
+        global_batch: units of all ranks from one step of the optimizer to the next, for gradient accumulation; at least
+            1. The source's batch size is then that of a micro-batch: each rank gets equally many of them for one global
+            batch, the last short, or with weight 0 if the rank has no samples for it. `Loader.weight` weighs their
+            losses, `Loader.step_due` tells when to step. States count whole global batches, also while one is being
+            read. For sources that can be indexed. None: each batch is a step.
         settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
     Raises:
@@ -142,7 +148,7 @@ def wrap(
     """
     options = Options(
         seed, world, shard, randomness, tail, fingerprint, verify, then, prefetch, on_error, remember,
-        cast(dict[str, Any], settings),
+        global_batch, cast(dict[str, Any], settings),
     )  # fmt: skip
     if isinstance(source, Loader):
         if options != Options(settings={}):

@@ -411,6 +411,7 @@ SHAPES: dict[str, Body] = {
     "three in step, the shortest last": Body([5, 4, 3], [Loop((0, 1, 2))]),
     "the longest counts": Body([3, 5, 2], [Loop((0, 1, 2), longest=True), Loop((0,))]),
     "the longest counts, and the shorter again": Body([3, 2], [Loop((0, 1), longest=True), Loop((1,))]),
+    "both are the longest, and one again": Body([3, 3], [Loop((0, 1), longest=True), Loop((1,))]),
     "a validation behind the shorter one's end": Body(
         [2, 5, 3], [Loop((0, 1), longest=True, within=(1, Loop((2,), steps=False))), Loop((2,))]
     ),
@@ -428,8 +429,10 @@ SHAPES: dict[str, Body] = {
     "an exception out of it, between validations": Body(
         [6, 4], [Loop((0,), leaves=(4, "out"), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]
     ),
+    "an exception out of it, behind a zip": Body([5, 3, 4], [Loop((0, 1)), Loop((2,), leaves=(2, "out"))]),
     "continue": Body([3, 2], [Loop((0,)), Loop((1,))], skips=1),
     "an iterator for the whole run": Body([3, 5], [Loop((0,))], outside=1),
+    "an exception out of it, beside such an iterator": Body([4, 2], [Loop((0,), leaves=(2, "out"))], outside=1),
 }
 
 

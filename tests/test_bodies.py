@@ -111,7 +111,7 @@ def check(body: Body, folder: Path, long: bool) -> None:
     ways: dict[str, Callable[[Path], list[Any] | None]] = {
         "ended by a signal after every step": lambda path: until_done(run, path, signal_at=1),
         "left": functools.partial(run, fails=True),
-        "killed, saved at 2": lambda path: until_done(run, path, first=7, every=2, fails=True),
+        "killed, saved at 2": lambda path: until_done(run, path, first=3, every=2, fails=True),
     }
     if long:
         ways["left, and ended by a signal"] = lambda path: until_done(run, path, signal_at=2, fails=True)

@@ -7,7 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import midepoch
 
@@ -51,4 +54,26 @@ def test_a_steady_batch_takes_few_calls() -> None:
         steady = [calls_of(lambda: next(batches)) for _ in range(50)]  # noqa: B023
         mean = sum(map(Counter.total, steady)) / len(steady)
         assert mean <= 20, steady[0]
+        # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
+        rules = {"course.py:__next__": 1, "cursor.py:mark": 1, "cursor.py:handed_out": 1}
+        files = ("course.py", "cursor.py", "loader.py", "world.py")
+        for each in steady:
+            assert {name: count for name, count in each.items() if name.startswith(files)} == rules
         assert first.total() <= most, first
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_a_steady_batch_of_shards_takes_few_calls(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    import webdataset_sources
+
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+    urls = webdataset_sources.make_shards(tmp_path / "shards", [100] * 4)
+    shards = urls if kind == "indexed" else webdataset_sources.compress(urls)
+    dataset = wds.WebDataset(shards, shardshuffle=9).shuffle(50).batched(4, collation_fn=list)
+    batches = iter(midepoch.wrap(dataset, seed=1))
+    for _ in range(10):
+        next(batches)
+    mean = calls_of(lambda: [next(batches) for _ in range(50)]).total() / 50
+    # Most of them read a sample's files.
+    assert mean <= {"indexed": 245, "streamed": 390}[kind]

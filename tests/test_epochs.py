@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -434,13 +435,40 @@ def test_a_snapshot_after_an_exception_goes_on_behind_its_batch(where: str, tmp_
     assert log.lines == [[each, epoch, batch] for epoch in range(2) for each in whole for batch in whole[each][epoch]]
 
 
+def test_a_cycle_that_began_anew_in_the_body_goes_on_in_the_next_one(tmp_path: Path) -> None:
+    """Also if the run is ended at the last batch of the other loader."""
+
+    def train(path: Path, last: int) -> list[Any]:
+        labelled, unlabelled, seen = midepoch.wrap([[1], [2], [3]]), shuffled(), []
+        snapshot = Snapshot(path, labelled=labelled, unlabelled=unlabelled)
+        endless = bodies.cycle(unlabelled)
+        with snapshot, contextlib.suppress(SystemExit):
+            for _ in snapshot.epochs(4):
+                for _ in labelled:
+                    seen += [sources.plain(next(endless)), sources.plain(next(endless))]
+                    if snapshot.steps == last - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    snapshot.step()
+                if snapshot.steps == 3:
+                    next(endless)  # so that the cycle begins anew in the middle of a body
+        return seen
+
+    whole = train(tmp_path / "whole.pt", -1)
+    for last in (6, 9):
+        path = tmp_path / f"{last}.pt"
+        got = train(path, last)
+        assert len(got) == 2 * last
+        assert got + train(path, -1) == whole
+
+
 def test_what_was_recorded_is_kept_by_a_save_before_the_loop(tmp_path: Path) -> None:
     path, seen = tmp_path / "snapshot.pt", []
     for life in range(3):
+        killed_at_once = Snapshot(path, signals=(), data=shuffled())
+        killed_at_once.load()
+        killed_at_once.save()
         loader = shuffled()
         snapshot = Snapshot(path, every=1, signals=(), data=loader)
-        snapshot.load()
-        snapshot.save()
         for epoch in snapshot.epochs(1):
             for number in range(2):
                 for batch in loader:

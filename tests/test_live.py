@@ -299,6 +299,105 @@ def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
         own.reshard(World(0, 3))
 
 
+class Gated(Dataset[int]):
+    """Each sample after the first two waits for a gate."""
+
+    def __init__(self) -> None:
+        self.waits, self.gate = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1:
+            self.waits.set()
+            assert self.gate.wait(30)
+        return index
+
+
+def test_a_loader_is_not_led_elsewhere_while_another_thread_waits_for_its_batch() -> None:
+    data = Gated()
+    loader = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), verify="off")
+    each, got = iter(loader), []
+    next(each)
+    state = loader.state_dict()
+    thread = threading.Thread(target=lambda: got.append(next(each).tolist()))
+    thread.start()
+    assert data.waits.wait(30)
+    calls: list[Callable[[], None]] = [lambda: loader.reshard(World(0, 2)), loader.rollback]
+    for call in calls:
+        with pytest.raises(MidepochError, match="while another thread waits for a batch of this loader"):
+            call()
+    assert loader.state_dict() == state
+    other = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), verify="off")
+    other.reshard(World(0, 2))  # the thread waits for another loader's
+    data.gate.set()
+    thread.join()
+    assert got == [[2, 3]]
+    loader.reshard(World(0, 2))
+    assert next(each).tolist() == [4, 5]
+
+
+class Interrupted(BaseException):
+    """What a restart inside the process throws into whatever is running."""
+
+
+def _interrupted(opcode: int) -> tuple[Loader, bool]:
+    """A loader, and whether it came to the end before so many of midepoch's bytecodes were run."""
+    left, own = [opcode], str(Path(midepoch.__file__).parent)
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(own):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count
+
+    def count(frame: Any, event: str, argument: object) -> Any:
+        left[0] -= event == "opcode"
+        if not left[0]:
+            raise Interrupted
+        return count
+
+    loader = by_index(World())
+    each = iter(loader)
+    next(each)
+    loader.commit()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        next(each)
+        loader.commit()
+        next(each)
+        loader.reshard(World(0, 2))
+        next(each)
+        loader.rollback()
+        next(each)
+        loader.commit()
+    except Interrupted:
+        return loader, False
+    finally:
+        sys.settrace(before)
+    return loader, True
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_an_exception_at_any_bytecode_leaves_the_committed_place_usable() -> None:
+    whole = [sources.plain(batch) for batch in by_index(World())]
+    opcode, done, places = 1, False, set()
+    while not done:
+        loader, done = _interrupted(opcode)
+        state = loader.state_dict()
+        places.add(state["position"])
+        if not done:
+            loader.load_state_dict(state)
+            loader.reshard(World())
+            assert [sources.plain(batch) for batch in loader] == whole[state["position"] // 3 :], opcode
+        # The long form tries each, which takes minutes.
+        opcode += 1 if os.environ.get("MIDEPOCH_CHAOS") else 149
+    assert places == {3, 6, 12}
+    assert opcode > 10_000
+
+
 def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch() -> None:
     loader = by_index(World())
     loader.reshard(World(1, 2))

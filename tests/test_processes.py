@@ -88,6 +88,56 @@ def test_a_lightning_job_is_killed_and_continued_by_its_own_checkpoint(
     assert after == [batches[saved_at:] for batches in expected], "the rest of the epoch, and the next one"
 
 
+# --- a loop that passes over bad samples ---
+
+SALVAGING = """
+import os, signal, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+sys.path.insert(0, sys.argv[1])
+import midepoch, sources
+
+log, kill_at = Path("log"), int(sys.argv[2])
+loader = midepoch.wrap(DataLoader(sources.Failing(40, [3, 4, 17, 31], log.parent), 4, shuffle=True), seed=2)
+snapshot = midepoch.Snapshot("snapshot.pt", every=1, data=loader)
+for epoch in snapshot.epochs(2):
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except RuntimeError:
+            kill_at -= 1
+            if not kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)  # within the handler of an error: the batch is tried again
+            continue
+        except StopIteration:
+            break
+        kill_at -= 1
+        if not kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with log.open("a") as file:
+            file.write(f"{epoch} {batch[:, 0].int().tolist()}\\n")
+        snapshot.step()
+"""
+
+
+def test_a_job_that_passes_over_bad_samples_is_killed_and_goes_on(tmp_path: Path) -> None:
+    def start(folder: Path, kill_at: int) -> int | None:
+        folder.mkdir(exist_ok=True)
+        job = forking.Program(["-c", SALVAGING, str(Path(__file__).parent), str(kill_at)], cwd=folder)
+        errors = job.communicate(120)[1]
+        assert job.returncode in (0, -signal.SIGKILL), errors
+        return job.returncode
+
+    assert start(tmp_path / "whole", 0) == 0
+    lives = 1
+    while start(tmp_path / "killed", 4 + lives):
+        lives += 1
+    whole, killed = ((tmp_path / name / "log").read_text() for name in ("whole", "killed"))
+    assert killed == whole
+    assert lives > 2 and 10 < len(whole.splitlines()) < 20, "some batches are bad"
+
+
 # --- torch.multiprocessing.spawn ---
 
 

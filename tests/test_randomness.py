@@ -988,7 +988,7 @@ def by_a_function_of_its_own(samples: list[Any]) -> Any:
 
 
 def test_a_collate_function_that_is_tried_in_a_worker_leaves_the_readers_generators_in_place() -> None:
-    """The trial borrows numpy's generator, and a worker gives nothing back: the samples would seem to draw none."""
+    """A worker gives nothing back that a trial has borrowed, so what it reads next would seem to draw nothing."""
     source = DataLoader(DrawsFromNumpy(24), 4, num_workers=1, collate_fn=by_a_function_of_its_own)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1022,16 +1022,33 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+class Stateless:
+    """A part that has lost its state on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rank == 1:
+            raise RuntimeError("it is gone")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to load."""
+
+
 def _save_apart(rank: int, path: str) -> str:
     loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
     batches = iter(loader)
     for _ in range(1 + rank):
         next(batches)
-    try:
-        Snapshot(path, signals=(), data=loader).save()
-    except SnapshotError as error:
-        return str(error)
-    return ""
+    told = []
+    for parts in ({"data": loader}, {"lost": Stateless(rank)}):
+        try:
+            Snapshot(path, signals=(), parts=parts).save()
+        except SnapshotError as error:
+            told.append(str(error))
+    return "; ".join(told)
 
 
 def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
@@ -1040,6 +1057,7 @@ def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
         assert "the ranks do not stand at the same place of data (epoch, position)" in told
         assert "rank 0 at (0, 4), rank 1 at (0, 8)" in told
         assert "after the same batch" in told
+        assert "on rank 1, lost gave no state: RuntimeError: it is gone" in told
     assert not path.exists()
 
 

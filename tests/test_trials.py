@@ -13,7 +13,7 @@ import sys
 import threading
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -841,19 +841,58 @@ def test_a_copy_shares_data_that_is_too_large() -> None:
         assert copy_apart(Around(value)).value is None
 
 
-def wrapped_webdataset(shards: str) -> Loader:
-    wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
-    return midepoch.wrap(wds.WebDataset(shards, shardshuffle=False).shuffle(1000), replay=True, seed=5)
+class InBuffers(Dataset[Any]):
+    """Fills one buffer with each item."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer.fill_(index)
 
 
-def test_webdataset_s_own_shuffle_is_told(tmp_path: Path) -> None:
+def test_a_unit_in_a_buffer_that_each_read_fills_is_given_as_it_was_read() -> None:
+    dataset = InBuffers()  # a copy shares it
+    for position in (0, 3):
+        loader = midepoch.wrap(lambda: (dataset[number] for number in range(8)), seed=1)
+        loader.seek(position=position)
+        assert [batch.tolist()[0] for batch in loader] == list(range(position, 8))
+
+
+class HidesAttributes:
+    """As a proxy of an object that is not there now."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not there")
+
+
+def test_an_object_that_refuses_to_show_its_attributes_is_not_copied() -> None:
+    assert "RuntimeError" in copy_apart(Around(HidesAttributes())).why
+
+
+def mixed_by_entropy(samples: Iterable[Any]) -> Iterator[Any]:
+    """A stage that nothing seeds."""
+    yield from random.Random().sample(list(samples), 1000)
+
+
+def test_webdataset_s_own_shuffle_is_keyed_and_a_stage_by_entropy_is_told(tmp_path: Path) -> None:
     wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         for number in range(1000):  # so that two passes hardly ever begin with the same one
             writer.write({"__key__": f"{number:03d}", "cls": number})
-    loader = wrapped_webdataset(str(tmp_path / "0.tar"))
+    source = wds.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        loader = midepoch.wrap(source.shuffle(1000), replay=True, seed=5)
+        loader.peek()
+        assert loader.capabilities.exact_order
+    loader = midepoch.wrap(source.compose(mixed_by_entropy), replay=True, seed=5)
     with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
-        next(iter(loader))
+        loader.peek()
 
 
 # --- what check tries at length ---------------------------------------------------------------------------------------

@@ -246,12 +246,31 @@ class InTurnForEver(own.RepeatedShards):
     weights = (1, 2, 3, 4, 5, 6)
 
 
+class SomeMore(own.DrawnShards):
+    """Draws the last shards more often than the others, by weights that it does not show."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        while True:
+            yield {"url": random.choice(self.urls + self.urls[3:])}
+
+
+class Squared(own.DrawnShards):
+    """Draws by the squares of its weights."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        squares = [weight**2 for weight in self.weights or ()]
+        while True:
+            yield {"url": random.choices(self.urls, squares)[0]}
+
+
 def test_lists_that_are_not_understood_say_why_and_replay(urls: list[str]) -> None:
     for list_of, why in (
         (own.SomeShards(urls), "gives 3 of its 6 urls"),
         (Pairs(urls), "not a dict with a url alone"),
         (Failing(urls), "a copy of it raised OSError: no list"),
         (InTurn(urls), "gives 6 of its 6 urls"),
+        (SomeMore(urls), r"shards are not drawn alike: .* came \d+ times in 2\d\d\d draws, which should be about 34\d"),
+        (Squared(urls, [1, 2, 3, 1, 2, 3]), "its .weights are not how often shards are drawn"),
         (InTurnForEver(urls), "it has weights, but no shard comes again before all have come"),
     ):
         with pytest.raises(
@@ -325,6 +344,32 @@ def test_what_draws_again_and_again_is_seen_by_states(urls: list[str]) -> None:
     for other in ([1, 2, 3, 4, 5, 7], None):
         with pytest.raises(StateMismatchError, match="order differs"):
             midepoch.wrap(pipeline(own.DrawnShards(urls, other)).with_epoch(3), seed=1).load_state_dict(state)
+
+
+def test_a_refilled_epoch_of_each_worker_s_batches_goes_on_with_other_workers(urls: list[str]) -> None:
+    """As `elastic_workers` says. The epoch that was begun keeps its length; the next one has that of the workers."""
+
+    def make(workers: int) -> Any:
+        dataset = wds.WebDataset(urls, shardshuffle=9).select(lambda sample: number(sample) % 3).map(number)
+        dataset = dataset.batched(3, collation_fn=list).with_epoch(3)
+        return midepoch.wrap(in_workers(dataset, workers), seed=1, refill=True)
+
+    with make(2) as loader:
+        assert loader.capabilities.elastic_workers
+        start = loader.state_dict()
+        iterator = iter(loader)
+        head = [next(iterator) for _ in range(2)]
+        state = loader.state_dict()
+        rest, following = list(iterator), list(loader)
+        boundary = loader.state_dict()
+        third = list(loader)
+    assert [len(head) + len(rest), len(following)] == [6, 6]
+    for begun, expected in ((start, head + rest), (state, rest), (boundary, third)):
+        with make(0) as other:
+            other.load_state_dict(begun)
+            assert list(other) == expected
+            if begun is state:
+                assert list(other) == following[:3]
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import copy
 import functools
 import itertools
 import json
+import os
 import random
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, SubsetRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, SubsetRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -369,6 +370,154 @@ def test_samples_that_are_named_by_text_are_compared_within_their_epoch() -> Non
     resumed.load_state_dict(inside)
     with pytest.raises(StateMismatchError, match="another one"):
         next(iter(resumed))
+
+
+# --- what looking at a sample may not do ------------------------------------------------------------------------------
+
+
+class Asked(Mapping[str, Any]):
+    """A sample that does its work when it is asked for a value. `once`: it gives each value once."""
+
+    def __init__(self, index: int, once: bool) -> None:
+        self.values_left, self.once = {"x": index}, once
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.values_left.pop(key) if self.once else self.values_left[key]
+        return value if self.once else value + torch.rand(())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.values_left))
+
+    def __len__(self) -> int:
+        return len(self.values_left)
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make_sample: Callable[[int], Any], size: int = 16) -> None:
+        self.make_sample, self.size = make_sample, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make_sample(index)
+
+
+def values_of(samples: list[Any]) -> list[float]:
+    return [float(sample["x"]) for sample in samples]
+
+
+def batches_and_resumed(make_loader: Callable[[], Any], cuts: tuple[int, ...]) -> Iterator[tuple[list[str], list[str]]]:
+    """What follows each cut in two epochs, and what a fresh loader gives from the state saved there."""
+    loader = make_loader()
+    batches, states = [], []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(str(batch))
+            states.append(loader.state_dict())
+    for cut in cuts:
+        resumed = make_loader()
+        resumed.load_state_dict(states[cut - 1])
+        rest = list(map(str, resumed))
+        yield batches[cut : cut + len(rest)], rest
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_sample_that_does_its_work_when_it_is_asked_is_not_looked_at_on_its_way(once: bool) -> None:
+    def make_loader() -> Any:
+        samples = DataLoader(Made(lambda index: Asked(index, once)), 4, shuffle=True, collate_fn=values_of)
+        return midepoch.wrap(samples, seed=3)
+
+    for whole, rest in batches_and_resumed(make_loader, (2, 4, 6)):
+        assert rest == whole
+
+
+def test_a_sample_is_looked_at_before_others_change_what_it_holds() -> None:
+    def make_loader() -> Any:
+        shared: dict[str, int] = {}
+
+        def sample(index: int) -> Any:
+            shared["index"] = index
+            return {"x": float(index), "shared": shared}
+
+        return midepoch.wrap(DataLoader(Made(sample), 4, shuffle=True, collate_fn=values_of), seed=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for whole, rest in batches_and_resumed(make_loader, (2, 4, 6)):
+            assert rest == whole
+
+
+@pytest.mark.parametrize("collated", [True, False])
+def test_a_batch_in_a_buffer_that_each_read_fills_is_given_as_it_was_read(collated: bool) -> None:
+    def make_loader() -> Any:
+        buffer = torch.zeros(3)
+        dataset = Made(lambda index: {"x": buffer.fill_(index)})
+        if collated:
+            return midepoch.wrap(DataLoader(dataset, 1, shuffle=True, collate_fn=lambda samples: samples[0]), seed=3)
+        return midepoch.wrap(DataLoader(dataset, None, shuffle=True), seed=3)
+
+    for whole, rest in batches_and_resumed(make_loader, (5, 16, 20)):
+        assert rest == whole
+
+
+@pytest.mark.filterwarnings("ignore:two reads of sample")
+def test_parts_that_vary_are_left_out_where_samples_have_lists_of_other_lengths() -> None:
+    def make_loader() -> Any:
+        def sample(index: int) -> Any:
+            boxes = [float(number) for number in range(1 + index % 5)]
+            return {"boxes": boxes, "x": index, "noise": os.urandom(2 if index == first else 200)}
+
+        return midepoch.wrap(DataLoader(Made(sample), 4, shuffle=True, collate_fn=values_of), seed=3)
+
+    first = -1
+    first = int(make_loader().peek()[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for whole, rest in batches_and_resumed(make_loader, (2, 6)):
+            assert rest == whole
+    assert {str(each.message).split("differ in")[1][:11] for each in caught} == {" ['noise'],"}
+
+
+class OfType(Sampler[Any]):
+    """A shuffled list of indices of a type."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = np.random.permutation(16)
+        return iter(torch.from_numpy(indices) if self.kind == "torch" else indices.astype(self.kind))
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "torch"])
+def test_indices_of_other_types_are_compared_at_a_boundary(kind: str) -> None:
+    def make_loader(change: int = 0) -> Any:
+        dataset = Made(lambda index: {"x": int(index) ^ change, "index": index})
+        return midepoch.wrap(DataLoader(dataset, 4, sampler=OfType(kind), collate_fn=values_of), seed=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for whole, rest in batches_and_resumed(make_loader, (2, 4, 6)):
+            assert rest == whole
+    saved = make_loader()
+    list(saved)
+    resumed = make_loader(change=1)
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.warns(MidepochWarning, match="not bit for bit"):
+        list(resumed)
+    state = saved.state_dict()
+    witness = state["witness"].split("/")
+    state["witness"] = "/".join([witness[0], "9" * 19, *witness[2:]])
+    edited = make_loader()
+    edited.load_state_dict(midepoch.reseal(state))
+    with pytest.raises(StateMismatchError):
+        next(iter(edited))
 
 
 # --- what it costs, and what is in the state --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from midepoch.dividing import check_division
-from midepoch.errors import MidepochWarning, StateCorruptError, StateMismatchError
+from midepoch.errors import MidepochWarning, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -39,6 +39,7 @@ class MapDataLoaderAdapter(Adapter):
     """A DataLoader over a map-style dataset."""
 
     name: ClassVar[str] = "dataloader"
+    reads_any_span = True
 
     def __init__(self, source: DataLoader[Any], options: Options) -> None:
         super().__init__(source, options)
@@ -59,6 +60,11 @@ class MapDataLoaderAdapter(Adapter):
         self._understand()
         # With shard=False each rank has its own data, and so its own order.
         self._own = options.shard is False
+        if self._own and options.global_batch is not None:
+            raise UnsupportedSourceError(
+                "global_batch= with shard=False: each rank has its own data, so no global batch can be shared; leave "
+                "one of them out"
+            )
         single = batch_sampler is None
         self._reader = MapReader(source.dataset, source.collate_fn, single, self._listed_batches, options.streams)
         self._server = Server(source, options)

@@ -83,12 +83,25 @@ class IndexedAdapter(Adapter):
                 return _parse_counted(detail)[1]
             if self._opened is not None and self._opened[0] == epoch:
                 return self._opened[1]
+        if self._sized and detail and (size := _parse_refill(detail)[2]):
+            return size
         return self._full_size(world)
 
     @property
     def _counted(self) -> bool:
         """Whether epochs end where with_epoch says, so that the state must say where they began."""
         return self._limit is not None and self._limit.units is not None and not self._refill
+
+    @property
+    def _sized(self) -> bool:
+        """Whether a refilled epoch has so many batches of each worker, so that the state must say how long it is."""
+        limit = self._limit
+        counts = limit is not None and limit.units is not None and limit.of_worker
+        return self._refill and counts and self._pipeline.loader is not None
+
+    def _refilled(self, turn: int, skip: int, world: World) -> str:
+        """The detail of a refilled epoch that begins in this world."""
+        return _refill_detail(turn, skip, self._full_size(world) or 0 if self._sized else 0)
 
     def _base(self, epoch: int, world: World, detail: str) -> int:
         if detail and not self._refill:
@@ -101,6 +114,8 @@ class IndexedAdapter(Adapter):
 
     def beginning(self, epoch: int, world: World) -> str:
         """With with_epoch: where the epoch begins, counted through all passes, and its size."""
+        if self._sized:
+            return self._refilled(epoch * self._steps(world), 0, world)
         if not self._counted:
             return ""
         return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
@@ -110,7 +125,7 @@ class IndexedAdapter(Adapter):
         if there != (here.epoch + 1, 0):
             return ""
         if self._refill:
-            return here.detail
+            return self._refilled(*_parse_refill(here.detail)[:2], world) if self._sized else here.detail
         if not self._counted:
             return ""
         base, size = _parse_counted(here.detail or self.beginning(here.epoch, world))
@@ -196,16 +211,23 @@ class IndexedAdapter(Adapter):
 
     def _open_refilled(self, run: Run) -> Session:
         alone = Share(_UNITS - 1, 0, self.batch_size, run.world, "drop", True)
-        full = self._full_size(run.world)
-        steps = 0 if full is None else replace(alone, size=full, tail=run.tail, drop_last=self.drop_last).steps
-        turn, skip = _parse_refill(run.detail) if run.detail else (run.epoch * steps, 0)
+        turn, skip, size = _parse_refill(run.detail) if run.detail else (run.epoch * self._steps(run.world), 0, 0)
         requests = _requests(run, 0, replace(alone, start=turn * alone.global_batch))
         answers, close = self._serve(requests, run)
         left = None if run.share is None else run.share.steps
         self._finish.begin_pass()
+        sizes = (size, self._full_size(run.world) or 0 if self._sized else 0)
+        cursor = (turn, skip)
         return _RefilledSession(
-            answers, close, self._finish, run, (turn, skip), self.batch_size, left, self._order.size
+            answers, close, self._finish, run, cursor, self.batch_size, left, self._order.size, sizes
         )
+
+    def _steps(self, world: World) -> int:
+        """Batches of each rank in a refilled epoch that begins in this world; 0 if it has no end."""
+        full = self._full_size(world)
+        if full is None:
+            return 0
+        return Share(full, 0, self.batch_size, world, self.tail_in_use, self.drop_last).steps
 
     def close(self) -> None:
         """End persistent worker processes, and close this process's files."""
@@ -231,7 +253,7 @@ def _requests(run: Run, base: int, share: Share) -> Iterator[IndexedRequest]:
 
 
 _COUNTED = re.compile(r"base=(\d{1,18});size=(\d{1,18})")
-_REFILL = re.compile(r"turn=(\d{1,15});skip=(\d{1,9})")
+_REFILL = re.compile(r"turn=(\d{1,15});skip=(\d{1,9})(?:;size=(\d{1,18}))?")
 
 
 def _counted_detail(base: int, size: int) -> str:
@@ -245,11 +267,16 @@ def _parse_counted(detail: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _parse_refill(detail: str) -> tuple[int, int]:
+def _refill_detail(turn: int, skip: int, size: int) -> str:
+    """`size`: of the epoch, where the state has to say it; otherwise 0."""
+    return f"turn={turn};skip={skip}" + (f";size={size}" if size else "")
+
+
+def _parse_refill(detail: str) -> tuple[int, int, int]:
     match = _REFILL.fullmatch(detail)
     if match is None:
         raise StateCorruptError(f"the state's detail {detail!r} is not from this pipeline: load an undamaged state")
-    return int(match[1]), int(match[2])
+    return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
 class _IndexedSession(SeeingSession):
@@ -340,6 +367,7 @@ class _RefilledSession(SeeingSession):
         batch_size: int,
         left: int | None,
         size: int,
+        sizes: tuple[int, int],
     ) -> None:
         super().__init__()
         self._answers, self._close, self._finish, self._run = self.unwrapped(answers), close, finish, run
@@ -347,6 +375,7 @@ class _RefilledSession(SeeingSession):
         self._turn, self._skip = cursor  # the next span, or the one whose rest is held
         self._held: deque[tuple[int, Any]] = deque()
         self._open = False  # whether the span at `_turn` has been read
+        self._sizes = sizes  # of this epoch and of the next one, where states have to say it
         self._patience = size // batch_size + 2  # spans without a sample before an error
 
     def take(self) -> Any:
@@ -386,12 +415,11 @@ class _RefilledSession(SeeingSession):
 
     def detail(self, mark: tuple[int, int]) -> str:
         """As text."""
-        turn, skip = mark
-        return f"turn={turn};skip={skip}"
+        return _refill_detail(*mark, self._sizes[0])
 
     def following(self) -> str:
         """The next epoch continues from there."""
-        return self.detail(self.mark())
+        return _refill_detail(*self.mark(), self._sizes[1])
 
     def close(self) -> None:
         self._answers = iter(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ __all__ = ["OwnShards", "is_own_shuffle", "own_shards", "weights_of"]
 _FEWEST = 64  # shards taken from a list that goes on; chance does not give so many draws without repetition
 _MOST = 2_000  # shards taken from a list to find its end
 _LEAST = 8  # shards taken from any list
+_TELLING = 50  # draws of one shard, from which on their number tells something
+_DEVIATIONS = 6  # standard deviations that chance does not give
 _MOST_WEIGHTED = 200_000  # the same, times the number of weights: python adds them up for each draw
 
 
@@ -130,9 +132,12 @@ def _found(given: Iterator[str], urls: list[str], weights: tuple[float, ...] | N
         return "it gives others than its .urls"
     rows = [first[start : start + shards] for start in range(0, len(first), shards)]
     whole_rows = all(Counter(row) <= whole for row in rows)  # no shard comes twice before all have come
-    count = len(first)
-    if count == asked:
-        count += sum(1 for _ in itertools.islice(given, most))
+    seen = Counter(first)
+    if len(first) == asked:
+        seen.update(itertools.islice(given, most))
+    count = seen.total()
+    if not whole_rows and (why := _uneven(seen, urls, weights)):
+        return why
     ends = count < asked + most
     if type(stated) is int and 0 < stated < sys.maxsize and (not ends or count == stated):
         return OwnShards(urls, False, True, Draws(stated, weights))
@@ -147,6 +152,20 @@ def _found(given: Iterator[str], urls: list[str], weights: tuple[float, ...] | N
             return "it has weights, but no shard comes again before all have come"
         return OwnShards(urls, True, True, Draws(shards, weights))
     return OwnShards(urls, True, not whole_rows or any(row != urls[: len(row)] for row in rows), None)
+
+
+def _uneven(seen: Counter[str], urls: list[str], weights: tuple[float, ...] | None) -> str:
+    """That a shard came far more or less often than by its weight; empty if none did, as far as so few draws tell."""
+    shares: defaultdict[str, float] = defaultdict(float)
+    for url, weight in zip(urls, weights or [1.0] * len(urls), strict=True):
+        shares[url] += weight
+    count, total = seen.total(), sum(shares.values())
+    for url, share in shares.items():
+        expected = count * share / total
+        if (expected >= _TELLING or not share) and abs(seen[url] - expected) > _DEVIATIONS * math.sqrt(expected):
+            by = "shards are not drawn alike" if weights is None else "its .weights are not how often shards are drawn"
+            return f"{by}: {url} came {seen[url]} times in {count} draws, which should be about {expected:.0f}"
+    return ""
 
 
 def is_own_shuffle(stage: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from midepoch.errors import SnapshotError
@@ -26,8 +25,8 @@ class Bodies(NamedTuple):
     """
 
     epoch: int | None = None
-    whole: Mapping[str, int] = MappingProxyType({})
-    left: Mapping[str, bool] = MappingProxyType({})
+    whole: Mapping[str, int] = {}  # a mappingproxy cannot be sent to another rank
+    left: Mapping[str, bool] = {}
     ends: bool = False
 
     @classmethod

@@ -282,7 +282,7 @@ class Snapshot:
                 self._end_body(epoch)
         finally:
             if self._in_body:  # the loop was left; another one continues there
-                self._resumed, self._due = Bodies.of(self._epoch, self._passes, interrupted=True), 0
+                self._resumed = Bodies.of(self._epoch, self._passes, interrupted=True)
             self._forget_body()
             for loader in self._loaders().values():
                 loader._course.passes = None

@@ -51,6 +51,11 @@ class CombinedAdapter(Adapter):
         names, loaders, self.keys = names_and_parts(source)
         self.parts = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
         for part in self.parts:
+            if part.global_batch is not None:
+                raise UnsupportedSourceError(
+                    f"part {part.name} has global_batch={part.global_batch}, and a combination counts single batches: "
+                    "wrap it without, and accumulate over the combination's batches"
+                )
             part.retry_errors()
         self.remembers = all(part.remembers for part in self.parts)
         self.mode: Mode = options.settings["mode"]

@@ -21,7 +21,7 @@ from midepoch.randomness.owned import find_generators
 from midepoch.repeating import Repeat
 from midepoch.state.parts import part_of
 from midepoch.state.witness import Look, Witness
-from midepoch.world import Share, Tail, World, check_tail
+from midepoch.world import MicroShare, Share, Tail, World, check_tail
 
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
@@ -50,6 +50,7 @@ class Options:
     prefetch: int = 0
     on_error: Literal["next", "retry"] | None = None
     remember: int = 0
+    global_batch: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,6 +80,16 @@ class Options:
                 "prefetch_factor of the DataLoader"
             )
         check_tail(self.tail)
+        if self.global_batch is not None:
+            if type(self.global_batch) is not int:
+                raise TypeError(f"global_batch must be an int or None, got {self.global_batch!r}")
+            if self.global_batch < 1:
+                raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
+            if self.tail not in (None, "uneven"):
+                raise ValueError(
+                    f"tail={self.tail!r} with global_batch=: each global batch is shared as it is, so nothing is "
+                    "repeated or left out; leave tail out"
+                )
         if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
             raise ValueError(
                 f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
@@ -251,6 +262,7 @@ class Adapter(ABC):
             state whose position was edited by hand is refused, and does not continue where the detail leads.
         leads: `lead` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
+        reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
     """
 
     name: ClassVar[str]
@@ -260,6 +272,7 @@ class Adapter(ABC):
     seals_detail: bool = False
     remembers: bool = True
     leads: bool = False
+    reads_any_span: bool = False
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
@@ -298,8 +311,10 @@ class Adapter(ABC):
         return None if size is None else self._share_of(size, position, world)
 
     def _share_of(self, size: int, position: int, world: World) -> Share:
-        world = self.sharing(world)
-        return Share(size, min(position, size), self.batch_size, world, self.tail_in_use, self.drop_last)
+        start, world, together = min(position, size), self.sharing(world), self.options.global_batch
+        if together is None:
+            return Share(size, start, self.batch_size, world, self.tail_in_use, self.drop_last)
+        return MicroShare(size, start, self.batch_size, world, "uneven", self.drop_last, together)
 
     @property
     def sized_by(self) -> str:
@@ -308,11 +323,18 @@ class Adapter(ABC):
 
     @property
     def tail_in_use(self) -> Tail:
-        """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad"."""
+        """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
+
+        Global batches of several steps are always shared as they are.
+        """
+        if self.options.global_batch is not None:
+            return "uneven"
         return self.options.tail or self.tail or "pad"
 
     def units_per_step(self, world: World) -> int:
-        """Units by which the position moves when each rank receives a batch."""
+        """Units by which the position moves when each rank receives a batch: with ``global_batch=``, all of one."""
+        if self.options.global_batch is not None:
+            return self.options.global_batch
         return self.batch_size * self.sharing(world).world_size
 
     def sharing(self, world: World) -> World:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import sys
+import threading
 import warnings
 import weakref
 from typing import Any, NoReturn, Self
@@ -57,6 +59,8 @@ class Course:
         ends_early: the running pass was resharded, and ends with this epoch.
         retries: a batch that fails is given again, where nothing was stated.
         passes: those of the body of an `epochs` loop; None outside.
+        given: of the batch that was handed out last, if its session is not the one that is open: that session's share,
+            and the batches up to this one. The share is None if it is unknown.
     """
 
     def __init__(self, adapter: Adapter, options: Options, setting: Setting, witnesses: Witnesses) -> None:
@@ -70,6 +74,7 @@ class Course:
         self.failed: list[str] = []
         self.ends_early = self.retries = False
         self.passes: Passes | None = None
+        self.given: tuple[Share | None, int] = (None, 0)
         self._told_of_one = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,6 +124,16 @@ class Course:
     def next_is_empty(self) -> bool:
         """Whether the next pass gives nothing, because it had ended before the body was begun again."""
         return self.passes is not None and self.passes.empty > 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether batches of this epoch were handed out, the first of a global batch included."""
+        return self.position > 0 or (self.cursor.phase is Phase.RUNNING and self.cursor.within)
+
+    def last_given(self) -> tuple[Share | None, int]:
+        """What `given` says, of the open session too."""
+        cursor = self.cursor
+        return (cursor.share, cursor.steps) if cursor.steps else self.given
 
     def here(self) -> Place:
         """Where the loader stands. Raises StateError if the source cannot say."""
@@ -188,6 +203,22 @@ class Course:
         self.place, self.lost, self.loaded, self.unfinished = following, "", None, None
         self.failed.clear()
 
+    def refuse_other_threads(self, asked: str) -> None:
+        """Raise MidepochError if another thread is in `next` of a pass over this loader.
+
+        `asked`: what cannot be done meanwhile. The other threads' frames tell, so a batch is not told anything.
+        """
+        here, code = threading.get_ident(), Pass.__next__.__code__
+        for thread, innermost in sys._current_frames().items():
+            frame = None if thread == here else innermost
+            while frame is not None:
+                if frame.f_code is code and frame.f_locals["self"]._course is self:
+                    raise MidepochError(
+                        f"{asked} while another thread waits for a batch of this loader: call it in the thread that "
+                        "iterates, between two batches"
+                    )
+                frame = frame.f_back
+
     # --- sessions ---
 
     def _open(self, cursor: Cursor) -> bool:
@@ -196,6 +227,7 @@ class Course:
         Returns:
             False if the epoch has no batches left and goes on all the same, in the body of `epochs`.
         """
+        self.given = self.last_given()
         world = self.setting.enter()
         adapter, seed, place = self.adapter, self.setting.seed(world), self.here()
         before: Place | None = None
@@ -259,6 +291,7 @@ class Course:
             return cursor.peeked[0][0]
         if cursor.phase is not Phase.RUNNING:
             self.close_session()  # its epoch has ended; the next batch is the next epoch's first
+            self.given = self.last_given()
             cursor = self.cursor = Cursor()
         if cursor.session is None and not self._open(cursor):
             raise StopIteration
@@ -282,6 +315,7 @@ class Course:
         """Stop worker processes and threads. The state stays; iterating again starts them again."""
         cursor = self.cursor
         self.close_session()
+        self.given = self.last_given()
         if cursor.phase is Phase.RUNNING:
             cursor.phase = Phase.CLOSED
         self.cursor = Cursor()
@@ -350,8 +384,8 @@ class Course:
             ended = Cursor()
             ended.phase = Phase.EXHAUSTED
             return ended
-        continues = self.came is Came.PUT and (self.position > 0 or self.is_over)
-        if self.came is Came.READ and (self.position > 0 or self.is_over):
+        continues = self.came is Came.PUT and (self.has_begun or self.is_over)
+        if self.came is Came.READ and (self.has_begun or self.is_over):
             if before.phase is Phase.RUNNING:
                 self._tell_of_dropped(before)
             self.end_epoch()
@@ -510,7 +544,7 @@ class Course:
         cursor = self.cursor
         if epoch is None and (passes.going_on or passes.spans):
             return not passes.spans
-        left = passes.ended and self.position > 0 and self.adapter.can_seek
+        left = passes.ended and self.has_begun and self.adapter.can_seek
         if self.is_over or left or self.epoch == epoch:
             self.end_epoch()
             self.came = Came.READ

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from midepoch.errors import StateError
-from midepoch.world import World
+from midepoch.world import MicroShare, Share, World
 
 from .adapter import MOST_IN_FLIGHT, Run, Session
 from .place import Place
@@ -48,6 +48,7 @@ class Cursor:
         epoch, position: the place after these batches.
         own_steps: batches of this rank in the session; None if unknown.
         last_step: the step that ends the epoch on all ranks; None if unknown.
+        share: this rank's batches in the session; None if only reading tells how large they are.
         peeked: at most one entry: the batch that `peek` returned, and the session's mark from before it.
     """
 
@@ -63,10 +64,12 @@ class Cursor:
         self.steps = self.epoch = self.position = 0
         self.own_steps: int | None = None
         self.last_step: int | None = None
+        self.share: Share | None = None
         self.peeked: list[tuple[Any, Any]] = []
         self.take: Callable[[], Any] = _nothing_open
         self._global_batch = 1
-        self._marks = False
+        self._micro: MicroShare | None = None  # if several batches make a global one
+        self._marks = self._corrects = False
 
     @property
     def owned(self) -> bool:
@@ -77,6 +80,12 @@ class Cursor:
     def in_use(self) -> bool:
         """Whether that pass still exists."""
         return self.user is not None and self.user() is not None
+
+    @property
+    def within(self) -> bool:
+        """Whether a part of a global batch was handed out, and the rest of it was not."""
+        micro = self._micro
+        return micro is not None and self.session is not None and not micro.is_whole(self.steps)
 
     def open(self, session: Session, run: Run, global_batch: int, before: Place | None, marks: bool) -> None:
         """Start at a session's beginning.
@@ -95,7 +104,10 @@ class Cursor:
         self.epoch, self.position, self.steps, self.over = run.epoch, self.before.position, 0, None
         self.own_steps = None if share is None else share.steps
         self.last_step = None if share is None else share.global_steps
+        self.share = None if session.varies else share
+        self._micro = share if isinstance(share, MicroShare) else None
         self._global_batch, self._marks = global_batch, session.marks or marks
+        self._corrects = self._marks or self._micro is not None
 
     def taken_over(self) -> Cursor:
         """A cursor for another pass, which continues with this one's open session."""
@@ -118,13 +130,14 @@ class Cursor:
             self.position = self.opened.position
         self.steps += 1
         self.position += self._global_batch
-        if self._marks:
+        if self._corrects:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Correct the position by the session's `drift`."""
+        """Correct the position by the session's `drift`, and do not count a global batch before all of it is given."""
         if self.session is not None:
-            self.position = self.opened.position + self.steps * self._global_batch + self.session.drift
+            moved = self.steps * self._global_batch if self._micro is None else self._micro.moved(self.steps)
+            self.position = self.opened.position + moved + self.session.drift
 
     def place(self) -> Place:
         """Where the open session stands.

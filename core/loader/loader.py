@@ -16,7 +16,7 @@ from midepoch.errors import (
     UnsupportedSourceError,
 )
 from midepoch.state.format import State
-from midepoch.world import Share, World
+from midepoch.world import MicroShare, Share, World
 
 from .adapter import Adapter, Options
 from .bodies import RUNNING, Passes, check_epochs, tell_of_done
@@ -74,6 +74,12 @@ class Loader:
                 f"on_error='next': a {adapter.name} source is read from its start, or from a state of its own, so the "
                 "batch behind a bad one cannot be reached: leave on_error out, and let the source pass over bad samples"
             )
+        if options.global_batch is not None and not adapter.reads_any_span:
+            raise UnsupportedSourceError(
+                f"global_batch={options.global_batch}: the batches of a {adapter.name} source cannot be cut to parts "
+                "of a global batch: use a source that can be indexed, or leave global_batch out and accumulate whole "
+                "batches"
+            )
 
     # --- what it is ---
 
@@ -106,6 +112,11 @@ class Loader:
     def unit(self) -> Literal["sample", "batch"]:
         """What positions count."""
         return self._adapter.unit
+
+    @property
+    def global_batch(self) -> int | None:
+        """Units of all ranks in one step of the optimizer, as given to `wrap`; None if each batch is a step."""
+        return self._options.global_batch
 
     # A DataLoader's attributes, read from the source.
     dataset = SourceDataset()
@@ -189,6 +200,37 @@ class Loader:
         """Whether the next pass is empty, because the body of its epoch goes on behind its last batch."""
         course = self._course
         return course.next_is_empty or (course.passes is not None and course.came is Came.PUT and self.position > 0)
+
+    @property
+    def weight(self) -> float:
+        """By what to multiply the loss of the batch handed out last, so that a mean over ranks is one over samples.
+
+        For the mean loss of n samples here, of N in the global batch, on W ranks: n * W / N. It is 1.0 where all ranks
+        have as many, and before the first batch. With ``global_batch=`` the losses of all its batches are to be summed,
+        as their gradients are; a batch given to a rank without samples has weight 0.0. A sample that `tail` repeats
+        counts like any other.
+
+        Raises:
+            UnsupportedSourceError: only reading tells how many samples the source's batches have.
+        """
+        share, steps = self._course.last_given()
+        if not steps:
+            return 1.0
+        if share is None:
+            raise UnsupportedSourceError(
+                f"weight: only reading tells how many samples the batches of this {self._adapter.name} source have: "
+                "sum them over the ranks, and divide by the sum"
+            )
+        return share.weight(steps - 1)
+
+    @property
+    def step_due(self) -> bool:
+        """Whether the batch handed out last was the last of its global batch: step the optimizer, then `commit`.
+
+        Always, unless ``global_batch=`` was given.
+        """
+        share, steps = self._course.last_given()
+        return not isinstance(share, MicroShare) or (steps > 0 and share.is_whole(steps))
 
     # --- state ---
 
@@ -326,6 +368,7 @@ class Loader:
             TypeError: it is no World.
             UnsupportedSourceError: `capabilities.elastic_world` says no. The loader is unchanged.
             StateError: the source cannot say where it stands. The loader is unchanged.
+            MidepochError: another thread is in `next` of this loader. The loader is unchanged.
         """
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
@@ -345,6 +388,7 @@ class Loader:
                 f"the source's sampler is for rank {adapter.world.rank} of {adapter.world.world_size}: make it for one "
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
+        self._course.refuse_other_threads("reshard()")
         self._course.here()  # raises if it is not known
         with adapter.holding():
             self._course.close_session()
@@ -359,10 +403,15 @@ class Loader:
         The state is built here, so another thread may call `state_dict` at any time.
 
         Raises:
-            MidepochError: no batch was handed out since the last commit or load.
+            MidepochError: no batch was handed out since the last commit or load, or only a part of a global batch.
             StateError: the source cannot say where it stands.
         """
         place = self._course.here()
+        if self._course.cursor.within:
+            raise MidepochError(
+                f"commit() within the global batch at position {place.position} of epoch {place.epoch}: call it when "
+                "loader.step_due"
+            )
         if place[:2] == self._origin[:2]:
             raise MidepochError(
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
@@ -375,9 +424,13 @@ class Loader:
 
         They come in the world that there is then: the same samples, each with its random numbers. The running pass, or
         else the next one, continues with them.
+
+        Raises:
+            MidepochError: another thread is in `next` of this loader. The loader is unchanged.
         """
+        self._course.refuse_other_threads("rollback()")
         origin, committed, ahead = self._origin, self._committed, self._ahead
-        if self._course.here()[:2] != origin[:2]:
+        if self._course.here()[:2] != origin[:2] or self._course.cursor.within:
             with self._adapter.holding():
                 self._move(origin)
             self._committed, self._ahead = committed, ahead

@@ -63,6 +63,11 @@ class Part:
         return self.loader._adapter.batch_size
 
     @property
+    def global_batch(self) -> int | None:
+        """Units in a global batch of several steps, as given to `wrap`."""
+        return self.loader._options.global_batch
+
+    @property
     def tail(self) -> Tail:
         """What to do with the last samples if their number is not divisible by the world size."""
         return self.loader._adapter.tail_in_use
@@ -81,6 +86,12 @@ class Part:
     def left(self) -> int | None:
         """Batches left in its epoch on this rank; None if unknown."""
         return self.loader._course.steps_left()
+
+    def anyone_has_more(self) -> bool:
+        """Whether any rank has a batch left in this epoch, as far as is known."""
+        course = self.loader._course
+        share = course.share(self.world, course.epoch, course.position)
+        return share is None or share.global_steps > 0
 
     def left_at(self, state: State) -> int | None:
         """The same, for a loader that stands at `state`."""

@@ -15,6 +15,7 @@ from midepoch.errors import MidepochWarning, SourceError, StateError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import BatchTrial
+from midepoch.world import MicroShare
 
 from .adapter import Adapter, Options, Run, Seen, Session
 
@@ -63,7 +64,10 @@ class _WholeBatches(Session):
         self._then, self._function, self._streams = then, then.function, then.streams
         self._inner, self._take = inner, inner.take
         self._run, self._adapter = run, adapter
-        self._rereads = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
+        self._micro = run.share if isinstance(run.share, MicroShare) else None
+        # In the middle of a global batch no session can be opened.
+        jumps = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
+        self._rereads = jumps and self._micro is None
         self._key = derive_key(Purpose.WHOLE, run.seed, run.epoch)
         self._global_batch = adapter.units_per_step(run.world)
         self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
@@ -162,11 +166,13 @@ class _WholeBatches(Session):
 
     def _position(self, drift: int) -> int:
         """Of all ranks, before the next batch. `drift`: the inner session's."""
+        if self._micro is not None:
+            return self._micro.span(self._made)[0] - self._offset
         return self._run.position + self._made * self._global_batch + self._drift_before + drift
 
     def _first(self, streams: Streams) -> Any:
         """The session's first result: always under the batch's stream."""
-        at = self._run.position
+        at = self._run.position if self._micro is None else self._position(0)
         streams.begin_pass()
         batch = self._take()
         trial = BatchTrial(self._function, batch) if self._then.tries else None

@@ -26,7 +26,8 @@ class Witnesses:
         self._adapter, self._options = adapter, options
         self.expected: Witness | None = None
         self._known: dict[int, str] = {}  # by epoch: of the last two from which was read
-        self._left_out: frozenset[int] = frozenset()  # parts of samples that differ from one read to the next
+        # Names of parts that differ from one read to the next. Their numbers vary where samples have lists in them.
+        self._left_out: frozenset[str] = frozenset()
         # A state with an identity of the user's own stays below 512 bytes, too.
         self._longest = LONGEST - (24 + len(options.fingerprint) if options.fingerprint else 0)
         self._tried = False  # whether a sample that is read twice stays the same
@@ -72,10 +73,11 @@ class Witnesses:
             self._adapter.cannot_see(look.unseen)
         if seen.again is not None:
             self._tried = True
-            self._left_out = look.differing(seen.again)
-            if self._left_out:
-                why = f"two reads of sample {seen.index!r:.80} differ in {look.names(self._left_out)}"
-                self._adapter.found(why, look.holds_most(self._left_out))
+            differing = look.differing(seen.again)
+            self._left_out = look.named(differing)
+            if differing:
+                why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
+                self._adapter.found(why, look.holds_most(differing))
                 warnings.warn(
                     f"{why}, so a resumed run does not get the same data: make each sample a function of its index and "
                     "of python's, numpy's or torch's generators, or of midepoch.sample_generator(). "
@@ -100,5 +102,5 @@ class Witnesses:
             self._adapter.judge("the collate function", "the same samples", seen.collate)
         self._known = {
             **{each: text for each, text in self._known.items() if each == epoch - 1},
-            epoch: Witness.of(epoch, seen.index, look, self._left_out).text(self._longest),
+            epoch: Witness.of(epoch, seen.index, look, look.numbers(self._left_out)).text(self._longest),
         }

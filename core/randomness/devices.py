@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .globals import LentGlobals
+from .globals import LentGlobals, Touched
 
 __all__ = ["LentDevices"]
 
@@ -50,13 +50,13 @@ class LentDevices(LentGlobals):
         if self._devices:
             self._devices_saved = self._device_stamps = [_stamp(each) for each in self._devices]
 
-    def give_back(self, touched: bool = True) -> None:
+    def give_back(self, touched: bool = True) -> Touched:
         """As `LentGlobals.give_back`. Generators that did not exist before are left as they were made."""
-        super().give_back(touched)
+        used = super().give_back(touched)
         self.late = False
         found = self._find()
         if not found:
-            return
+            return used
         for each, saved in zip(self._devices, self._devices_saved, strict=False):
             if _stamp(each) != saved:
                 each.manual_seed(saved[0])
@@ -64,6 +64,7 @@ class LentDevices(LentGlobals):
         for each in found[len(self._devices) :]:
             self.late = self.late or each.get_offset() > 0
             each.set_offset(0)
+        return used
 
     def watch(self) -> None:
         """As `LentGlobals.watch`."""

@@ -23,11 +23,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-__all__ = ["LentGlobals"]
+__all__ = ["LentGlobals", "Touched"]
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
 _NO_PAIR = bytes(4)
 _TORCH_STATE = 5056  # bytes of `get_state` of a torch generator that is one
+
+
+Touched = tuple[bool, bool, bool]
+"""Whether python's, numpy's and torch's generator were used."""
+_NONE = (False, False, False)
 
 
 class LentGlobals:
@@ -44,6 +49,7 @@ class LentGlobals:
         self._torch_stamp: _Stamp
         # Looked up once: the path of every batch leads through here.
         self._generator: Any = random._inst
+        self._set_python = super(random.Random, self._generator).setstate  # without what is done for old versions
         self._torch = torch.default_generator
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = np.random.MT19937(0)
@@ -80,17 +86,29 @@ class LentGlobals:
         np.random.set_bit_generator(self._ours)
         self._stamps = python, self._numpy_stamp.tobytes(), engine
 
-    def give_back(self, touched: bool = True) -> None:
-        """Restore the caller's states. `touched`: whether a generator was used since `borrow`."""
+    def give_back(self, touched: bool = True) -> Touched:
+        """Restore the caller's states.
+
+        Args:
+            touched: whether a generator was used since `borrow`.
+
+        Returns:
+            Which of them were; of numpy's, whether it was used since `borrow` or `watch`.
+        """
+        numpy = touched and self._numpy_stamp.tobytes() != self._stamps[1]
         np.random.set_bit_generator(self._numpy_saved)
         if self._pair_saved is not None:
             np.random.set_state(self._pair_saved)
         if not touched:
-            return
-        if self._torch_stamp.tobytes() != self._torch_saved_at:
+            return _NONE
+        engine = self._torch_stamp.tobytes() != self._torch_saved_at
+        if engine:
             self._torch.set_state(self._torch_saved)
-        if (self._python_stamp.tobytes(), self._generator.gauss_next) != self._python_saved_at:
-            random.setstate(self._python_saved)
+        python = (self._python_stamp.tobytes(), self._generator.gauss_next) != self._python_saved_at
+        if python:
+            _, words, self._generator.gauss_next = self._python_saved
+            self._set_python(words)
+        return python, numpy, engine
 
     def retake(self) -> None:
         """Where nothing is given back: borrow again what others may have borrowed since."""
@@ -101,8 +119,8 @@ class LentGlobals:
         python = self._python_stamp.tobytes(), self._generator.gauss_next
         self._stamps = python, self._numpy_stamp.tobytes(), self._torch_stamp.tobytes()
 
-    def touched_each(self) -> tuple[bool, bool, bool]:
-        """As `touched`, for python's, numpy's and torch's generator."""
+    def touched_each(self) -> Touched:
+        """As `touched`, for each generator."""
         python, numpy, engine = self._stamps
         return (
             (self._python_stamp.tobytes(), self._generator.gauss_next) != python,

@@ -24,7 +24,7 @@ from midepoch.errors import MidepochError, MidepochWarning
 from midepoch.order.keys import derive_key
 
 from .devices import LentDevices
-from .globals import LentGlobals
+from .globals import LentGlobals, Touched
 from .owned import OwnedGenerator, find_generators
 
 __all__ = ["Purpose", "Streams", "process_seed", "sample_generator"]
@@ -42,6 +42,9 @@ class Purpose:
     WHOLE = 7  # the user's work on whole batches
     WRAPPER = 8  # what an object around a DataLoader does with a batch
 
+
+_ALL = (True, True, True)
+_NOTHING: Any = ()
 
 # What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;
 # `generator`: (key, the generator made from it); `used`: whether code has asked for either.
@@ -127,7 +130,7 @@ class Streams:
         self._lent = False  # True in a worker process, for good
         self._outer: tuple[Any, ...] = (None, None, None)
         self._drawn = False
-        self._used = (True, True, True)  # python's, numpy's, torch's generator, as far as it is known
+        self._used: Touched = _ALL  # by this code; as far as it is known
         self._spares = False
         self.unused = self.asked = False
 
@@ -228,9 +231,11 @@ class Streams:
 
     def begin_used(self) -> Callable[[int], None]:
         """As `begin`, but a generator that the code has not used before is not seeded. `end` tells if it uses one."""
-        start = self.begin()
-        if not self._drawn or self._lent or all(self._used):
-            return start
+        if not self._drawn or self._lent or self._used == _ALL:
+            return self.begin()
+        self._enter(None)
+        self._globals.borrow()
+        self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
         self._spares = True
         return self._start_used
 
@@ -264,22 +269,21 @@ class Streams:
         saved, self._saved = self._saved, None
         if saved is None:
             return False
-        missed = False
-        if self._spares:
-            self._spares = False
-            python, numpy, of_torch = self._used
-            now = self._globals.touched_each()
-            self._used = python or now[0], numpy or now[1], of_torch or now[2]
-            missed = self._used != (python, numpy, of_torch)
-        elif not self._drawn and not self._owned:
+        spares, missed = self._spares, False
+        if not (self._drawn or self._owned):
             self._drawn = _current.used or self._globals.touched()
             self.unused = self.unused and not self._drawn
             if self._drawn:
                 self._used = self._globals.touched_each()
         if not self._lent:
-            self._globals.give_back()
-            for each, state in zip(self._owned or (), saved, strict=False):
-                each.restore(state)
+            used = self._globals.give_back()
+            if spares:
+                before, self._spares = self._used, False
+                self._used = before[0] or used[0], before[1] or used[1], before[2] or used[2]
+                missed = self._used != before
+            if saved:
+                for each, state in zip(self._owned or (), saved, strict=False):
+                    each.restore(state)
         _current.key, _current.generator, _current.used = self._outer
         return missed
 

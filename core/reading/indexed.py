@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -25,10 +26,10 @@ from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import CollateTrial
 from midepoch.samplers import ListedEpoch, length_of
-from midepoch.state.witness import Look, look_at
-from midepoch.world import Share
+from midepoch.state.witness import Look, is_inert, look_at
+from midepoch.world import MicroShare, Share
 
-from .trials import started_threads
+from .trials import started_threads, undisturbed
 
 __all__ = [
     "First",
@@ -118,6 +119,16 @@ def _unwrapped(seen: list[Seen], answer: Any) -> Any:
     return answer
 
 
+def _like(index: Any, number: int) -> Any:
+    """An index of the same type as another: a sample may hold the index that it was asked for."""
+    with contextlib.suppress(OverflowError, RuntimeError, ValueError):  # an edited state names what that type has not
+        if isinstance(index, np.integer):
+            return type(index)(number)
+        if isinstance(index, torch.Tensor):
+            return torch.tensor(number, dtype=index.dtype)
+    return number
+
+
 class LookRequest(NamedTuple):
     """Samples to look at when a batch is read.
 
@@ -139,7 +150,7 @@ class LookRequest(NamedTuple):
         expects = run.expects
         if expects is None or expects.index is None or (expects.epoch, expects.index) == (run.epoch, index):
             return cls(index, run.looks > 1, None)
-        return cls(index, run.looks > 1, (expects.epoch, expects.index))
+        return cls(index, run.looks > 1, (expects.epoch, _like(index, expects.index)))
 
 
 class First(NamedTuple):
@@ -199,6 +210,9 @@ class Samples:
 
 def spans(share: Share) -> Iterator[tuple[int, int]]:
     """``share.span(step)`` for every step, at a fraction of the cost."""
+    if isinstance(share, MicroShare):
+        yield from map(share.span, range(share.steps))
+        return
     full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
     start = share.start + share.world.rank * batch_size
     for _ in range(min(full, share.steps)):
@@ -246,22 +260,26 @@ def as_list(indices: Any) -> list[Any]:
     return indices if isinstance(indices, list) else list(indices.tolist())
 
 
-class _LookingCollate:
-    """Takes the place of a collate function for one batch, to look at its first sample.
+class _LookedAt:
+    """Takes the place of a dataset for one batch, to look at the first sample as soon as it is read.
+
+    Not at one whose own code would run meanwhile: it may draw when it is asked for its content, or give it only once.
 
     Attributes:
-        look: at the sample, before the function may change it.
+        look: at the sample; None if it was not looked at.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], single: bool) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.look: Look | None = None
-        self._collate, self._single = collate, single
+        self._dataset, self._begun = dataset, False
 
-    def __call__(self, samples: Any) -> Any:
-        """The batch."""
-        with contextlib.suppress(Exception):  # of an object that cannot be looked at: then there is no witness
-            self.look = look_at(samples if self._single else samples[0])
-        return self._collate(samples)
+    def __getitem__(self, index: Any) -> Any:
+        """The dataset's."""
+        sample = self._dataset[index]
+        if not self._begun:
+            self._begun = True
+            self.look = look_at(sample) if is_inert(sample) else None
+        return sample
 
 
 class MapReader:
@@ -352,21 +370,37 @@ class MapReader:
             self._collate = collate
         key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
         repeat = None if trial is None else trial.result(key)
-        again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
-        keeps = again is not None and drew and not self._drew
-        return First(batch, self._seen(request, look, one, again=again, collate=repeat, keeps=keeps))
+
+        def see() -> Seen:
+            again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
+            keeps = again is not None and drew and not self._drew
+            return self._seen(request, look, one, again=again, collate=repeat, keeps=keeps)
+
+        return self._answered(batch, see)
 
     def _looked_on_the_way(self, request: MapRequest, look: LookRequest) -> First:
-        """The same without reading that sample a second time."""
-        streams, collate = self._streams, self._collate
-        self._collate = looking = _LookingCollate(collate, self._single)
+        """The same without reading that sample a second time, unless code of its own would run at a look."""
+        streams, dataset = self._streams, self.dataset
+        self.dataset = looked_at = _LookedAt(dataset)
         try:
             batch = self(request) if streams is None else self._read_under(request, streams)
             if streams is not None and streams.made_late():
+                self.dataset = looked_at = _LookedAt(dataset)
                 batch = self._read_under(request, streams)
         finally:
-            self._collate = collate
-        return First(batch, self._seen(request, look, looking.look))
+            self.dataset = dataset
+
+        def see() -> Seen:
+            one = looked_at.look or self._look(request.seed, request.epoch, look.index)[0]
+            return self._seen(request, look, one)
+
+        return self._answered(batch, see)
+
+    def _answered(self, batch: Any, see: Callable[[], Seen]) -> First:
+        """The batch, and what `see` says, which reads the dataset."""
+        if not self._single and keeps_nothing(self._collate):  # the samples were copied
+            return First(batch, see())
+        return First(*undisturbed(batch, see))
 
     def _seen(self, request: MapRequest, look: LookRequest, one: Look | None, **more: Any) -> Seen:
         if look.expected is None:

@@ -20,7 +20,7 @@ from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
-from .trials import Beginning, Trial, passes_differ, reading_threads, standing, used_differs
+from .trials import Beginning, Trial, passes_differ, reading_threads, standing, undisturbed, used_differs
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
 
@@ -227,7 +227,9 @@ class ReplayReader:
             else:
                 opened = functools.partial(self._opening(copied.value), request.seed, request.epoch)
                 own = self._own(request)
-                trial, beginning = passes_differ(copied, opened, request.seed, request.epoch, own)
+                attempt = functools.partial(passes_differ, copied, opened, request.seed, request.epoch, own)
+                batch, (trial, beginning) = undisturbed(getattr(answer, "batch", None), attempt)
+                answer = answer._replace(batch=batch) if isinstance(answer, Replayed) else answer
                 if beginning is not None and request.goes_on and self._iterator is not None:
                     self._beginning = beginning, kept
         return answer._replace(found=Found(tuple(self._unseen), trial, repeat))

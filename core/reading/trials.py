@@ -17,19 +17,26 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from midepoch.copying import Apart
+from midepoch.copying import Apart, private_copy
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.checksum import checksum_of
-from midepoch.state.witness import Look, look_at
+from midepoch.state.witness import Look, is_inert, look_at
 
 from .private import let_go
 
-__all__ = ["Beginning", "Trial", "passes_differ", "reading_threads", "standing", "started_threads", "used_differs"]
+__all__ = [
+    "Beginning", "Trial", "passes_differ", "reading_threads", "standing", "started_threads",
+    "undisturbed", "used_differs",
+]  # fmt: skip
+
+_LARGEST_BATCH = 256 << 20  # bytes that are copied
+
+_Read = TypeVar("_Read")
 
 
 class Trial(NamedTuple):
@@ -143,6 +150,15 @@ def _first(iterator: Iterator[Any]) -> Look | None:
     for unit in iterator:
         return look_at(unit)
     return None
+
+
+def undisturbed(batch: Any, read: Callable[[], _Read]) -> tuple[Any, _Read]:
+    """The batch as it is now, and what `read` returns: a source may fill one buffer at each read, and hand that out."""
+    kept = private_copy(batch, _LARGEST_BATCH) if is_inert(batch) else None
+    result = read()
+    if kept is not None and look_at(kept).differing(look_at(batch)):
+        batch = kept
+    return batch, result
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -19,16 +19,17 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 
 from midepoch.errors import StateCorruptError
 from midepoch.order.keys import derive_keys
 
 from .contents import MOST_ITEMS, MOST_MEMBERS, Unseen, has_more_rows, plain, text_of
 
-__all__ = ["LONGEST", "Difference", "Look", "Witness", "look_at", "of_another_sample"]
+__all__ = ["LONGEST", "Difference", "Look", "Witness", "is_inert", "look_at", "of_another_sample"]
 
 LONGEST = 200
 """Characters of a witness."""
@@ -39,6 +40,8 @@ _MOST_LEFT_OUT = 6  # parts by number; where more vary, no checksum is kept
 _LARGEST_NUMBER = 1 << 16  # of a part that is told or left out
 _SAMPLED = 1 << 16  # elements of an array from which the coarse numbers are made
 _FEW = 64  # 8-bit and 16-bit arrays of fewer elements are labels or masks rather than measured values
+
+_INERT = {str, bytes, int, float, complex, bool, type(None), torch.Tensor}
 
 _TEXT = re.compile(
     r"(\d{1,19})/(-?\d{0,19})/(\+?[0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII
@@ -115,6 +118,14 @@ class Look:
         keys = sum(part.keys for part in chosen)
         return 2 * (sum(part.size for part in chosen) + keys) > sum(part.size for part in self.parts) + keys
 
+    def named(self, numbers: frozenset[int]) -> frozenset[str]:
+        """The names of these parts."""
+        return frozenset(self.parts[number].name for number in numbers if number < len(self.parts))
+
+    def numbers(self, names: frozenset[str]) -> frozenset[int]:
+        """The numbers of the parts with these names."""
+        return frozenset(number for number, part in enumerate(self.parts) if names and part.name in names)
+
     def names(self, numbers: frozenset[int]) -> str:
         """The parts by name, for a message."""
         names = [self.parts[number].name or "the sample" for number in sorted(numbers) if number < len(self.parts)]
@@ -169,7 +180,8 @@ class Witness:
         largest = sorted(sorted(seen, key=lambda each: -look.parts[each].size - look.parts[each].keys)[:_MOST_PARTS])
         few = len(left_out) <= _MOST_LEFT_OUT and max(left_out, default=0) < _LARGEST_NUMBER
         bits = _bits_of(look, left_out) if few else ""
-        number = index if type(index) is int and abs(index) < 1 << 60 else None
+        whole = _whole(index)
+        number = whole if whole is not None and abs(whole) < 1 << 60 else None
         left = left_out if bits else frozenset()
         told = tuple((each, look.parts[each]) for each in largest if each < _LARGEST_NUMBER)
         return cls(epoch, number, bits, left, told)
@@ -238,6 +250,13 @@ class Witness:
         return None
 
 
+def _whole(index: Any) -> int | None:
+    """An index as Python's integer; None if it is none of Python's, NumPy's or torch's."""
+    if isinstance(index, torch.Tensor) and not index.ndim:
+        index = index.item()
+    return int(index) if type(index) is int or isinstance(index, np.integer) else None
+
+
 def of_another_sample(witness: Witness) -> Witness:
     """A witness that no sample with `witness` has: what a state of other data would hold."""
     return replace(witness, told=tuple((number, _changed(part)) for number, part in witness.told))
@@ -285,6 +304,21 @@ def look_at(sample: object) -> Look:
     unseen: dict[str, None] = {}
     parts = tuple(_parts(sample, "", 0, unseen))
     return Look(parts, tuple(unseen))
+
+
+def is_inert(sample: object, depth: int = 0) -> bool:
+    """Whether to look at a sample runs no code of its own: it is made of Python's, NumPy's and torch's types alone."""
+    kind = type(sample)
+    if kind in _INERT or isinstance(sample, np.generic):
+        return True
+    if kind is np.ndarray:
+        return not cast(np.ndarray[Any, Any], sample).dtype.hasobject
+    if depth > _DEEPEST or kind not in (list, tuple, dict):
+        return False
+    members = cast(Any, sample)
+    if kind is dict:
+        members = itertools.chain.from_iterable(members.items())
+    return all(is_inert(each, depth + 1) for each in members)
 
 
 def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from . import items, naming
+from .together import by_steps
 
 __all__ = [
     "CAPABILITIES",
@@ -202,7 +203,7 @@ def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool =
         warnings.simplefilter("ignore")
         loader = settings.make_loader(**options)
         try:
-            yield loader
+            yield by_steps(loader)
         finally:
             close = getattr(loader, "close", None)
             if callable(close):

@@ -1,0 +1,101 @@
+"""The parts of torchft's Manager that midepoch uses and torchft does not promise. They are checked for each Manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from midepoch.packages import Package
+
+__all__ = [
+    "check",
+    "device_of",
+    "first_step_is_the_primarys",
+    "groups_that_count",
+    "quorum_of",
+    "ranks_of",
+    "replace",
+    "state_on_its_way",
+    "told_in_group",
+]
+
+_TORCHFT = Package("torchft", ("torchft", "torchft-nightly"), ("0.2", "0.2"))
+_TORCHFT.part("torchft.local_sgd:LocalSGD")
+_TORCHFT.part("torchft.manager:WorldSizeMode.FIXED_WITH_SPARES")
+
+
+def check(manager: Any) -> None:
+    """Raise UnsupportedSourceError if a Manager lacks one of the parts."""
+    _TORCHFT.check(
+        manager, "_group_rank", "_group_world_size", "_healing", "_init_sync", "_min_replica_size",
+        "_pending_state_dict", "_pg", "_quorum_id", "_replica_world_size_mode", "_store", "_timeout",
+        "_use_async_quorum", "start_quorum",
+    )  # fmt: skip
+
+
+def replace(manager: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Manager call `function` in place of its method of that name, which is returned."""
+    theirs: Callable[..., Any] = getattr(manager, name)
+    setattr(manager, name, function)
+    return theirs
+
+
+def quorum_of(manager: Any) -> int:
+    """The number of the quorum that is known. It changes with its members, and after a vote that failed."""
+    return int(manager._quorum_id)
+
+
+def state_on_its_way(manager: Any, key: str) -> Any:
+    """What a healthy group has sent to this one under `key`, until the Manager loads it; None if nothing was sent."""
+    pending = manager._pending_state_dict if manager._healing else None
+    return None if pending is None else pending["user"].get(key)
+
+
+def first_step_is_the_primarys(manager: Any) -> bool:
+    """Whether the gradients of all groups but one are zero in this step, because they are given that one's weights.
+
+    It is so in the first step, with ``init_sync`` and an asynchronous quorum. The one is another for each rank of a
+    group.
+    """
+    return bool(manager._init_sync and manager._use_async_quorum and not manager.current_step())
+
+
+def groups_that_count(manager: Any) -> int | None:
+    """The number of groups that take part, if the others are spares; otherwise None."""
+    from torchft.manager import WorldSizeMode
+
+    spares = manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES
+    return int(manager._min_replica_size) if spares else None
+
+
+def ranks_of(manager: Any) -> int:
+    """The number of processes in this one's group."""
+    return int(manager._group_world_size)
+
+
+def told_in_group(manager: Any, about: str, before: str, text: str) -> list[str]:
+    """What each process of this one's group says about something, in the order of their ranks.
+
+    `before`: what was told last, which all of them know by now.
+
+    Raises:
+        torch.distributed.DistStoreError: one of them did not say anything within the Manager's timeout.
+    """
+    store, rank = manager._store, manager._group_rank
+    store.set(f"{about}/{rank}", text)
+    if before:
+        store.delete_key(f"{before}/{rank}")
+    keys = [f"{about}/{other}" for other in range(manager._group_world_size)]
+    store.wait(keys, manager._timeout)
+    return [store.get(key).decode() for key in keys]
+
+
+def device_of(manager: Any) -> torch.device:
+    """Where a tensor has to be for the Manager's collective calls."""
+    name = manager._pg.getBackendName().lower()
+    return next((torch.device(kind) for backend, kind in _DEVICES if backend in name), torch.device("cpu"))
+
+
+_DEVICES = (("nccl", "cuda"), ("xccl", "xpu"))

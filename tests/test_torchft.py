@@ -1,0 +1,460 @@
+"""torchft: groups of ranks that die and come back, and weights that say which samples they have seen.
+
+Real lighthouses, Managers and kills; `torchft_kills.py` has the jobs, `torchft_model.py` a model of torchft for more.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+pytest.importorskip("torchft", reason="torchft has wheels for Linux and some versions of Python only")
+
+import forking
+import sources
+import torchft_kills as kills
+import torchft_model as model
+from torchft import Manager, ProcessGroupGloo
+from torchft.local_sgd import LocalSGD
+from torchft.manager import WorldSizeMode
+from torchft.optim import OptimizerWrapper
+
+import midepoch
+from midepoch import MidepochError, UnsupportedSourceError, World
+from midepoch.adapters.trainers.torchft import Feed, feed
+from midepoch.loader.loader import Loader
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+
+
+def exact(outcome: kills.Outcome, ranks: int) -> None:
+    assert not outcome.errors
+    assert outcome.finished == ranks
+    assert (outcome.lost, outcome.repeated, outcome.wrong) == (0, 0, 0)
+
+
+# --- groups that are killed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "ranks", "workers", "together"),
+    [(True, 1, 2, None), (False, 2, 0, None), pytest.param(True, 2, 2, 24, marks=pytest.mark.long)],
+)
+def test_killed_groups_lose_and_repeat_no_sample(
+    asynchronous: bool, ranks: int, workers: int, together: int | None, tmp_path: Path
+) -> None:
+    groups = 3 if ranks == 1 else 2
+    size = 400 if together is None else 1400
+    outcome = kills.run_job(
+        tmp_path, 2, 3, groups=groups, ranks=ranks, workers=workers, asynchronous=asynchronous, size=size,
+        together=together, limit=100, points=("chosen", "allreduce", "voted"), settle=4,
+    )  # fmt: skip
+    exact(outcome, groups * ranks)
+    assert outcome.kills.total() >= 1
+
+
+class Example:
+    """The example of one group. Its output is read all the time: torchft says more than a pipe holds."""
+
+    def __init__(self, folder: Path, group: int, address: str) -> None:
+        script = Path(__file__).parent.parent / "examples" / "torchft_groups.py"
+        own = {"TORCHFT_LIGHTHOUSE": address, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self.program = forking.Program(
+            [script, folder, str(group)], env={**os.environ, **own}, modules=kills.MODULES, merged=True
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.program.stdout:
+            self.lines.append(line)
+
+    def said(self, words: str) -> bool:
+        return any(words in line for line in self.lines)
+
+    def wait(self) -> int:
+        status = self.program.wait(60)
+        self._reader.join()
+        return status
+
+
+def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
+    with kills.lighthouse() as address:
+        groups = [Example(tmp_path, group, address) for group in range(2)]
+        until = time.monotonic() + 60
+        while not groups[1].said("step 5 of 2 groups"):
+            assert time.monotonic() < until, groups[1].lines[-20:]
+            time.sleep(0.01)
+        groups[1].program.kill()
+        groups[1].wait()
+        groups.append(Example(tmp_path, 1, address))
+        assert [groups[number].wait() for number in (0, 2)] == [0, 0], groups[0].lines[-20:]
+    assert groups[2].said("of 2 groups")
+    state = torch.load(tmp_path / "saved.pt")
+    assert state["data"]["epoch"] == 2
+    # 57 steps of both groups alone would be all; steps of one are more.
+    assert state["manager"]["step"] >= 50
+
+
+# What is killed where, in all combinations: the short form above keeps that a group dies, rolls back, heals and counts.
+@pytest.mark.long
+@pytest.mark.parametrize("point", kills.POINTS)
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_kills_at_each_point(point: str, asynchronous: bool, ranks: int, workers: int, tmp_path: Path) -> None:
+    # Groups that die as they heal must have died elsewhere before.
+    points = (point, "chosen") if point in ("healing", "sending") else (point,)
+    outcome = kills.run_job(
+        tmp_path, 8, 5, groups=3, ranks=ranks, workers=workers, asynchronous=asynchronous, size=1800, points=points,
+        limit=300,
+    )  # fmt: skip
+    exact(outcome, 3 * ranks)
+    assert outcome.kills[point] >= 1
+
+
+# --- Managers in this process -----------------------------------------------------------------------------------------
+
+
+class Managers:
+    """Managers of groups of one rank, with a lighthouse of their own that waits for all of them."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self._made = address, list[Any]()
+
+    def __call__(self, name: str = "alone", **settings: Any) -> Manager:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        given: dict[str, Any] = {"min_replica_size": 1, "use_async_quorum": False, "init_sync": False, **settings}
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), load_state_dict=lambda state: None,
+            state_dict=dict, timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=20), rank=0,
+            world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=self.address, replica_id=name,
+            hostname="127.0.0.1", **given,
+        )  # fmt: skip
+        self._made.append((manager, store))
+        return manager
+
+    def close(self) -> None:
+        for manager, _ in self._made:
+            manager.shutdown(wait=False)
+
+
+def _managers(groups: int, patience: int = 200) -> Iterator[Managers]:
+    logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
+    with kills.lighthouse(groups, patience) as address:
+        made = Managers(address)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def managers() -> Iterator[Managers]:
+    yield from _managers(1)
+
+
+@pytest.fixture
+def pair() -> Iterator[Managers]:
+    yield from _managers(2, patience=5000)
+
+
+def wrapped(size: int = 20, batch: int = 4, **options: Any) -> Loader:
+    source: Any = DataLoader(range(size), batch_size=batch)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"seed": 1, "world": World(), "tail": "uneven", **options}
+    return midepoch.wrap(source, **settings)
+
+
+def _note(begun: list[int], start_quorum: Any) -> None:
+    begun.append(1)
+    start_quorum()
+
+
+def test_the_feed_alone_begins_quorums_and_counts_what_is_voted_for(managers: Managers) -> None:
+    for asynchronous in (False, True):
+        manager = managers(use_async_quorum=asynchronous, init_sync=asynchronous)
+        begun: list[int] = []
+        manager.start_quorum = functools.partial(_note, begun, manager.start_quorum)
+        batches = feed(manager, wrapped())
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        seen = []
+        for batch in batches:
+            optimizer.zero_grad()
+            optimizer.zero_grad()
+            seen.append((batch.tolist(), batches.weight, len(begun), batches.position))
+            if len(seen) in (2, 3):
+                manager.report_error(RuntimeError("a link broke"))
+            optimizer.step()
+            manager.start_quorum()
+        # The second step failed twice: it is given again, and counts once.
+        assert [row[0][0] for row in seen] == [0, 4, 4, 4, 8, 12, 16]
+        assert [row[1] for row in seen] == [1.0] * 7
+        assert [row[2] for row in seen] == list(range(1, 8))
+        assert [row[3] for row in seen] == [0, 4, 4, 4, 8, 12, 16]
+        assert (batches.epoch, batches.position, manager.current_step()) == (1, 0, 5)
+        assert [batch.tolist() for batch in itertools.islice(batches, 1)] == [[0, 1, 2, 3]]
+        manager.shutdown(wait=False)
+
+
+def test_a_saved_state_says_what_was_voted_for(managers: Managers) -> None:
+    manager = managers()
+    batches = feed(manager, wrapped())
+    each = iter(batches)
+    next(each)
+    assert batches.state_dict()["position"] == 0
+    with pytest.raises(MidepochError, match="within a step"):
+        batches.load_state_dict(batches.state_dict())
+    assert manager.should_commit()
+    saved = batches.state_dict()
+    assert saved["position"] == 4
+    next(each)
+    manager.report_error(RuntimeError("a link broke"))
+    assert not manager.should_commit()
+    assert batches.state_dict() == saved
+    batches.load_state_dict(saved)
+    assert next(each).tolist() == [4, 5, 6, 7]
+    assert manager.should_commit()
+
+
+def test_a_step_is_one_vote(managers: Managers) -> None:
+    manager = managers()
+    batches = feed(manager, wrapped(tail=None, global_batch=8))
+    each = iter(batches)
+    with pytest.raises(MidepochError, match="for which no batch was taken"):
+        manager.should_commit()
+    next(each)
+    assert not batches.step_due
+    with pytest.raises(MidepochError, match=r"only a part of the global batch.*until feed\.step_due"):
+        manager.should_commit()
+    assert next(each).tolist() == [4, 5, 6, 7]
+    assert batches.step_due
+    with pytest.raises(MidepochError, match=r"before the vote on the last one: call optimizer\.step"):
+        next(each)
+    assert manager.should_commit()
+    assert batches.position == 8
+
+
+def test_what_trains_between_quorums_is_refused_by_name(managers: Managers) -> None:
+    manager = managers()
+    batches = feed(manager, wrapped())
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSGD(manager, model, optimizer, sync_every=1):
+        next(iter(batches))
+        with pytest.raises(UnsupportedSourceError, match="LocalSGD trains on several batches between two quorums"):
+            optimizer.step()
+    assert batches.position == 0
+
+
+def test_what_cannot_be_fed_is_refused(managers: Managers) -> None:
+    manager = managers()
+    with pytest.raises(TypeError, match="and a wrapped loader, got a Manager and a list"):
+        feed(manager, [[1], [2]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got a str and a Loader"):
+        feed("manager", wrapped())
+    with pytest.raises(ValueError, match=r"tail='pad'.*pass tail='uneven'"):
+        feed(manager, wrapped(tail=None))
+    with pytest.raises(UnsupportedSourceError, match="length is not known"):
+        feed(manager, midepoch.wrap(sources.numbers, shard=True, tail="uneven", world=World()))
+    with pytest.raises(UnsupportedSourceError, match="cannot be shared by another number of ranks"):
+        own: Any = DataLoader(range(12), batch_size=2)  # type: ignore[arg-type]
+        feed(manager, midepoch.wrap(own, shard=False, tail="uneven", world=World()))
+    spares = managers("spares", min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+    with pytest.raises(UnsupportedSourceError, match="fewer ranks in a group than groups"):
+        feed(spares, wrapped(world=World(0, 3)))
+
+
+def test_when_all_groups_have_died_others_go_on_from_disk(pair: Managers) -> None:
+    """One group saves behind its second step and dies in its third; two others train on the rest."""
+    with kills.lighthouse(1) as address:
+        theirs = Managers(address)
+        alone = theirs("alone")
+        batches = feed(alone, wrapped())
+        each = iter(batches)
+        trained = []
+        for _ in range(2):
+            trained += next(each).tolist()
+            assert alone.should_commit()
+        saved = {"manager": alone.state_dict(), "data": batches.state_dict()}
+        next(each)  # and dies
+        theirs.close()
+    made = [pair(f"group_{number}") for number in range(2)]
+    groups = Groups(made, [wrapped() for _ in range(2)])
+    for other, fed in zip(made, groups.feeds, strict=True):
+        other.load_state_dict(saved["manager"])
+        fed.load_state_dict(saved["data"])
+    groups.train(1)
+    assert not groups.errors
+    assert sorted([*trained, *(sample for rows in groups.rows for batch, w in rows if w for sample in batch)]) == list(
+        range(20)
+    )
+    assert [other.current_step() for other in made] == [4, 4]
+
+
+class Groups:
+    """Groups of one rank, each in a thread of this process."""
+
+    def __init__(self, managers: list[Manager], loaders: list[Loader]) -> None:
+        self.managers, self.feeds = managers, [feed(*each) for each in zip(managers, loaders, strict=True)]
+        self.rows: list[list[Any]] = [[] for _ in managers]
+        self.errors: list[BaseException] = []
+
+    def train(self, epochs: int) -> None:
+        threads = [threading.Thread(target=self._train, args=(number, epochs)) for number in range(len(self.feeds))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    def _train(self, number: int, epochs: int) -> None:
+        batches: Feed = self.feeds[number]
+        try:
+            while batches.epoch < epochs:
+                for batch in batches:
+                    row = batch.tolist(), batches.weight
+                    # A store in a process that has had several may not answer in time; then the step is made again.
+                    if self.managers[number].should_commit():
+                        self.rows[number].append(row)
+        except BaseException as error:  # noqa: BLE001  # told in the test's thread
+            self.errors.append(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"tail": None, "global_batch": 8}])
+def test_a_group_without_samples_gets_a_batch_that_does_not_count(pair: Managers, options: Any) -> None:
+    groups = Groups([pair(f"group_{number}") for number in range(2)], [wrapped(9, **options) for _ in range(2)])
+    groups.train(2)
+    assert not groups.errors
+    first, second = sorted(groups.rows)
+    assert first == [([0, 1, 2, 3], 1.0), ([8], 2.0)] * 2
+    assert [second[0], second[2]] == [([4, 5, 6, 7], 1.0)] * 2
+    assert [(len(batch), weight) for batch, weight in (second[1], second[3])] == [(4, 0.0)] * 2
+    assert len(second) == 4
+
+
+def test_a_source_smaller_than_the_groups_is_read_by_one(pair: Managers) -> None:
+    groups = Groups([pair(f"group_{number}") for number in range(2)], [wrapped(1) for _ in range(2)])
+    groups.train(3)
+    assert not groups.errors
+    assert sorted(groups.rows) == [[([0], 0.0)] * 3, [([0], 2.0)] * 3]
+
+
+def test_drop_last_ends_the_epoch_for_all_groups(pair: Managers) -> None:
+    source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+    loaders = [midepoch.wrap(source, seed=1, world=World(), tail="uneven") for _ in range(2)]
+    groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
+    groups.train(2)
+    assert not groups.errors
+    assert sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch) == sorted(
+        list(range(16)) * 2
+    )
+
+
+def test_spares_follow_and_do_not_count(pair: Managers) -> None:
+    made = [pair(f"group_{number}", world_size_mode=WorldSizeMode.FIXED_WITH_SPARES) for number in range(2)]
+    groups = Groups(made, [wrapped(12) for _ in range(2)])
+    groups.train(1)
+    assert not groups.errors
+    assert sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch) == list(
+        range(12)
+    )
+    assert {weight for rows in groups.rows for _, weight in rows} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("differs", ["place", "batch size"])
+def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs: str) -> None:
+    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4)]
+    if differs == "place":
+        loaders[0].seek(position=4)
+    groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
+    before = [each.state_dict() for each in groups.feeds]
+    groups.train(1)
+    assert [type(error) for error in groups.errors] == [MidepochError] * 2
+    assert "do not stand at one place" in str(groups.errors[0])
+    assert [each.state_dict() for each in groups.feeds] == before
+    assert groups.rows == [[], []]
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100_000 if CHAOS else 120, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random) -> None:
+    """Groups that die at named points, err, come late and come back; checked after each vote, on each rank."""
+    model.run(chance, 8)
+
+
+# Each round: who takes part, and who errs behind the all-reduce.
+HISTORY: list[tuple[set[int], set[int]]] = [
+    ({0, 1}, set()), ({0, 1}, {0, 1}), ({0, 1, 2}, set()), ({0, 1, 2}, set()), ({0, 1, 2}, {1}), ({0, 1, 2}, set()),
+    ({0, 1, 2}, set()), ({0, 2}, set()), ({0, 2, 3}, {2}), ({0, 2, 3}, {0, 2, 3}), ({0, 2, 3}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("init_sync", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, init_sync: bool) -> None:
+    size, batch = 17, 2
+    job = model.Job(random.Random(0))
+    job.groups.clear()
+    job.ranks, job.size, job.batch, job.together, job.spares, job.least = 1, size, batch, None, False, 1
+    job.asynchronous, job.init_sync, job.source = asynchronous, init_sync, shuffled(size, batch)
+    made: dict[int, tuple[Manager, Feed]] = {}
+    rows: list[Any] = []
+
+    def act(number: int, errs: bool) -> None:
+        manager, batches = made[number]
+        for _ in range(2):
+            if next(iter(batches), None) is not None:
+                break
+        if errs:
+            manager.report_error(RuntimeError("a link broke"))
+        done = manager.should_commit()
+        place = batches.epoch, batches.position
+        who = manager.participating_rank(), manager.num_participants(), manager.current_step()
+        rows.append((f"group_{number}", done, *who, *place))
+
+    present: set[int] = set()
+    for members, errs in HISTORY:
+        for number in present - members:
+            made[number][0].shutdown(wait=False)
+            time.sleep(1.5)  # until its heartbeats are missed
+        for number in members - present:
+            job.groups.append(model.Group(job, f"group_{number}", None))
+            manager = pair(f"group_{number}", use_async_quorum=asynchronous, init_sync=init_sync)
+            loader = midepoch.wrap(shuffled(size, batch), seed=3, world=World(), tail="uneven")
+            made[number] = manager, feed(manager, loader)
+        job.groups = [group for group in job.groups if int(group.name[-1]) in members]
+        job.trace.clear()
+        job.take(job.groups, {}, {f"group_{number}" for number in errs})
+        rows.clear()
+        threads = {number: threading.Thread(target=act, args=(number, number in errs)) for number in members}
+        for number in sorted(members, key=lambda number: number in present):  # who joins asks first
+            threads[number].start()
+            time.sleep(0.3 if number not in present else 0)
+        for thread in threads.values():
+            thread.join(60)
+        assert sorted(rows) == sorted(job.trace), (members, errs)
+        present = members
+
+
+def shuffled(size: int, batch: int) -> Any:
+    return DataLoader(range(size), batch_size=batch, shuffle=True)  # type: ignore[arg-type]

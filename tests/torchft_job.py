@@ -1,0 +1,219 @@
+"""One rank of a replica group that trains under torchft: a count for each sample, so that weights say what they saw.
+
+``python torchft_job.py ARGUMENTS`` with a JSON object: see `Job`. It may be told to kill itself at a named point.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, TensorDataset
+from torchft import Manager, ProcessGroupGloo
+from torchft.manager import WorldSizeMode
+from torchft.optim import OptimizerWrapper
+
+import midepoch
+from midepoch.adapters.trainers.torchft import Feed, feed
+
+POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
+
+
+@dataclass
+class Job:
+    """What a process is told.
+
+    Attributes:
+        group, rank, ranks: the replica group, and this process in it.
+        port: of the group's store.
+        lighthouse: its address.
+        folder: where results go, and what is saved to disk.
+        asynchronous: the quorum.
+        workers: of the DataLoader.
+        size, batch, epochs, together: the data, the batch of a rank, and ``global_batch=``.
+        pause: seconds of a step.
+        die: a point, and how often it is passed before this process dies there; None for never.
+        init_sync: as the Manager's.
+        spares: None, or the number of groups that count.
+        load: continue from what was saved to disk.
+    """
+
+    group: int
+    rank: int
+    ranks: int
+    port: int
+    lighthouse: str
+    folder: str
+    asynchronous: bool = True
+    workers: int = 0
+    size: int = 600
+    batch: int = 4
+    epochs: int = 1
+    together: int | None = None
+    pause: float = 0.02
+    die: tuple[str, int] | None = None
+    init_sync: bool = True
+    spares: int | None = None
+    load: bool = False
+
+
+class Counts(torch.optim.Optimizer):
+    """Adds one to the count of each sample that the mean gradient speaks of, and checks its weight."""
+
+    def __init__(self, counts: torch.nn.Parameter, wrong: torch.Tensor, before: Callable[[], None]) -> None:
+        super().__init__([counts], {})
+        self._counts, self._wrong, self._before = counts, wrong, before
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._before()
+        gradient = self._counts.grad
+        assert gradient is not None
+        seen = gradient > 0
+        if not seen.any():
+            self._wrong += 1
+            return
+        # The mean over N samples: 1 / N for each.
+        share = 1 / int(seen.sum())
+        self._wrong += int((gradient[seen] - share).abs().max() > 1e-4)
+        self._counts.add_(torch.round(gradient / gradient[seen].min()))
+
+
+class Death:
+    """Kills this process where it was told to."""
+
+    def __init__(self, die: tuple[str, int] | None) -> None:
+        self.point, self.left = die if die is not None else ("", 0)
+
+    def __call__(self, point: str, delay: float = 0.0) -> None:
+        if point != self.point:
+            return
+        self.left -= 1
+        if self.left:
+            return
+        (Path(job.folder) / f"died-{os.getpid()}").write_text(point)
+        if delay:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(job: Job) -> None:
+    folder, death = Path(job.folder), Death(job.die)
+    store = TCPStore(
+        "127.0.0.1", job.port, is_master=job.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    if job.ranks > 1:
+        torch.distributed.init_process_group(
+            "gloo", store=PrefixStore("group", store), rank=job.rank, world_size=job.ranks,
+            timeout=timedelta(seconds=20),
+        )  # fmt: skip
+    counts = torch.nn.Parameter(torch.zeros(job.size))
+    wrong = torch.zeros(1)
+
+    def state() -> dict[str, Any]:
+        death("sending")
+        return {"counts": counts.detach().clone(), "wrong": wrong.clone()}
+
+    def load(given: dict[str, Any]) -> None:
+        death("healing")
+        with torch.no_grad():
+            counts.copy_(given["counts"])
+        wrong.copy_(given["wrong"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=2)), load_state_dict=load, state_dict=state,
+        min_replica_size=job.spares or 1, use_async_quorum=job.asynchronous, timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=30), rank=job.rank, world_size=job.ranks, store_addr="127.0.0.1",
+        store_port=job.port, lighthouse_addr=job.lighthouse, replica_id=f"group_{job.group}", init_sync=job.init_sync,
+        world_size_mode=WorldSizeMode.FIXED_WITH_SPARES if job.spares else WorldSizeMode.DYNAMIC, hostname="127.0.0.1",
+        quorum_retries=20,
+    )  # fmt: skip
+    optimizer = OptimizerWrapper(manager, Counts(counts, wrong, lambda: death("voted")))
+    data: Any = DataLoader(
+        TensorDataset(torch.arange(job.size)), batch_size=job.batch, shuffle=True, num_workers=job.workers
+    )
+    world = midepoch.World(job.rank, job.ranks)
+    tail: Any = None if job.together else "uneven"
+    batches = feed(manager, midepoch.wrap(data, seed=7, world=world, tail=tail, global_batch=job.together))
+    saved = folder / "saved.pt"
+    if job.load:
+        given = torch.load(saved)
+        load(given["model"])
+        manager.load_state_dict(given["manager"])
+        batches.load_state_dict(given["data"])
+    _watch(batches, death)
+    log = (folder / f"log-{job.group}-{job.rank}-{os.getpid()}").open("w", buffering=1)
+    while batches.epoch < job.epochs:
+        gradient = None
+        for (ids,) in batches:
+            if gradient is None:
+                optimizer.zero_grad()
+                gradient = torch.zeros(job.size)
+            gradient[ids] += batches.weight / len(ids)  # of the mean over the batch
+            if not batches.step_due:
+                continue
+            time.sleep(job.pause)
+            if job.ranks > 1:
+                torch.distributed.all_reduce(gradient)
+                gradient /= job.ranks
+            counts.grad = gradient
+            work = manager.allreduce(counts.grad)
+            death("allreduce", 0.001)
+            work.wait()
+            gradient, step = None, manager.current_step()
+            optimizer.step()
+            done = manager.current_step() > step
+            place = [batches.epoch, batches.position]
+            log.write(json.dumps([manager.current_step(), done, manager.num_participants(), place, time.time()]) + "\n")
+            if done and manager.participating_rank() == 0 and job.rank == 0:
+                kept = {"model": state(), "manager": manager.state_dict(), "data": batches.state_dict()}
+                torch.save(kept, saved.with_suffix(f".{os.getpid()}"))
+                saved.with_suffix(f".{os.getpid()}").replace(saved)
+    torch.save({"counts": counts.detach(), "wrong": wrong}, folder / f"counts-{job.group}-{job.rank}.pt")
+
+
+def _watch(batches: Feed, death: Death) -> None:
+    """Die within a quorum, or when it is known and no batch was chosen."""
+    quorum, take, first = batches._start_quorum, batches._take, [True]
+
+    def start_quorum() -> None:
+        if first:
+            first.clear()
+            death("first quorum", 0.003)
+        else:
+            death("quorum", 0.003)
+        quorum()
+
+    def chosen() -> Any:
+        death("chosen")
+        return take()
+
+    batches._start_quorum, batches._take = start_quorum, chosen  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    job = Job(**json.loads(sys.argv[1]))
+    # torchft says more than a pipe holds that nobody reads.
+    said = os.open(Path(job.folder) / f"said-{job.group}-{job.rank}-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    train(job)
+    sys.stdout.flush()
+    time.sleep(0.5)  # others may still ask for what this group's servers know
+    os._exit(0)

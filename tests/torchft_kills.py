@@ -1,0 +1,257 @@
+"""Replica groups under torchft whose processes are killed at named points, until every epoch is trained on.
+
+``python tests/torchft_kills.py --kills 100 --seed 1 --asynchronous --ranks 2 --workers 2`` adds a row to the tally in
+docs/reliability-torchft.json, and prints it. A real lighthouse, real Managers in real processes, real SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchft.coordination import LighthouseServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+import forking
+
+HERE = Path(__file__).parent
+MODULES = ["torchft", "midepoch.adapters.trainers.torchft", "torch._dynamo"]  # torch.optim imports the last one
+POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
+
+
+@dataclass
+class Outcome:
+    """What became of one job.
+
+    Attributes:
+        kills: by point.
+        steps, failed: steps of all groups that were voted for, and that were not.
+        launches: of groups.
+        lost, repeated, wrong: samples that the weights of a rank have not seen or seen twice, and steps whose mean was
+            not that over its samples; the most of any rank.
+        finished: ranks that trained to the end.
+    """
+
+    kills: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    failed: int = 0
+    launches: int = 0
+    lost: int = 0
+    repeated: int = 0
+    wrong: int = 0
+    finished: int = 0
+    seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def lighthouse(least: int = 1, patience: int = 200) -> Iterator[str]:
+    """Its address. `least`: groups that make a quorum. `patience`: milliseconds for which it waits for others."""
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=patience, quorum_tick_ms=10, heartbeat_timeout_ms=800
+    )
+    try:
+        yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    finally:
+        server.shutdown()
+
+
+class Group:
+    """The processes of one replica group, which live and die together, as torchrun's agent has it."""
+
+    def __init__(self, number: int, ranks: int, common: dict[str, Any], die: tuple[int | None, Any] | None) -> None:
+        port = free_port()
+        self.number, self.began = number, time.monotonic()
+        self.processes = []
+        for rank in range(ranks):
+            told = {**common, "group": number, "rank": rank, "ranks": ranks, "port": port}
+            if die is not None and die[0] in (None, rank):
+                told["die"] = die[1]
+            self.processes.append(
+                forking.Program([HERE / "torchft_job.py", json.dumps(told)], modules=MODULES)
+            )
+
+    def poll(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def said(self, folder: Path) -> str:
+        """What its processes have said last, without what torchft's servers say."""
+        lines: list[str] = []
+        for process in self.processes:
+            for path in folder.glob(f"said-{self.number}-*-{process.pid}"):
+                lines += path.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines if "[INFO]" not in line][-30:])
+
+
+def run_job(
+    folder: Path, kills: int, seed: int, *, groups: int = 3, ranks: int = 1, points: tuple[str, ...] = POINTS,
+    limit: float = 300, settle: int = 2, **job: Any,
+) -> Outcome:  # fmt: skip
+    """Train to the end, with so many kills on the way, as a seed has them."""
+    chance, outcome, began = random.Random(seed), Outcome(), time.monotonic()
+    planned = 0
+
+    def plan(joins: bool) -> tuple[int | None, Any] | None:
+        """For a group that is launched: whether it will die, where and when."""
+        nonlocal planned
+        if planned >= kills:
+            return None
+        open_to = [each for each in points if joins or each != "healing"]
+        if not open_to or (not joins and chance.random() < 0.4):
+            return None
+        planned += 1
+        point = chance.choice(open_to)
+        count = 1 if point in ("healing", "first quorum") else chance.randint(settle, settle + 6)
+        if point == "sending":
+            count = 1
+        return (chance.choice([None, *range(ranks)]) if ranks > 1 else None), (point, count)
+
+    with lighthouse() as address:
+        common = {"lighthouse": address, "folder": str(folder), **job}
+        alive = {number: Group(number, ranks, common, plan(False)) for number in range(groups)}
+        outcome.launches = groups
+        back: dict[int, float] = {}
+        try:
+            while (alive or back) and time.monotonic() - began < limit:
+                for number, group in list(alive.items()):
+                    statuses = group.poll()
+                    if all(status == 0 for status in statuses):
+                        del alive[number]
+                    elif any(status not in (None, 0) for status in statuses):
+                        group.kill()
+                        if not any(status == -9 for status in statuses):
+                            outcome.errors.append(f"group {number} ended with {statuses}: {group.said(folder)}")
+                        del alive[number]
+                        back[number] = time.monotonic() + chance.uniform(0.1, 1.0)
+                for number, due in list(back.items()):
+                    if time.monotonic() >= due:
+                        del back[number]
+                        alive[number] = Group(number, ranks, common, plan(True))
+                        outcome.launches += 1
+                time.sleep(0.02)
+        finally:
+            for group in alive.values():
+                group.kill()
+                if time.monotonic() - began >= limit:
+                    outcome.errors.append(f"group {group.number} was not done: {group.said(folder)}")
+    outcome.kills = Counter(path.read_text() for path in folder.glob("died-*"))
+    for path in folder.glob("log-*"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut by a kill
+                done = json.loads(line)[1]
+                outcome.steps += done
+                outcome.failed += not done
+    epochs = job.get("epochs", 1)
+    for path in folder.glob("counts-*.pt"):
+        found = torch.load(path)
+        outcome.finished += 1
+        outcome.lost = max(outcome.lost, int((found["counts"] < epochs).sum()))
+        outcome.repeated = max(outcome.repeated, int((found["counts"] > epochs).sum()))
+        outcome.wrong = max(outcome.wrong, int(found["wrong"]))
+    outcome.seconds = round(time.monotonic() - began, 1)
+    return outcome
+
+
+TALLY = HERE.parent / "docs" / "reliability-torchft.json"
+PAGE = HERE.parent / "docs" / "reliability.md"
+BEGIN, END = "<!-- replica groups -->\n", "<!-- end of replica groups -->"
+SHOWN = {
+    "quorum": "in a quorum", "chosen": "between quorum and batch", "allreduce": "in the all-reduce",
+    "voted": "between vote and step", "healing": "in healing", "sending": "sending weights",
+    "first quorum": "in the first quorum",
+}  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows of one setting are added up."""
+    settings = ("quorum", "ranks", "workers", "steps of")
+    points = list(SHOWN)
+    rest = {name: name for name in ("jobs", "launches", "steps", "failed", "lost", "repeated")}
+    rest["failed"] = "failed votes"
+    head: list[Any] = [*settings, "kills", *SHOWN.values(), *rest.values(), "minutes"]
+    lines = [head, ["---"] * len(head)]
+    summed: dict[tuple[Any, ...], Counter[str]] = {}
+    for row in rows:
+        counts = Counter({name: row[name] for name in (*rest, "seconds")})
+        summed.setdefault(tuple(row[name] for name in settings), Counter()).update({**counts, **row["kills"]})
+    for setting, counts in [*summed.items(), (("all", "", "", ""), sum(summed.values(), Counter()))]:
+        killed = [counts[point] for point in points]
+        others = [counts[name] for name in rest]
+        lines.append([*setting, sum(killed), *killed, *others, round(counts["seconds"] / 60)])
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--size", type=int, default=1200, help="samples of an epoch")
+    parser.add_argument("--together", type=int, help="global_batch=")
+    parser.add_argument("--point", action="append", choices=POINTS)
+    parser.add_argument("--each", type=int, default=10, help="kills in one job")
+    parser.add_argument("--limit", type=float, default=150, help="seconds of one job")
+    given = parser.parse_args()
+    total, jobs, errors = Outcome(), 0, list[str]()
+    while total.kills.total() < given.kills:
+        jobs += 1
+        with tempfile.TemporaryDirectory(prefix="midepoch-torchft-") as folder:
+            outcome = run_job(
+                Path(folder), given.each, given.seed * 1000 + jobs, groups=given.groups, ranks=given.ranks,
+                workers=given.workers, asynchronous=given.asynchronous, size=given.size, together=given.together,
+                points=tuple(given.point or POINTS), limit=given.limit,
+            )  # fmt: skip
+        expected = given.groups * given.ranks
+        if outcome.errors or outcome.finished != expected or outcome.lost or outcome.repeated or outcome.wrong:
+            errors.append(f"job {jobs}: {outcome}")
+        total.kills += outcome.kills
+        for name in ("steps", "failed", "launches", "lost", "repeated", "wrong", "finished", "seconds"):
+            setattr(total, name, getattr(total, name) + getattr(outcome, name))
+        print(jobs, outcome, flush=True)
+    row = {
+        "quorum": "asynchronous" if given.asynchronous else "synchronous", "ranks": given.ranks,
+        "workers": given.workers, "steps of": "a batch each" if given.together is None else f"{given.together} samples",
+        "kills": dict(total.kills), "jobs": jobs, "launches": total.launches, "steps": total.steps,
+        "failed": total.failed, "lost": total.lost, "repeated": total.repeated, "wrong weights": total.wrong,
+        "seconds": round(total.seconds), "seed": given.seed, "groups": given.groups, "size": given.size,
+        "errors": errors,
+    }  # fmt: skip
+    rows = json.loads(TALLY.read_text()) if TALLY.exists() else []
+    rows.append(row)
+    TALLY.write_text("[\n" + ",\n".join(json.dumps(each) for each in rows) + "\n]\n")
+    text = PAGE.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}{table(rows)}{END}{after}")
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
