@@ -37,6 +37,11 @@ def first_column(batch: Any) -> list[int]:
     return [int(row) for row in batch.reshape(len(batch), -1)[:, 0]]
 
 
+def text(batch: Any) -> str:
+    """A batch's content, the same in each process. A graph's objects refer to one another."""
+    return text_of(batch.to_dict() if hasattr(batch, "edge_index") else batch)
+
+
 class Row(NamedTuple):
     """One loader.
 
@@ -438,7 +443,7 @@ def passes(row: Row, source: Any, epochs: int, note: Callable[[int, int], None])
     for epoch in range(epochs):
         found.append([])
         for batch in itertools.islice(source, row.batches):
-            found[-1].append(text_of(batch))
+            found[-1].append(text(batch))
             note(epoch, len(found[-1]))
         note(epoch, -1)
     return found
@@ -495,7 +500,7 @@ def resume(row: Row, saved: dict[str, Any]) -> dict[str, Any]:
         try:
             loader.load_state_dict(state)
             expected = len(saved["following"][place])
-            found[place] = [text_of(batch) for batch in itertools.islice(loader, expected if row.batches else None)]
+            found[place] = [text(batch) for batch in itertools.islice(loader, expected if row.batches else None)]
         except midepoch.MidepochError as error:
             found[place] = f"{type(error).__name__}: {error}"
     ranks: Any = None

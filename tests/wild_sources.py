@@ -148,6 +148,24 @@ class RepeatedAugmentation(Sampler[int]):
         self.epoch = epoch
 
 
+class ItsOwnIterator(Sampler[int]):
+    """Is its own iterator, and begins again when it is asked behind its end."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+
+    def __iter__(self) -> ItsOwnIterator:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        if self.place > self.size:
+            self.place = 0
+            raise StopIteration
+        return self.size - self.place
+
+
 class Grouped(BatchSampler):
     """Batches of one group each, from buffers that outlive a pass. Its length is not defined."""
 
