@@ -43,6 +43,7 @@ class Verdict(NamedTuple):
     why: str = ""
     samples: str = "-"
     ranks: str = "-"
+    wrapping: float = 0.0  # seconds
 
 
 WRONG = "**silently wrong**"
@@ -82,7 +83,7 @@ def judge(name: str) -> Verdict:
         if "error" in saved:
             return Verdict("refused" if ours(saved["error"]) else "could not run", saved["error"])
         resumed = run("resume", name, row, scratch, scratch / "save.json")
-    return verdict(row, bare, saved, resumed)
+    return verdict(row, bare, saved, resumed)._replace(wrapping=saved["wrapping"])
 
 
 def ours(error: str) -> bool:
@@ -99,9 +100,10 @@ def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict
     samples = compared(row, bare.get("samples"), saved["samples"])
     ranks = "-"
     if resumed["ranks"] is not None:
-        gone = Counter(saved["samples"]) - Counter(resumed["ranks"])
-        ranks = "yes" if len(list(gone.elements())) <= 2 * 8 and not Counter(resumed["ranks"]) - Counter(
-            saved["samples"] + saved["samples"]) else "no"  # fmt: skip
+        # What was left, and at the end a few again so that both ranks have as many batches.
+        missing = Counter(saved["left"]) - Counter(resumed["ranks"])
+        others = set(resumed["ranks"]) - set(saved["samples"])
+        ranks = "no" if missing or others else "yes"
     if wrong:
         refusals = [rest[place] for place in wrong if isinstance(rest[place], str)]
         if len(refusals) == len(wrong):
@@ -177,10 +179,12 @@ def page(found: dict[str, Verdict]) -> str:
         date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
         machine=platform.machine(), versions=versions({name: ROWS[name] for name in found}),
     )  # fmt: skip
+    slowest = max(each.wrapping for each in found.values())
     lines = [f"| {name} | {each.kind} | {each.samples} | {each.ranks} |" for name, each in found.items()]
     others = {name: each for name, each in found.items() if not each.kind.startswith("exact,")}
     words = [f"- **{name}**, {each.kind}: {each.why}" for name, each in others.items()]
-    return head + "\n".join(lines) + "\n\n## In their words\n\n" + "\n".join(words) + "\n"
+    wrapping = f"`wrap` took {1000 * slowest:.0f} ms at most."
+    return "\n".join((head + "\n".join(lines), "", wrapping, "", "## In their words", "", *words, ""))
 
 
 def main() -> int:

@@ -462,32 +462,27 @@ def save(row: Row) -> dict[str, Any]:
     """Two epochs, saved in the middle, at the boundary and in the middle of the second."""
     states: dict[str, Any] = {}
     loader = wrapped(row)
+    made = row.make()
     since = time.perf_counter()
-    wrapped(row)
+    midepoch.wrap(made, **({} if isinstance(made, midepoch.Loader) else row.options))
     wrapping = time.perf_counter() - since
-    first: list[Any] = []
 
     def note(epoch: int, batch: int) -> None:
         if (batch == CUT) or (batch == -1 and epoch == 0 and row.batches is None):
             states[f"{epoch} {batch}"] = loader.state_dict()
 
-    def noted() -> Iterator[Any]:
-        for batch in loader:
-            first.append(batch)
-            yield batch
-
-    epochs = passes(row, noted() if row.batches else loader, 1 if row.batches else 2, note)
+    epochs = passes(row, loader, 1 if row.batches else 2, note)
     following = {"0 2": epochs[0][CUT:]}
     if not row.batches:
         following |= {"0 -1": epochs[1], "1 2": epochs[1][CUT:]}
     told = loader.capabilities
     names = ("exact_order", "exact_augmentations", "constant_time_resume", "elastic_world", "elastic_workers")
     again = wrapped(row)
-    given = samples(row, list(itertools.islice(again, row.batches)))
+    batches = list(itertools.islice(again, row.batches))
     return {
-        "states": states, "following": following, "samples": given, "adapter": loader._adapter.name,
+        "states": states, "following": following, "adapter": loader._adapter.name,
         "capabilities": {name: [bool(getattr(told, name)), str(getattr(told, name))] for name in names},
-        "wrapping": wrapping,
+        "samples": samples(row, batches), "left": samples(row, batches[CUT:]), "wrapping": wrapping,
     }  # fmt: skip
 
 
