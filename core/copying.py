@@ -71,7 +71,8 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
 def copy_with(value: Any, instead: Mapping[int, Any], shared: Iterable[Any]) -> tuple[Any | None, str]:
     """A deep copy of `value` in which other objects stand for some of those that it holds.
 
-    Datasets, modules, torch's generators and streams, and large arrays are shared.
+    Datasets, modules, torch's generators and streams, and large arrays are shared. Functions are copied with what they
+    close over.
 
     Args:
         value: the original.
@@ -86,7 +87,7 @@ def copy_with(value: Any, instead: Mapping[int, Any], shared: Iterable[Any]) -> 
     def is_shared(each: Any) -> bool:
         return id(each) in kept or isinstance(each, _SHARED) or _is_large_data(each)
 
-    return _copied(value, is_shared, _anything, instead=instead)
+    return _copied(value, is_shared, _anything, with_closures=True, instead=instead)
 
 
 _SHARED = (Dataset, torch.nn.Module, torch.Stream, torch.Event)

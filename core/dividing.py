@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from .errors import MidepochWarning, UnsupportedSourceError
 from .world import World
 
-__all__ = ["Division", "check_division", "division_of", "is_rank", "is_world_size", "length_of"]
+__all__ = ["Division", "attributes_of", "check_division", "division_of", "is_rank", "is_world_size", "length_of"]
 
 _MOST_OBJECTS = 1000  # looked at in one sampler, the nearest first
 _LONGEST_CONTAINER = 256  # members; a longer one holds data
@@ -189,11 +189,11 @@ def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, list | tuple):
             members = [(f"[{at}]", each) for at, each in enumerate(value)] if len(value) <= _LONGEST_CONTAINER else ()
         else:
-            members = [(f".{name}", each) for name, each in _attributes(value)]
+            members = [(f".{name}", each) for name, each in attributes_of(value)]
         queue.extend((path + step, each) for step, each in members if not isinstance(each, _DATA))
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes in an object's dict and in its slots."""
     yield from list(getattr(value, "__dict__", {}).items())
     for base in type(value).__mro__:

@@ -43,6 +43,7 @@ _KEPT = 1_000_000  # indices of a sampler that is not known to end: 40 MB
 _ROUNDS, _LONG = 4, 0.5  # who has given each sample so often, and took so many seconds for it, does not end
 _PART = 1024  # indices that are taken at once
 _FEW = 5  # samples of the dataset on which a sampler is tried
+_TRIED = 100  # rounds that one without an end must give of them; some end after a few
 
 
 class ListedEpoch:
@@ -322,9 +323,9 @@ def _endless(sampler: Any, size: int) -> Understood | None:
     alone = {rank[0]: 0, world_size[0]: 1} if rank[0] else {}
     items = _first_of(sampler, few | alone)
     rounds = [items[start : start + _FEW] for start in range(0, len(items), _FEW)]
-    if len(items) != _ROUNDS * _FEW or any(sorted(each) != list(range(_FEW)) for each in rounds):
+    if len(items) != _TRIED * _FEW or any(sorted(each) != list(range(_FEW)) for each in rounds):
         return None
-    shuffles = items != _ROUNDS * list(range(_FEW))
+    shuffles = items != _TRIED * list(range(_FEW))
     if shuffles and all(each == rounds[0] for each in rounds):
         return None
     second = items[1::2]
@@ -347,7 +348,7 @@ def repeated(sampler: Any) -> Any | None:
         return None
     ((name, inside),) = held.items()
     items = tuple(object() for _ in range(_FEW))
-    return inside if _first_of(sampler, {name: items}) == list(items) * _ROUNDS else None
+    return inside if _first_of(sampler, {name: items}) == list(items) * _TRIED else None
 
 
 def _method_that_made(generator: Any, owner: Any) -> FunctionType | None:
@@ -367,6 +368,6 @@ def _first_of(sampler: Any, attributes: dict[str, Any]) -> list[Any]:
             if isinstance(value, FunctionType):
                 twin.__dict__[name] = value(twin)
         with Streams().under(derive_key(Purpose.LISTING, 0, 0)):
-            return list(itertools.islice(iter(twin), _ROUNDS * _FEW))
+            return list(itertools.islice(iter(twin), _TRIED * _FEW))
     except Exception:  # noqa: BLE001  # it is the user's code, on data that it was not made for
         return []

@@ -160,6 +160,17 @@ def test_finite_ones_without_a_length_are_listed(monkeypatch: pytest.MonkeyPatch
     assert len(wrapped(Without(4))) == 4 * SIZE // BATCH  # no more often than samplers do that repeat some
 
 
+class SomeRounds(wild.Rounds):
+    """A few rounds, and no attribute that says how many."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self._rounds(), 5 * self._size)
+
+
+def test_a_few_rounds_are_not_taken_for_rounds_without_an_end() -> None:
+    assert len(indices(sources.taken(wrapped(SomeRounds(SIZE)), 100))) == 5 * SIZE
+
+
 def test_one_that_begins_again_behind_its_end_is_asked_no_further() -> None:
     assert len(wrapped(wild.ItsOwnIterator(SIZE))) == -(-SIZE // BATCH)
     assert indices(sources.taken(wrapped(wild.ItsOwnIterator(SIZE)))) == list(reversed(range(SIZE)))

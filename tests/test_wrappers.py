@@ -160,6 +160,12 @@ NOT_SEEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "numbers its batches": (wild.Counting, "makes something else of a batch"),
     "counts in an attribute": (wild.CountingForLater, "keeps something of earlier batches, in CountingForLater.steps"),
     "counts in a loop": (wild.CountingInALoop, "keeps something of earlier batches, in number"),
+    "counts in a map": (wild.CountingInAMap, "keeps something of earlier batches, in enumerate"),
+    "counts in another generator": (wild.CountingBelow, "in CountingBelow.numbered.number"),
+    "counts by an iterator": (wild.CountingByItself, "keeps something of earlier batches, in count"),
+    "counts in a slot": (wild.CountingInASlot, "in SlottedIterator.number"),
+    "draws from its own generator": (wild.OwnGenerator, "makes a generator of random numbers in each pass"),
+    "gives one more": (wild.OneMore, "goes on behind the last batch inside"),
     "counts to the end of a whole pass": (wild.CountingAhead, "after a jump, a copy of it raised RuntimeError"),
     "mixes with the batch before": (wild.Mixing, "makes something else of a batch"),
     "remembers batches": (wild.Remembering, "keeps something of earlier batches, in Remembering.memory"),
@@ -191,6 +197,35 @@ def test_one_that_does_more_is_replayed(name: str) -> None:
         around = kind(loader())
         assert given == sources.taken(midepoch.wrap(lambda: around, seed=3)), "as any iterable"
         assert_exact_at_every_cut(make)
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_a_function_that_counts_is_replayed() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(wild.CountingInAFunction(loader()), seed=3)
+
+    first = make()
+    assert sources.taken(first) == sources.taken(midepoch.wrap(lambda: wild.CountingInAFunction(loader()), seed=3))
+    assert "in counting.<locals>.work.number" in first.capabilities.constant_time_resume.reason
+    assert_exact_at_every_cut(make, epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_one_that_begins_again_without_an_end_goes_on() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(wild.ForEver(loader()), seed=3)
+
+    whole = sources.taken(make(), 3 * BATCHES)
+    assert len(whole) == 3 * BATCHES
+    for cut in (1, BATCHES, 2 * BATCHES + 1):
+        assert sources.taken(resumed_after(make, cut), 2) == whole[cut : cut + 2]
+
+
+def resumed_after(make: Callable[[], midepoch.Loader], cut: int) -> midepoch.Loader:
+    state = sources.heads(make, cut)[1]
+    around = make()
+    around.load_state_dict(state)
+    return around
 
 
 def test_a_replay_of_it_says_why_and_what_to_pass() -> None:
@@ -260,6 +295,15 @@ def test_one_that_does_more_later_is_an_error(kind: Any, cut: int) -> None:
         for batch in around:
             given.append(sources.plain(batch))
     assert len(given) == 4 - cut
+
+
+def test_one_that_begins_twice_later_is_an_error() -> None:
+    source = wild.LookingLater(loader())
+    around = midepoch.wrap(source, seed=3)
+    assert len(sources.taken(around)) == BATCHES
+    source.left_out = 1
+    with pytest.raises(SourceError, match=r"not one for one any more: it begins to iterate the DataLoader .*then="):
+        next(iter(around))
 
 
 def test_a_jump_whose_wrapper_is_another_now_is_an_error() -> None:

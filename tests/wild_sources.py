@@ -332,6 +332,118 @@ class CountingInALoop(Around):
             yield batch if number < 4 else -batch
 
 
+def late_negative(numbered: tuple[int, Any]) -> Any:
+    """Changes what comes late."""
+    number, batch = numbered
+    return batch if number < 4 else -batch
+
+
+class CountingInAMap(Around):
+    """No variable of its own shows that it counts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(late_negative, enumerate(self.loader))
+
+
+class CountingBelow(Around):
+    """Another generator counts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.numbered()
+
+    def numbered(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.loader):
+            yield batch if number < 4 else -batch
+
+
+class CountingByItself(Around):
+    """A count in an iterator of python's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = itertools.count()
+        for batch in self.loader:
+            yield batch if next(numbers) < 4 else -batch
+
+
+class SlottedIterator:
+    """Counts in a slot."""
+
+    __slots__ = ("batches", "number")
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.number = batches, 0
+
+    def __iter__(self) -> SlottedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self.number += 1
+        batch = next(self.batches)
+        return batch if self.number < 5 else -batch
+
+
+class CountingInASlot(Around):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in SlottedIterator(iter(self.loader)):  # noqa: UP028  # only the loop itself holds it
+            yield batch
+
+
+def counting() -> Any:
+    """A function that counts its calls."""
+    number = 0
+
+    def work(batch: Any) -> Any:
+        nonlocal number
+        number += 1
+        return batch if number % 100 < 4 else -batch
+
+    return work
+
+
+class CountingInAFunction(Around):
+    """What it calls closes over a count."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.work = counting()
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield self.work(batch)
+
+
+class OwnGenerator(Around):
+    """Draws from a generator that it makes in each pass, for some batches only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = random.Random(0)
+        for batch in self.loader:
+            yield batch + generator.random() if int(batch[0, 0]) % 3 == 0 else batch
+
+
+class OneMore(Around):
+    """Gives one more behind the last batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+        yield torch.zeros(1, 2)
+
+
+class ForEver(Around):
+    """Begins again and again, one ahead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self.rounds()
+        ahead = next(batches)
+        for batch in batches:
+            yield ahead
+            ahead = batch
+
+    def rounds(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
 class CountingAhead(Around):
     """One ahead, for as many batches as there are in a whole pass."""
 
@@ -460,6 +572,15 @@ class Stopping(Skipping):
             if self.left_out in batch[:, 0].tolist():
                 return
             yield batch
+
+
+class LookingLater(Skipping):
+    """Looks at a batch before it begins, from its second pass on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.left_out:
+            next(iter(self.loader))
+        yield from self.loader
 
 
 class DrawingLate(Skipping):

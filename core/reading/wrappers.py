@@ -13,20 +13,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import gc
+import itertools
 import threading
 import types
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from midepoch.copying import copy_with
+from midepoch.dividing import attributes_of
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Run, Seen, Session
 from midepoch.order.keys import derive_key, extend_key
+from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of, repeated
 from midepoch.state.witness import look_at
@@ -123,7 +128,7 @@ class _Feed:
     def __iter__(self) -> _Feed:
         reading = self.reading()
         if reading is not None and self._loader is not None:
-            reading.begins += 1
+            reading.begin()
         return self.iterator
 
     def serve(self, reading: _Reading) -> None:
@@ -301,6 +306,17 @@ class _Reading:
                 self.kept.append(_copy_of(batch))
             self.ready.append(batch)
 
+    def begin(self) -> None:
+        """Count that the wrapper begins to iterate the DataLoader inside.
+
+        Raises:
+            NotOneForOneError: it does so again. One that never ends would ask for ever.
+        """
+        self.begins += 1
+        if self.begins > 1:
+            self.trouble = "it begins to iterate the DataLoader inside more than once"
+            raise NotOneForOneError(self.trouble)
+
     def ask(self) -> Any:
         """The next batch inside, for the wrapper. From here on, the generators stand at this batch's stream."""
         if threading.get_ident() != self._thread:
@@ -363,17 +379,25 @@ class _Reading:
         """Whether the first batch made generators, or used those of a device for the first time. They had no stream."""
         return self.streams.made_late(*self._copied.own().values())
 
+    def own(self) -> dict[str, Any]:
+        """What the wrappers hold themselves now, by name."""
+        return self._copied.own()
+
     def keeps(self) -> dict[str, Any]:
         """What the wrapper, and its iterator, keep between two batches and may read again."""
-        wrapper, iterator = self._copied.wrapper, self._iterator
+        wrappers = {id(each) for each, _ in self._copied.holders}
         kept = self._copied.own()
-        frame = getattr(iterator, "gi_frame", None)
-        if frame is not None:
-            read = _read_by(frame.f_code)
-            kept |= {name: value for name, value in frame.f_locals.items() if name in read}
-        elif iterator is not wrapper:
-            kept |= {f"{type(iterator).__name__}.{name}": value for name, value in _attributes(iterator).items()}
-        return {name: value for name, value in kept.items() if value is not wrapper and type(value) is not _Feed}
+        functions = [each for each in kept.values() if isinstance(each, types.FunctionType)]
+        kept |= _kept_by(self._iterator, functions, wrappers)
+        return {name: value for name, value in kept.items() if id(value) not in wrappers and type(value) is not _Feed}
+
+    def ends(self) -> bool:
+        """Whether the wrapper gives no more. What it raises at its end is no concern: nobody would have asked."""
+        try:
+            self.give()
+        except Exception:  # noqa: BLE001  # by its length, it may have expected more
+            return not self.trouble
+        return False
 
     def close(self) -> None:
         """Drop the copy."""
@@ -392,8 +416,61 @@ def _copy_of(batch: Any) -> Any:
         raise NotOneForOneError(f"its batches cannot be copied ({type(error).__name__}: {error!s:.100})") from None
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    return dict(getattr(value, "__dict__", {}))
+def _kept_by(iterator: Any, functions: list[types.FunctionType], wrappers: set[int]) -> dict[str, Any]:
+    """What an iterator keeps, those that it reads, and functions, by name: variables, attributes, counts, closures."""
+    kept: dict[str, Any] = {}
+    queue: deque[tuple[Any, bool]] = deque((each, True) for each in (iterator, *functions))
+    seen: dict[int, Any] = {}
+    while queue:
+        each, counts = queue.popleft()
+        if id(each) in seen or id(each) in wrappers or type(each) is _Feed:
+            continue
+        seen[id(each)] = each
+        frame = getattr(each, "gi_frame", None)
+        if frame is not None:
+            read = _read_by(frame.f_code)
+            before = "" if each is iterator else f"{frame.f_code.co_qualname}."
+            here = {f"{before}{name}": value for name, value in frame.f_locals.items() if name in read}
+        elif isinstance(each, types.FunctionType):
+            here = _closed_over(each)
+        else:
+            here = {f"{type(each).__name__}.{name}": value for name, value in attributes_of(each)}
+            if counts:
+                here[type(each).__name__] = _counts_of(each)
+        for name, value in here.items():
+            if isinstance(value, Iterator | types.FunctionType):
+                queue.append((value, True))
+            else:
+                kept[name] = value
+        # What a loop itself reads counts only in variables, which have been looked at.
+        held = gc.get_referents(each)
+        held += [member for value in held if type(value) is tuple for member in value]  # as map and zip hold theirs
+        queue.extend(
+            (value, frame is None or type(value) is itertools.islice)
+            for value in held
+            if isinstance(value, Iterator | types.FunctionType)
+        )
+    return kept
+
+
+def _closed_over(function: types.FunctionType) -> dict[str, Any]:
+    held: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            held[f"{function.__qualname__}.{name}"] = cell.cell_contents
+    return held
+
+
+def _counts_of(iterator: Any) -> list[int]:
+    """The numbers in one of python's own iterators, such as enumerate."""
+    if type(iterator).__module__ not in ("builtins", "itertools"):
+        return []
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            parts = iterator.__reduce__()[1:]
+    except Exception:  # noqa: BLE001  # it has no numbers, or does not show them
+        return []
+    return [each for part in parts for each in (part if isinstance(part, tuple) else (part,)) if type(each) is int]
 
 
 def _read_by(code: types.CodeType) -> set[str]:
@@ -479,6 +556,8 @@ class _WrapperSession(Session):
                     self._watches = reading.streams.unused
         except StopIteration:
             raise self._early_end(reading) from None
+        except NotOneForOneError as error:
+            raise SourceError(f"{self._name} is not one for one any more: {error}{_INSTEAD}") from None
         if reading.asked - reading.handed != self._through.lead:
             self._check(reading)
         return batch
@@ -552,7 +631,7 @@ class _WrapperSession(Session):
         reading.fetch()  # it may know by their number that there are no more
         if not 0 <= lead <= _MOST_AHEAD or (lead != reading.asked - reading.handed and not reading.ended):
             raise NotOneForOneError(f"for {len(self._made)} batches it asks for {reading.asked}")
-        self._jump(reading, reading.kept or [])
+        self._jump(reading, (reading.kept or [])[: reading.asked - 1])
         self._through.lead = lead
         if look_at(self._made[0]).differing(look):
             self._restart(0)  # it hands out one and the same object each time
@@ -576,15 +655,12 @@ class _WrapperSession(Session):
             raise
         except Exception as error:  # noqa: BLE001  # read from its start, it will raise it again
             raise NotOneForOneError(f"a copy of it raised {type(error).__name__}: {error!s:.200}") from None
-        if reading.begins > 1:
-            raise NotOneForOneError("it begins to iterate the DataLoader inside more than once")
         return reading.error is None
 
     def _jump(self, reading: _Reading, batches: list[Any]) -> None:
         """Compare what another copy makes first of these batches with what was made of them in a row."""
         other, batch = self._made_of(copy.deepcopy(batches))
         kept = other.keeps()
-        other.close()
         made = look_at(self._made[1])
         if differing := made.differing(look_at(batch)):
             raise NotOneForOneError(f"after a jump it makes something else of a batch ({made.names(differing)})")
@@ -592,8 +668,23 @@ class _WrapperSession(Session):
             again = kept.get(name)
             if value is not again and look_at(value).differing(look_at(again)):
                 raise NotOneForOneError(f"it keeps something of earlier batches, in {name}")
+        if find_generators(*(value for name, value in kept.items() if name not in other.own()))[0]:
+            raise NotOneForOneError("it makes a generator of random numbers in each pass")
+        self._to_the_end(other, len(batches) - 1)
+        other.close()
         if reading.asked > len(self._made):
             self._made_of(batches[:1])[0].close()  # it has to notice the end
+
+    def _to_the_end(self, reading: _Reading, left: int) -> None:
+        """Read a copy that has given its first batch, and has so many left, to its end."""
+        try:
+            for _ in range(left):
+                reading.give()
+        except Exception as error:  # noqa: BLE001  # the first copy has been read without
+            why = f"after a jump, a copy of it raised {type(error).__name__}: {error!s:.200}"
+            raise NotOneForOneError(why) from None
+        if not reading.ends():
+            raise NotOneForOneError(reading.trouble or "it goes on behind the last batch inside")
 
     def _made_of(self, batches: list[Any]) -> tuple[_Reading, Any]:
         """What another copy makes first of these batches, after which there is no other."""
