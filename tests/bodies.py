@@ -223,6 +223,21 @@ def unknown_length(make: Make, log: Log, epochs: int) -> None:
         log("schedule", epoch)
 
 
+def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
+    train = midepoch.wrap(StatefulDataLoader(sources.Noisy(14), batch_size=4, shuffle=True), seed=2)
+    first, second = loader(6, 2), midepoch.wrap(StatefulDataLoader(sources.Noisy(6), batch_size=3, shuffle=True), seed=3)
+    snapshot = make(log=log, train=train, first=first, second=second)
+    for epoch in snapshot.epochs(epochs):
+        for batch in first:
+            log("first", epoch, batch)
+            snapshot.step()
+        if epoch != 1:
+            for pair in zip(second, train, strict=False):
+                log("zip", epoch, pair)
+                snapshot.step()
+        log("schedule", epoch)
+
+
 def read_ahead(make: Make, log: Log, epochs: int) -> None:
     train, validation = loader(18), loader(6, 3, 2)
     snapshot = make(log=log, train=train, validation=validation)
@@ -477,7 +492,7 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
         usual, usual_with_workers, validation_first, validation_in_the_middle, zipped, zipped_with_a_cycle,
         a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
         a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
-        read_ahead, read_ahead_in_a_zip,
+        parts_of_its_own_state, read_ahead, read_ahead_in_a_zip,
     )
 }  # fmt: skip
 

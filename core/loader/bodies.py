@@ -33,6 +33,7 @@ class Passes:
 
     Attributes:
         alone: as given.
+        stays: the body has ended, and its loader stands where the latest pass was left: the next one begins an epoch.
         spans: the loader is read by an iterator that is older than the body, so its passes belong to no body.
         empty: passes to be made that give nothing.
         whole: passes before the latest that would be made again.
@@ -43,7 +44,7 @@ class Passes:
         self._recorded, self.alone = (ended, again), alone
         self.empty = (ended or 0) + bool(again)
         self._together: Sequence[Passes] = ()
-        self.spans = False
+        self.spans = self.stays = False
         self.whole = 0
         self._older: Cursor | None = None
         self.cursor: Cursor | None = None
@@ -161,7 +162,7 @@ class Passes:
     def ended(self) -> bool:
         """Whether the latest pass has come to its end or was left, so that the next one begins a new epoch."""
         if self.cursor is None:
-            return self._recorded[0] is not None
+            return self._recorded != (None, None)
         return not _runs(self.cursor)
 
     @property
