@@ -225,7 +225,8 @@ def unknown_length(make: Make, log: Log, epochs: int) -> None:
 
 def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
     train = midepoch.wrap(StatefulDataLoader(sources.Noisy(14), batch_size=4, shuffle=True), seed=2)
-    first, second = loader(6, 2), midepoch.wrap(StatefulDataLoader(sources.Noisy(6), batch_size=3, shuffle=True), seed=3)
+    second = midepoch.wrap(StatefulDataLoader(sources.Noisy(6), batch_size=3, shuffle=True), seed=3)
+    first = loader(6, 2)
     snapshot = make(log=log, train=train, first=first, second=second)
     for epoch in snapshot.epochs(epochs):
         for batch in first:

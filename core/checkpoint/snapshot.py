@@ -423,7 +423,8 @@ class Snapshot:
             if self._in_body:
                 bodies = Bodies.of(self._epoch, self._passes, handled is not None, in_flight)
             else:
-                bodies = (self._resumed or Bodies(self._epoch, left=self._left))._replace(ends=ends and self._epoch is None)
+                ends = ends and self._epoch is None
+                bodies = (self._resumed or Bodies(self._epoch, left=self._left))._replace(ends=ends)
             return states, _Contribution(loaders, save_generators(), bodies, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"
