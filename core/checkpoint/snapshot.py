@@ -165,7 +165,8 @@ class Snapshot:
         """Count a batch that has been trained on; save, and exit, if it is time.
 
         Args:
-            in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them).
+            in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them). In a body
+                of `epochs`, this is said of the loaders that are being read, not of a validation that has ended.
 
         Raises:
             SystemExit: a signal was received, by some process, and the snapshot was saved.
@@ -408,13 +409,16 @@ class Snapshot:
                 loader = loader_of(part)
                 if loader is None:
                     states[name] = part.state_dict()
-                elif handled is None:
-                    states[name] = loaders[name] = loader.state_dict(in_flight)
+                    continue
+                # In a body, a loader that is not being read, such as that of a validation, has no batch in flight.
+                taken = in_flight if name not in self._passes or self._passes[name].is_read else 0
+                if handled is None:
+                    states[name] = loaders[name] = loader.state_dict(taken)
                 else:
-                    states[name] = loaders[name] = state_or_that_of_now(loader, in_flight)[0]
+                    states[name] = loaders[name] = state_or_that_of_now(loader, taken)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
             if self._in_body:
-                bodies = Bodies.of(self._epoch, self._passes, interrupted=handled is not None)
+                bodies = Bodies.of(self._epoch, self._passes, handled is not None, in_flight)
             else:
                 bodies = (self._resumed or Bodies(self._epoch))._replace(ends=ends and self._epoch is None)
             return states, _Contribution(loaders, save_generators(), bodies, "")

@@ -51,7 +51,7 @@ class Passes:
         self._stood: int | None = None  # where, when the last of these came to its end
         self._turns: Places = []  # the same when it came to its end, if they had gone on meanwhile
         self._left: Places = []  # the same when it was left
-        self._others_began = False  # since it was left
+        self._others_began = False  # since it ended or was left
 
     # --- what happens ---
 
@@ -91,7 +91,7 @@ class Passes:
         self.cursor, self._turns, self._left, self._others_began = cursor, [], [], False
         self._outer, self._stood = [], None
         for each in self._together:
-            each._others_began = each._others_began or each._was_left
+            each._others_began = each._others_began or (each.cursor is not None and not _runs(each.cursor))
             if each is not self and each.runs and each.cursor is not None:
                 self._outer.append((each.cursor, -1 if continues else each.cursor.position))
 
@@ -164,14 +164,26 @@ class Passes:
             return self._recorded[0] is not None
         return not _runs(self.cursor)
 
-    def record(self, interrupted: bool = False) -> tuple[int | None, bool | None]:
+    @property
+    def is_read(self) -> bool:
+        """Whether a prefetcher that reads ahead may read the latest pass, or has read it to its end."""
+        cursor = self.cursor
+        if cursor is None or self._others_began:
+            return False
+        return self.runs or cursor.phase is not Phase.EXHAUSTED or not self._is_within or bool(self._turns)
+
+    def record(self, interrupted: bool = False, in_flight: int = 0) -> tuple[int | None, bool | None]:
         """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes.
 
-        `interrupted`: the body was left, or is about to be; passes that were left with it go on in the next one.
+        Args:
+            interrupted: the body was left, or is about to be; passes that were left with it go on in the next one.
+            in_flight: batches that were taken and not trained on. A pass that is read goes on before them, even if it
+                has come to its end.
         """
         if self.cursor is None:
             return self._recorded  # until a pass begins, a body that is run again stands where it stood
-        if _runs(self.cursor) or (interrupted and self._was_left and not self._is_behind):
+        goes_on = (interrupted and self._was_left and not self._is_behind) or (in_flight and self.is_read)
+        if _runs(self.cursor) or goes_on:
             return (None if self.spans else self.whole), None
         again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
         return self.whole, again
