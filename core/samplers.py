@@ -41,6 +41,7 @@ __all__ = [
 _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
 _KEPT = 1_000_000  # indices of a sampler that is not known to end: 40 MB
 _ROUNDS, _LONG = 4, 0.5  # who has given each sample so often, and took so many seconds for it, does not end
+_PART = 1024  # indices that are taken at once
 _FEW = 5  # samples of the dataset on which a sampler is tried
 
 
@@ -188,8 +189,10 @@ class Listed:
 
 
 def _in_parts(iterator: Iterator[Any]) -> Iterator[list[Any]]:
-    while some := list(itertools.islice(iterator, 1024)):
+    while some := list(itertools.islice(iterator, _PART)):
         yield some
+        if len(some) < _PART:
+            return  # asked again, some begin again
 
 
 def _is_pure(sampler: object) -> bool:

@@ -264,7 +264,7 @@ def foreign(path: Path) -> list[str]:
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
             own.add(node.attr)
-    public = {"_replace", "_exit", "_asdict", "_fields"}  # documented, for all their names
+    public = {"_replace", "_exit", "_asdict", "_fields", "_getframe"}  # documented, for all their names
     found = []
     for node in nodes:
         name: object = node.attr if isinstance(node, ast.Attribute) else None

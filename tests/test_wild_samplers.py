@@ -160,6 +160,11 @@ def test_finite_ones_without_a_length_are_listed(monkeypatch: pytest.MonkeyPatch
     assert len(wrapped(Without(4))) == 4 * SIZE // BATCH  # no more often than samplers do that repeat some
 
 
+def test_one_that_begins_again_behind_its_end_is_asked_no_further() -> None:
+    assert len(wrapped(wild.ItsOwnIterator(SIZE))) == -(-SIZE // BATCH)
+    assert indices(sources.taken(wrapped(wild.ItsOwnIterator(SIZE)))) == list(reversed(range(SIZE)))
+
+
 def raising(error: BaseException) -> Any:
     class Raising(sources.Buckets):
         def __len__(self) -> int:

@@ -178,7 +178,8 @@ def train(job: Job) -> None:
             optimizer.step()
             done = manager.current_step() > step
             place = [batches.epoch, batches.position]
-            log.write(json.dumps([manager.current_step(), done, manager.num_participants(), place, time.time()]) + "\n")
+            who = manager.participating_rank(), manager.num_participants()
+            log.write(json.dumps([manager.current_step(), done, who, place, time.time()]) + "\n")
             if done and manager.participating_rank() == 0 and job.rank == 0:
                 kept = {"model": state(), "manager": manager.state_dict(), "data": batches.state_dict()}
                 torch.save(kept, saved.with_suffix(f".{os.getpid()}"))

@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 MODULES = ["torchft", "midepoch.adapters.trainers.torchft", "torch._dynamo"]  # torch.optim imports the last one
 POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
 
+ENDS = ("it was not healed when the rest of its group was", "Connection closed by peer", "Connection reset by peer")
+
 
 @dataclass
 class Outcome:
@@ -45,6 +47,8 @@ class Outcome:
         lost, repeated, wrong: samples that the weights of a rank have not seen or seen twice, and steps whose mean was
             not that over its samples; the most of any rank.
         finished: ranks that trained to the end.
+        ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
+            killed, or because a process was not healed when the rest of its group was.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -55,6 +59,7 @@ class Outcome:
     repeated: int = 0
     wrong: int = 0
     finished: int = 0
+    ended: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
 
@@ -145,7 +150,11 @@ def run_job(
                     elif any(status not in (None, 0) for status in statuses):
                         group.kill()
                         if not any(status == -9 for status in statuses):
-                            outcome.errors.append(f"group {number} ended with {statuses}: {group.said(folder)}")
+                            said = group.said(folder)
+                            if any(words in said for words in ENDS) and ranks > 1:
+                                outcome.ended += 1
+                            else:
+                                outcome.errors.append(f"group {number} ended with {statuses}: {said}")
                         del alive[number]
                         back[number] = time.monotonic() + chance.uniform(0.1, 1.0)
                 for number, due in list(back.items()):
@@ -191,8 +200,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows of one setting are added up."""
     settings = ("quorum", "ranks", "workers", "steps of")
     points = list(SHOWN)
-    rest = {name: name for name in ("jobs", "launches", "steps", "failed", "lost", "repeated")}
-    rest["failed"] = "failed votes"
+    rest = {name: name for name in ("jobs", "launches", "steps", "failed", "ended", "lost", "repeated")}
+    rest |= {"failed": "failed votes", "ended": "groups ended by an error"}
     head: list[Any] = [*settings, "kills", *SHOWN.values(), *rest.values(), "minutes"]
     lines = [head, ["---"] * len(head)]
     summed: dict[tuple[Any, ...], Counter[str]] = {}
@@ -204,6 +213,35 @@ def table(rows: list[dict[str, Any]]) -> str:
         others = [counts[name] for name in rest]
         lines.append([*setting, sum(killed), *killed, *others, round(counts["seconds"] / 60)])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def draw(folder: Path, batch: int, path: Path) -> None:
+    """Which group trained on which positions of the epoch when, and where it was killed. Groups of one rank."""
+    from matplotlib import pyplot
+
+    rows = []
+    for log in folder.glob("log-*"):
+        for line in log.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut by a kill
+                rows.append((int(log.name.split("-")[1]), *json.loads(line)))
+    began = min(row[-1] for row in rows)
+    ends = {row[1]: row[4][1] for row in rows if row[2] and row[4][0] == 0}
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for group in sorted({row[0] for row in rows}):
+        color, bars = f"C{group}", []
+        for _, step, done, (rank, _), _, when in (row for row in rows if row[0] == group):
+            if done and rank is not None and step in ends:
+                start = ends.get(step - 1, 0) + rank * batch
+                bars.append((when - began, min(start, ends[step]), min(start + batch, ends[step])))
+        times, lows, highs = zip(*bars, strict=True)
+        axes.vlines(times, lows, highs, colors=color, linewidth=5, label=f"group {group}")
+        pids = {log.name.split("-")[3] for log in folder.glob(f"log-{group}-*")}
+        deaths = [each.stat().st_mtime - began for each in folder.glob("died-*") if each.name[5:] in pids]
+        axes.plot(deaths, [-12 - 12 * group] * len(deaths), "x", color=color, markersize=9, markeredgewidth=2)
+    axes.set_xlabel("seconds; a cross is a SIGKILL")
+    axes.set_ylabel("positions of the epoch trained on")
+    axes.legend(loc="upper left")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -219,6 +257,7 @@ def main() -> None:
     parser.add_argument("--point", action="append", choices=POINTS)
     parser.add_argument("--each", type=int, default=10, help="kills in one job")
     parser.add_argument("--limit", type=float, default=150, help="seconds of one job")
+    parser.add_argument("--draw", type=Path, help="a picture of the first job, and no row")
     given = parser.parse_args()
     total, jobs, errors = Outcome(), 0, list[str]()
     while total.kills.total() < given.kills:
@@ -229,18 +268,22 @@ def main() -> None:
                 workers=given.workers, asynchronous=given.asynchronous, size=given.size, together=given.together,
                 points=tuple(given.point or POINTS), limit=given.limit,
             )  # fmt: skip
+            if given.draw is not None:
+                draw(Path(folder), 4, given.draw)
+                return
         expected = given.groups * given.ranks
         if outcome.errors or outcome.finished != expected or outcome.lost or outcome.repeated or outcome.wrong:
             errors.append(f"job {jobs}: {outcome}")
         total.kills += outcome.kills
-        for name in ("steps", "failed", "launches", "lost", "repeated", "wrong", "finished", "seconds"):
+        for name in ("steps", "failed", "launches", "lost", "repeated", "wrong", "finished", "ended", "seconds"):
             setattr(total, name, getattr(total, name) + getattr(outcome, name))
         print(jobs, outcome, flush=True)
     row = {
         "quorum": "asynchronous" if given.asynchronous else "synchronous", "ranks": given.ranks,
         "workers": given.workers, "steps of": "a batch each" if given.together is None else f"{given.together} samples",
         "kills": dict(total.kills), "jobs": jobs, "launches": total.launches, "steps": total.steps,
-        "failed": total.failed, "lost": total.lost, "repeated": total.repeated, "wrong weights": total.wrong,
+        "failed": total.failed, "ended": total.ended, "lost": total.lost, "repeated": total.repeated,
+        "wrong weights": total.wrong,
         "seconds": round(total.seconds), "seed": given.seed, "groups": given.groups, "size": given.size,
         "errors": errors,
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 # --- samplers without an end ---
 
@@ -146,6 +146,24 @@ class RepeatedAugmentation(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class ItsOwnIterator(Sampler[int]):
+    """Is its own iterator, and begins again when it is asked behind its end."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+
+    def __iter__(self) -> ItsOwnIterator:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        if self.place > self.size:
+            self.place = 0
+            raise StopIteration
+        return self.size - self.place
 
 
 class Grouped(BatchSampler):
@@ -460,6 +478,17 @@ class OneBuffer(Around):
         for batch in self.loader:
             buffer = batch.clone() if buffer is None or buffer.shape != batch.shape else buffer.copy_(batch)
             yield buffer
+
+
+class AsIterableDataset(IterableDataset[Any]):
+    """Passes batches on, and calls itself a dataset."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield batch * 2
 
 
 class OfParts(Around):
