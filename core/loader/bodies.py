@@ -27,7 +27,8 @@ class Passes:
     zip) is not made again, because the outer pass goes on behind it.
 
     Args:
-        ended: `whole` when the resumed snapshot was saved; None if no pass had begun then.
+        ended: `whole` when the resumed snapshot was saved; None if no pass had begun in the body then. A latest pass
+            that had ended all the same is one that an earlier body had left.
         again: whether the latest pass, which had ended then, would be made again; None if it had not ended.
         alone: no one records the number of passes, so a resume knows of one pass only.
 
