@@ -1,7 +1,8 @@
 """How loaders of third-party packages resume: two epochs, cut in three places, continued in another process.
 
 Run ``make wild``, which installs the packages into folders of their own first. Writes docs/sources.md. Each verdict
-follows from the run: another process, under other global seeds, must give the rest of each epoch bit for bit.
+follows from the run: another process, under other global seeds, must give the rest of each epoch bit for bit. With
+``--only``, rows whose name contains a word are run again, and the others stay as docs/sources.json has them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from wild_rows import ROWS, Row
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ROOT / ".venv" / "wild"
+KEPT = ROOT / "docs" / "sources.json"
 LIMIT = 240  # seconds of one process
 
 
@@ -189,7 +191,7 @@ def page(found: dict[str, Verdict]) -> str:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--only", default="", help="rows whose name contains this; nothing is written")
+    arguments.add_argument("--only", default="", help="rows whose name contains this; the others stay as they were")
     arguments.add_argument("--processes", type=int, default=2, help="at a time")
     options = arguments.parse_args()
     names = [name for name in ROWS if options.only.lower() in name.lower()]
@@ -198,9 +200,12 @@ def main() -> int:
         for name, each in zip(names, pool.map(judge, names), strict=True):
             found[name] = each
             print(f"{name}: {each.kind}; samples {each.samples}; ranks {each.ranks}; {each.why:.300}", flush=True)
-    if not options.only:
-        (ROOT / "docs" / "sources.md").write_text(page(found))
-    return any(each.kind == WRONG for each in found.values())
+    # A part of the rows takes the place of what came of them before.
+    former = json.loads(KEPT.read_text()) if options.only and KEPT.exists() else {}
+    kept = {name: found.get(name) or Verdict(*former[name]) for name in ROWS if name in found or name in former}
+    KEPT.write_text(json.dumps({name: list(each) for name, each in kept.items()}, indent=1) + "\n")
+    (ROOT / "docs" / "sources.md").write_text(page(kept))
+    return any(each.kind == WRONG for each in kept.values())
 
 
 if __name__ == "__main__":

@@ -412,8 +412,8 @@ ROWS: dict[str, Row] = {
         lambda: grouped(wild.Rounds(SIZE)), DETECTRON2, batches=14, identify=None
     ),
     "detectron2 AspectRatioGroupedDataset over a DataLoader": Row(
-        lambda: ByRatio(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2
-    ),
+        lambda: ByRatio(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2, identify=None
+    ),  # which samples do not fill a last batch depends on the order
     "apex data_prefetcher": Row(lambda: Apex(loader()), ("apex",)),
     "apex data_prefetcher, kept workers": Row(lambda: Apex(loader(**KEPT)), ("apex",)),
     "prefetch_generator's DataLoaderX": Row(lambda: loader(InBackground), ("prefetch_generator",)),

@@ -68,7 +68,9 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
     return _copied(value, is_shared, _what_forbids)
 
 
-def copy_with(value: Any, instead: Mapping[int, Any], shared: Iterable[Any]) -> tuple[Any | None, str]:
+def copy_with(
+    value: Any, own: Iterable[Any], instead: Mapping[int, Any], shared: Iterable[Any]
+) -> tuple[Any | None, str]:
     """A deep copy of `value` in which other objects stand for some of those that it holds.
 
     Datasets, modules, torch's generators and streams, and large arrays are shared. Functions are copied with what they
@@ -76,15 +78,18 @@ def copy_with(value: Any, instead: Mapping[int, Any], shared: Iterable[Any]) -> 
 
     Args:
         value: the original.
+        own: what is copied whatever it is, the original among it.
         instead: by the `id` of an object, what stands for it.
         shared: what else is shared.
 
     Returns:
         The copy, and an empty text; or None and the reason.
     """
-    kept = instead.keys() | {id(each) for each in shared}
+    copied, kept = {id(each) for each in own}, instead.keys() | {id(each) for each in shared}
 
     def is_shared(each: Any) -> bool:
+        if id(each) in copied:
+            return False
         return id(each) in kept or isinstance(each, _SHARED) or _is_large_data(each)
 
     return _copied(value, is_shared, _anything, with_closures=True, instead=instead)

@@ -223,6 +223,57 @@ def unknown_length(make: Make, log: Log, epochs: int) -> None:
         log("schedule", epoch)
 
 
+def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
+    train = midepoch.wrap(StatefulDataLoader(sources.Noisy(14), batch_size=4, shuffle=True), seed=2)
+    second = midepoch.wrap(StatefulDataLoader(sources.Noisy(6), batch_size=3, shuffle=True), seed=3)
+    first = loader(6, 2)
+    snapshot = make(log=log, train=train, first=first, second=second)
+    for epoch in snapshot.epochs(epochs):
+        for batch in first:
+            log("first", epoch, batch)
+            snapshot.step()
+        if epoch != 1:
+            for pair in zip(second, train, strict=False):
+                log("zip", epoch, pair)
+                snapshot.step()
+        log("schedule", epoch)
+
+
+def read_ahead(make: Make, log: Log, epochs: int) -> None:
+    train, validation = loader(18), loader(6, 3, 2)
+    snapshot = make(log=log, train=train, validation=validation)
+    for epoch in snapshot.epochs(epochs):
+        for other in validation:
+            log("before", epoch, other)
+        for batch, in_flight in ahead(train, 2):
+            log("train", epoch, batch)
+            snapshot.step(in_flight)
+        for other in validation:
+            log("after", epoch, other)
+
+
+def read_ahead_in_a_zip(make: Make, log: Log, epochs: int) -> None:
+    first, second, validation = loader(14), loader(22, 4, 2), loader(6, 3, 2)
+    snapshot = make(log=log, first=first, second=second, validation=validation)
+    for epoch in snapshot.epochs(epochs):
+        pairs = zip(first, second, strict=False) if epoch == 1 else zip(second, first, strict=False)
+        for pair, in_flight in ahead(pairs, 1):
+            log("train", epoch, pair)
+            snapshot.step(in_flight)
+        for other in validation:
+            log("after", epoch, other)
+
+
+def ahead(source: Iterable[Any], count: int) -> Iterator[tuple[Any, int]]:
+    """Each batch, and how many behind it have been taken, as a prefetcher does in a thread."""
+    batches, taken = iter(source), list[Any]()
+    while True:
+        taken += itertools.islice(batches, count + 1 - len(taken))
+        if not taken:
+            return
+        yield taken.pop(0), len(taken)
+
+
 def _numbers() -> Iterator[Any]:
     for index in range(7):
         yield index, random.random()
@@ -442,6 +493,7 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
         usual, usual_with_workers, validation_first, validation_in_the_middle, zipped, zipped_with_a_cycle,
         a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
         a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
+        parts_of_its_own_state, read_ahead, read_ahead_in_a_zip,
     )
 }  # fmt: skip
 

@@ -264,6 +264,48 @@ def test_a_program_that_is_killed_anywhere_does_what_an_undisturbed_one_does(nam
         logging.disable(logging.NOTSET)
 
 
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_signal_while_the_last_batches_of_an_epoch_are_in_flight(step: int, tmp_path: Path) -> None:
+    path, log = tmp_path / "snapshot.pt", bodies.Log()
+
+    def make(**parts: Any) -> Snapshot:
+        snapshot = Snapshot(path, **parts)
+        count = snapshot.step
+
+        def signalled(in_flight: int) -> None:
+            if snapshot.steps + 1 == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            count(in_flight)
+
+        snapshot.step = signalled  # type: ignore[method-assign,assignment]
+        return snapshot
+
+    with pytest.raises(SystemExit):
+        bodies.BODIES["read_ahead"](make, log, 2)
+    log = bodies.Log()
+    bodies.BODIES["read_ahead"](lambda **parts: Snapshot(path, signals=(), **parts), log, 3)
+    assert json.loads(json.dumps(log.lines)) == undisturbed("read_ahead", tmp_path)
+
+
+def test_a_batch_in_flight_is_not_one_of_a_validation(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    train, validation = shuffled(), shuffled()
+    snapshot = Snapshot(path, signals=(), data=train, validation=validation)
+    with pytest.raises(ZeroDivisionError):
+        for epoch in snapshot.epochs(2):
+            for number, _ in enumerate(train):
+                try:
+                    assert (epoch, number) != (1, 2) or 1 / 0
+                except ZeroDivisionError:
+                    snapshot.save(in_flight=1)
+                    raise
+                snapshot.step()
+            list(validation)
+    assert places(path)[:2] == (8, 1)
+    state = torch.load(path, weights_only=True)["parts"]["validation"]
+    assert (state["epoch"], state["position"]) == (1, 0)
+
+
 @pytest.mark.parametrize("name", ["usual_with_workers", pytest.param("several_passes", marks=pytest.mark.long)])
 def test_a_program_killed_by_sigkill(name: str, tmp_path: Path) -> None:
     path, lives = tmp_path / "snapshot.pt", 0

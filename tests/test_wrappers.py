@@ -42,6 +42,7 @@ SEEN: dict[str, Callable[..., Any]] = {
     "one ahead of one that keeps its workers": lambda **keywords: wild.OneAhead(loader(wild.KeepsWorkers, **keywords)),
     "in one another": lambda **keywords: wild.OneAhead(wild.OnDevice(loader(wild.Doubling, **keywords))),
     "one buffer": lambda **keywords: wild.OneBuffer(loader(**keywords)),
+    "calls itself a dataset": lambda **keywords: wild.AsIterableDataset(loader(**keywords)),
     "draws late": lambda **keywords: wild.DrawingLate(loader(**keywords), 7),
     "mixed by its collate function": lambda **keywords: wild.OfParts(
         loader(collate_fn=sources.noisy_collate, **keywords)

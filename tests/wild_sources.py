@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 # --- samplers without an end ---
 
@@ -599,6 +599,17 @@ class OneBuffer(Around):
         for batch in self.loader:
             buffer = batch.clone() if buffer is None or buffer.shape != batch.shape else buffer.copy_(batch)
             yield buffer
+
+
+class AsIterableDataset(IterableDataset[Any]):
+    """Passes batches on, and calls itself a dataset."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield batch * 2
 
 
 class OfParts(Around):

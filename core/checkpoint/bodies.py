@@ -30,9 +30,11 @@ class Bodies(NamedTuple):
     ends: bool = False
 
     @classmethod
-    def of(cls, epoch: int | None, passes: Mapping[str, Passes], interrupted: bool = False) -> Bodies:
-        """Those of a loop in whose body there were these passes. `interrupted`: as in `Passes.record`."""
-        recorded = {name: each.record(interrupted) for name, each in passes.items()}
+    def of(
+        cls, epoch: int | None, passes: Mapping[str, Passes], interrupted: bool = False, in_flight: int = 0
+    ) -> Bodies:
+        """Those of a loop in whose body there were these passes. `interrupted`, `in_flight`: as in `Passes.record`."""
+        recorded = {name: each.record(interrupted, in_flight) for name, each in passes.items()}
         return cls(
             epoch,
             {name: whole for name, (whole, _) in recorded.items() if whole is not None},

@@ -136,6 +136,7 @@ class Snapshot:
         self._resumed: Bodies | None = None  # of the loaded snapshot, until a body has begun
         self._epoch: int | None = None  # of the `epochs` loop
         self._passes: dict[str, Passes] = {}  # in the body that is running, by loader
+        self._left: dict[str, bool] = {}  # loaders that stand where an earlier body has left them, as in Bodies
         self._in_body = self._owes_a_save = self._told_of_put_off = False
         self._polling, self._polls = Agreement(group), 0
         self._made_in = id(sys.exception())  # a whole run may be in an `except` clause
@@ -165,7 +166,8 @@ class Snapshot:
         """Count a batch that has been trained on; save, and exit, if it is time.
 
         Args:
-            in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them).
+            in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them). In a body
+                of `epochs`, this is said of the loaders that are being read, not of a validation that has ended.
 
         Raises:
             SystemExit: a signal was received, by some process, and the snapshot was saved.
@@ -300,7 +302,8 @@ class Snapshot:
         loaders = self._loaders()
         if any(loader._course.passes is not None for loader in loaders.values()):
             raise MidepochError(RUNNING)
-        passes = [Passes() if resumed is None else resumed.passes(name) for name in loaders]
+        before = Bodies(left=self._left) if resumed is None else resumed
+        passes = [before.passes(name) for name in loaders]
         bring_together(passes)
         for (name, loader), each in zip(loaders.items(), passes, strict=True):
             loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
@@ -312,6 +315,7 @@ class Snapshot:
         where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
         going_on = [loader._leave_body() for loader in self._loaders().values()]
+        self._left = {name: False for name, each in self._passes.items() if each.stays}
         self._forget_body()
         self._epoch = epoch
         # Python may free a pass that was left later on one rank than on another.
@@ -408,15 +412,19 @@ class Snapshot:
                 loader = loader_of(part)
                 if loader is None:
                     states[name] = part.state_dict()
-                elif handled is None:
-                    states[name] = loaders[name] = loader.state_dict(in_flight)
+                    continue
+                # In a body, a loader that is not being read, such as that of a validation, has no batch in flight.
+                taken = in_flight if name not in self._passes or self._passes[name].is_read else 0
+                if handled is None:
+                    states[name] = loaders[name] = loader.state_dict(taken)
                 else:
-                    states[name] = loaders[name] = state_or_that_of_now(loader, in_flight)[0]
+                    states[name] = loaders[name] = state_or_that_of_now(loader, taken)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
             if self._in_body:
-                bodies = Bodies.of(self._epoch, self._passes, interrupted=handled is not None)
+                bodies = Bodies.of(self._epoch, self._passes, handled is not None, in_flight)
             else:
-                bodies = (self._resumed or Bodies(self._epoch))._replace(ends=ends and self._epoch is None)
+                ends = ends and self._epoch is None
+                bodies = (self._resumed or Bodies(self._epoch, left=self._left))._replace(ends=ends)
             return states, _Contribution(loaders, save_generators(), bodies, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"
@@ -554,7 +562,7 @@ class Snapshot:
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
-        self._epoch, self._owes_a_save = None, False
+        self._epoch, self._left, self._owes_a_save = None, {}, False
         self._file.take_over(found)
         return True
 

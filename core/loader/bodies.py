@@ -27,12 +27,14 @@ class Passes:
     zip) is not made again, because the outer pass goes on behind it.
 
     Args:
-        ended: `whole` when the resumed snapshot was saved; None if no pass had begun then.
+        ended: `whole` when the resumed snapshot was saved; None if no pass had begun in the body then. A latest pass
+            that had ended all the same is one that an earlier body had left.
         again: whether the latest pass, which had ended then, would be made again; None if it had not ended.
         alone: no one records the number of passes, so a resume knows of one pass only.
 
     Attributes:
         alone: as given.
+        stays: the body has ended, and its loader stands where the latest pass was left: the next one begins an epoch.
         spans: the loader is read by an iterator that is older than the body, so its passes belong to no body.
         empty: passes to be made that give nothing.
         whole: passes before the latest that would be made again.
@@ -43,7 +45,7 @@ class Passes:
         self._recorded, self.alone = (ended, again), alone
         self.empty = (ended or 0) + bool(again)
         self._together: Sequence[Passes] = ()
-        self.spans = False
+        self.spans = self.stays = False
         self.whole = 0
         self._older: Cursor | None = None
         self.cursor: Cursor | None = None
@@ -51,7 +53,7 @@ class Passes:
         self._stood: int | None = None  # where, when the last of these came to its end
         self._turns: Places = []  # the same when it came to its end, if they had gone on meanwhile
         self._left: Places = []  # the same when it was left
-        self._others_began = False  # since it was left
+        self._others_began = False  # since it ended or was left
 
     # --- what happens ---
 
@@ -91,7 +93,7 @@ class Passes:
         self.cursor, self._turns, self._left, self._others_began = cursor, [], [], False
         self._outer, self._stood = [], None
         for each in self._together:
-            each._others_began = each._others_began or each._was_left
+            each._others_began = each._others_began or (each.cursor is not None and not _runs(each.cursor))
             if each is not self and each.runs and each.cursor is not None:
                 self._outer.append((each.cursor, -1 if continues else each.cursor.position))
 
@@ -161,17 +163,29 @@ class Passes:
     def ended(self) -> bool:
         """Whether the latest pass has come to its end or was left, so that the next one begins a new epoch."""
         if self.cursor is None:
-            return self._recorded[0] is not None
+            return self._recorded != (None, None)
         return not _runs(self.cursor)
 
-    def record(self, interrupted: bool = False) -> tuple[int | None, bool | None]:
+    @property
+    def is_read(self) -> bool:
+        """Whether a prefetcher that reads ahead may read the latest pass, or has read it to its end."""
+        cursor = self.cursor
+        if cursor is None or self._others_began:
+            return False
+        return self.runs or cursor.phase is not Phase.EXHAUSTED or not self._is_within or bool(self._turns)
+
+    def record(self, interrupted: bool = False, in_flight: int = 0) -> tuple[int | None, bool | None]:
         """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes.
 
-        `interrupted`: the body was left, or is about to be; passes that were left with it go on in the next one.
+        Args:
+            interrupted: the body was left, or is about to be; passes that were left with it go on in the next one.
+            in_flight: batches that were taken and not trained on. A pass that is read goes on before them, even if it
+                has come to its end.
         """
         if self.cursor is None:
             return self._recorded  # until a pass begins, a body that is run again stands where it stood
-        if _runs(self.cursor) or (interrupted and self._was_left and not self._is_behind):
+        goes_on = (interrupted and self._was_left and not self._is_behind) or (in_flight and self.is_read)
+        if _runs(self.cursor) or goes_on:
             return (None if self.spans else self.whole), None
         again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
         return self.whole, again

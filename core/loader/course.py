@@ -544,8 +544,10 @@ class Course:
         cursor = self.cursor
         if epoch is None and (passes.going_on or passes.spans):
             return not passes.spans
-        left = passes.ended and self.has_begun and self.adapter.can_seek
-        if self.is_over or left or self.epoch == epoch:
+        left = passes.ended and self.has_begun and not self.is_over
+        if left and epoch is None and not self.adapter.can_seek:
+            self.came, passes.stays = Came.READ, True  # only reading leads to the next epoch
+        elif self.is_over or left or self.epoch == epoch:
             self.end_epoch()
             self.came = Came.READ
             if cursor.phase is Phase.RUNNING and cursor.owned:

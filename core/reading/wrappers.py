@@ -226,7 +226,7 @@ class Through:
             of_torch = attributes_of_torch() if isinstance(each, DataLoader) else ()
             shared += [value for name, value in vars(each).items() if name in of_torch]
             instead |= {id(value): feed.iterator for value in vars(each).values() if is_iterator(value)}
-        wrapper, why = copy_with(chain[0][0], instead, shared)
+        wrapper, why = copy_with(chain[0][0], [each for each, _ in chain], instead, shared)
         if wrapper is None:
             raise NotOneForOneError(f"it cannot be read through a copy: {why}")
         holders, each = [], wrapper
