@@ -229,6 +229,16 @@ def resumed_after(make: Callable[[], midepoch.Loader], cut: int) -> midepoch.Loa
     return around
 
 
+@pytest.mark.parametrize("kind", [wild.Twice, wild.OneMore])
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_one_that_makes_two_of_an_epochs_only_batch_is_replayed(kind: Any) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(DataLoader(sources.Noisy(SIZE), SIZE, shuffle=True)), seed=3)
+
+    assert len(sources.taken(make())) == 2
+    assert_exact_at_every_cut(make)
+
+
 def test_a_replay_of_it_says_why_and_what_to_pass() -> None:
     make = lambda: midepoch.wrap(wild.Mixing(loader()), seed=3)
     state = sources.heads(make, 2)[1]

@@ -627,6 +627,8 @@ class _WrapperSession(Session):
             reading = self._reading
         lead, look = reading.asked - reading.handed, look_at(self._made[0])
         if not self._make():
+            if reading.ended and reading.asked == reading.handed and not reading.ends():
+                raise NotOneForOneError(reading.trouble or _GOES_ON)
             return
         reading.fetch()  # it may know by their number that there are no more
         if not 0 <= lead <= _MOST_AHEAD or (lead != reading.asked - reading.handed and not reading.ended):
@@ -684,7 +686,7 @@ class _WrapperSession(Session):
             why = f"after a jump, a copy of it raised {type(error).__name__}: {error!s:.200}"
             raise NotOneForOneError(why) from None
         if not reading.ends():
-            raise NotOneForOneError(reading.trouble or "it goes on behind the last batch inside")
+            raise NotOneForOneError(reading.trouble or _GOES_ON)
 
     def _made_of(self, batches: list[Any]) -> tuple[_Reading, Any]:
         """What another copy makes first of these batches, after which there is no other."""
@@ -700,6 +702,7 @@ class _WrapperSession(Session):
         return other, batch
 
 
+_GOES_ON = "it goes on behind the last batch inside"
 _INSTEAD = (
     "; wrap that DataLoader itself, and pass what is done with its batches as then=, or wrap a generator function that "
     "reads this one"
