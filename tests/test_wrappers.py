@@ -24,6 +24,7 @@ import wild_sources as wild
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, World
+from midepoch.testing import ResumableTests
 
 SIZE, BATCH, BATCHES = 22, 4, 6
 
@@ -366,3 +367,53 @@ def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
 def test_then_works_on_what_the_wrapper_gives() -> None:
     make = lambda: midepoch.wrap(wild.OneAhead(loader()), seed=3, then=wild.Erasing(1.0), prefetch=2)
     assert_exact_at_every_cut(make)
+
+
+class Adding(wild.Around):
+    """Draws for each batch, and leaves the indices as they are."""
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            yield batch + torch.rand(1, dtype=torch.float64) * torch.tensor([0, 1, 1, 1])
+
+
+def adding(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 3, seed: int = 0, size: int = 41
+) -> midepoch.Loader:
+    source: Any = wild.KeepsWorkers(sources.Noisy(size), batch_size, shuffle=True, num_workers=num_workers)
+    return midepoch.wrap(Adding(source), seed=seed, world=World(rank, world_size))
+
+
+def indices_of(batch: Any) -> list[int]:
+    return [int(sample[0]) for sample in batch]
+
+
+@pytest.mark.long
+class TestLaws(ResumableTests):
+    make_loader = staticmethod(adding)
+    identify = staticmethod(indices_of)
+    elastic_content = False  # the wrapper draws for a batch
+    shuffled = True
+    quick = True
+
+
+def test_passing_on_costs_few_microseconds_a_batch() -> None:
+    def cost(around: Any) -> float:
+        best = 1.0
+        for _ in range(5):
+            batches = iter(midepoch.wrap(around(DataLoader(range(4000), 4, collate_fn=list)), seed=3))  # type: ignore[arg-type]
+            sources.taken(batches, 10)
+            since = time.thread_time()
+            count = sum(1 for _ in batches)
+            best = min(best, (time.thread_time() - since) / count)
+        return best
+
+    assert cost(PassingOn) - cost(lambda inside: inside) < 20e-6
+
+
+class PassingOn(wild.Around):
+    """Nothing but that."""
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:  # noqa: UP028  # as most are written
+            yield batch
