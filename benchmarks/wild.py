@@ -116,7 +116,8 @@ def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict
     if samples == "no" or ranks == "no":
         return Verdict(WRONG if not words else "told as not exact", words, samples, ranks)
     if not (told["exact_order"][0] and told["exact_augmentations"][0]):
-        return Verdict("exact here, told as not exact", words, samples, ranks)
+        unkept = next(told[name][1] for name in ("exact_order", "exact_augmentations") if not told[name][0])
+        return Verdict("exact here, told as not exact", words or unkept, samples, ranks)
     if saved["adapter"] in ("torchdata", "datasets", "grain", "stateful"):
         return Verdict("exact, carried by its own state", told["constant_time_resume"][1], samples, ranks)
     how = "exact, in constant time" if told["constant_time_resume"][0] else "exact, by replay"
