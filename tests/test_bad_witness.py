@@ -175,8 +175,10 @@ class Hole(Dataset[int]):
         return index
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("hole", [0, 5])
+@pytest.mark.parametrize(
+    ("hole", "workers"),
+    [(0, 0), (0, 2), (5, 0), pytest.param(5, 2, marks=pytest.mark.long)],  # a worker reads as the main process does
+)
 def test_a_sample_that_cannot_be_read_fails_where_it_fails_without_midepoch(hole: int, workers: int) -> None:
     """Also where another one of the first batch, or of a later one, is the damaged one."""
     plain, given = DataLoader(Hole(hole), 4, num_workers=workers), []

@@ -136,7 +136,7 @@ def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> Non
     assert "does not keep" not in without and "believed" not in without
 
 
-@pytest.mark.parametrize("factory", ["of_kinds", "of_nested"])
+@pytest.mark.parametrize("factory", ["of_kinds", pytest.param("of_nested", marks=pytest.mark.long)])
 def test_tensors_of_every_layout_are_compared(factory: str) -> None:
     done = check(f"check_sources:{factory}", "--quick", "--epochs=1", "--laws=tail,isolation,witness")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -755,6 +755,7 @@ class TestMaxSize(_Combined):
     shuffled = True
 
 
+@pytest.mark.long  # the cuts of every mode are tried above, and a cycle inside another combination has the laws
 class TestMaxSizeCycle(_Combined):
     world_sizes = (1, 2)
     make_loader = staticmethod(combine_sources.max_size_cycle)

@@ -154,7 +154,11 @@ MAKERS: dict[str, tuple[Callable[..., Loader], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "kind",
+    # Workers that persist are those that a reshard leaves alive.
+    [pytest.param(each, marks=pytest.mark.long if each == "by index, workers" else ()) for each in MAKERS],
+)
 def test_any_sequence_of_worlds_trains_each_sample_once_with_its_random_numbers(kind: str) -> None:
     make, settings = MAKERS[kind]
     whole = make(World())

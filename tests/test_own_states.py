@@ -568,6 +568,7 @@ class TestGrainLoader(_Own):
     make_loader = staticmethod(own.wrapped_grain_loader)
 
 
+@pytest.mark.long  # every place of its epochs is gone on from above, and Grain's loader has the laws
 class TestGrainDataset(_Own):
     make_loader = staticmethod(own.wrapped_grain_dataset)
 

@@ -275,7 +275,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(BLOCKED)
     command = [sys.executable, "job.py", method]

@@ -186,7 +186,10 @@ def test_several_batches_in_flight() -> None:
     assert taken(resumed(loader.state_dict(in_flight=2))) == whole[1:]
 
 
-@pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
+@pytest.mark.parametrize(
+    "method",
+    ["per_stream", *(pytest.param(each, marks=pytest.mark.long) for each in ("stratified", "device_per_stream"))],
+)
 def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
     options = {"batching_method": method, "size": 15}
     whole = taken(make(**options))
@@ -284,7 +287,14 @@ def drawn(loader: Loader, count: int | None = None) -> list[dict[str, list[Any]]
     return [sources.drawn(batch) for batch in itertools.islice(iter(loader), count)]
 
 
-@pytest.mark.parametrize("options", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize(
+    "options",
+    # The long ones draw in two of the places in which the others draw.
+    [
+        pytest.param(each, id=name, marks=pytest.mark.long if name in ("samples, below", "both") else ())
+        for name, each in DRAWS.items()
+    ],
+)
 def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, Any]) -> None:
     with make(**options) as loader:
         assert loader.capabilities.exact_augmentations
@@ -313,7 +323,7 @@ def test_what_is_drawn_comes_again_where_batches_are_made_in_other_ways(method: 
             assert drawn(loader) == whole[2:]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_another_batch_size_goes_on_with_the_same_samples(workers: int) -> None:
     def samples(batches: list[dict[str, list[Any]]]) -> list[tuple[int, list[float]]]:
         return [pair for batch in batches for pair in zip(batch["number"], batch["drawn"], strict=True)]
@@ -832,15 +842,16 @@ def ranks(
     }
     script = [str(Path(__file__).parent / "streaming_sources.py"), str(out)]
     numbers = ["-" if state is None else str(given), str(steps), str(size), str(batch_size)]
-    processes = [
-        forking.Program(
-            [*script, *numbers, *([] if replication is None else [str(replication)])],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            modules=("cpu_torchvision", "streaming"),
-        )
-        for rank in range(world_size)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+    with sources.one_at_a_time():  # the ranks make theirs together, so none of them can hold it
+        processes = [
+            forking.Program(
+                [*script, *numbers, *([] if replication is None else [str(replication)])],
+                env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                modules=("cpu_torchvision", "streaming"),
+            )
+            for rank in range(world_size)
+        ]
+        errors = [process.communicate(timeout=120)[1] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -931,7 +942,11 @@ def ends(found: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: witness_sources.outcome(each) for name, each in found.items()}
 
 
-@pytest.mark.parametrize("batches", [3, 12, 15], ids=["in mid-epoch", "at the boundary", "in a later epoch"])
+@pytest.mark.parametrize(
+    "batches",
+    [3, 12, pytest.param(15, marks=pytest.mark.long)],
+    ids=["in mid-epoch", "at the boundary", "in a later epoch"],
+)
 def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path, tmp_path: Path) -> None:
     first, changed, copied = (str(folders / name) for name in ("first", "changed", "copied"))
     state, rest = state_after(batches, local=first)

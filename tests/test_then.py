@@ -469,7 +469,7 @@ SELDOM: dict[str, Callable[..., Loader]] = {
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SELDOM)
 def test_a_function_that_draws_now_and_then_is_exact(name: str, prefetch: int) -> None:
     """Whichever batch a process begins with; and each batch is changed in place once."""

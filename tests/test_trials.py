@@ -220,7 +220,9 @@ QUIET_AT_THE_END: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", QUIET_AT_THE_END)
+@pytest.mark.parametrize(
+    "kind", ["a count without effect", pytest.param("workers started anew", marks=pytest.mark.long)]
+)
 def test_what_the_end_of_a_pass_changes_without_effect_is_no_alarm(kind: str) -> None:
     with midepoch.wrap(QUIET_AT_THE_END[kind](), seed=5) as loader, warnings.catch_warnings():
         warnings.simplefilter("error")
