@@ -384,11 +384,12 @@ def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs
     if differs == "place":
         loaders[0].seek(position=4)
     groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
-    before = [each.state_dict() for each in groups.feeds]
+    before = [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)]
     groups.train(1)
     assert [type(error) for error in groups.errors] == [MidepochError] * 2
     assert "do not stand at one place" in str(groups.errors[0])
-    assert [each.state_dict() for each in groups.feeds] == before
+    # Not the whole states: which world the quorum found first is a race, and a state only informs of it.
+    assert [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)] == before
     assert groups.rows == [[], []]
 
 
