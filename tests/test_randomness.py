@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import sys
-import threading
 import types
 import warnings
 from collections import deque
@@ -285,12 +284,6 @@ def test_without_streams_the_source_draws_from_the_caller() -> None:
 
 
 # --- the sample's own generator ---
-
-
-@pytest.fixture(autouse=True)
-def _no_sample_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test of the process may have left a pass in the middle of a sample."""
-    monkeypatch.setattr("midepoch.randomness.streams._current", threading.local())
 
 
 def test_outside_of_a_sample_there_is_no_generator() -> None:

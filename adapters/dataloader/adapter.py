@@ -7,7 +7,6 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
-from midepoch.reading.iterables import IterableAdapter
+from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
 from midepoch.samplers import Listed, ListedEpoch, length_of, understand
@@ -213,36 +212,15 @@ class MapDataLoaderAdapter(Adapter):
         self._server.close()
 
 
-class IterableDataLoaderAdapter(IterableAdapter):
+class IterableDataLoaderAdapter(IterableLoaderAdapter):
     """A DataLoader over an IterableDataset."""
 
     name: ClassVar[str] = "iterable-dataloader"
 
     def __init__(self, source: DataLoader[Any], options: Options) -> None:
-        super().__init__(
-            source,
-            options,
-            stream=source.dataset,
-            workers=source.num_workers,
-            collate=source.collate_fn,
-            batch_size=source.batch_size,
-            drop_last=source.drop_last,
-        )
-        self._server = Server(source, options)
+        super().__init__(source, options, stream=source.dataset)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A DataLoader that keeps torch's own iteration."""
         return iterates_as_torch(source) and isinstance(source.dataset, IterableDataset)
-
-    def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """Read in the loader's worker processes."""
-        return self._server(reader, requests, run)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._server.holding()
-
-    def close(self) -> None:
-        """End persistent worker processes."""
-        self._server.close()

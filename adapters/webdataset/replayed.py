@@ -11,8 +11,7 @@ import copy
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,8 +28,7 @@ from midepoch.adapters.webdataset.shard_stages import folder_as_it_comes, is_kno
 from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.adapter import Options, Run, Session
 from midepoch.order.keys import derive_key, extend_key
-from midepoch.reading.iterables import IterableAdapter
-from midepoch.reading.workers import Server
+from midepoch.reading.iterables import IterableAdapter, IterableLoaderAdapter
 
 __all__ = ["replayed"]
 
@@ -367,7 +365,7 @@ class _ReplayedPipeline(_Replayed):
         self.opening, self._divided = _opening(options), _divided(source)
 
 
-class _ReplayedLoader(_Replayed):
+class _ReplayedLoader(_Replayed, IterableLoaderAdapter):
     """A pipeline in a DataLoader."""
 
     name: ClassVar[str] = "iterable-dataloader"
@@ -387,26 +385,5 @@ class _ReplayedLoader(_Replayed):
                     "every worker reads all of it and keeps its part; pass shard=False if a stage of your own divides"
                 )
             options = replace(options, shard=False)
-        super().__init__(
-            source,
-            options,
-            stream=stream,
-            workers=workers,
-            collate=source.collate_fn,
-            batch_size=source.batch_size,
-            drop_last=source.drop_last,
-        )
-        self._server = Server(source, options)
+        super().__init__(source, options, stream=stream)
         self.opening, self._divided = _opening(options), divided
-
-    def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """Read in the loader's worker processes."""
-        return self._server(reader, requests, run)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._server.holding()
-
-    def close(self) -> None:
-        """End persistent worker processes."""
-        self._server.close()

@@ -6,6 +6,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,8 +24,9 @@ from midepoch.world import World
 from .driven import Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import keeps_nothing, unchanged
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
+from .workers import Server
 
-__all__ = ["IterableAdapter"]
+__all__ = ["IterableAdapter", "IterableLoaderAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)")
 # Version 1 had the digest of the last unit in place of the chain.
@@ -378,6 +380,40 @@ def _as_it_is(value: Any) -> Any:
 
 def _name(source: Any) -> str:
     return getattr(source, "__qualname__", None) or type(source).__name__
+
+
+class IterableLoaderAdapter(IterableAdapter):
+    """A torch DataLoader over a stream, which its worker processes read.
+
+    Args:
+        source: the DataLoader.
+        options: as given to `wrap`.
+        stream: what it reads.
+    """
+
+    def __init__(self, source: DataLoader[Any], options: Options, *, stream: Any) -> None:
+        super().__init__(
+            source,
+            options,
+            stream=stream,
+            workers=source.num_workers,
+            collate=source.collate_fn,
+            batch_size=source.batch_size,
+            drop_last=source.drop_last,
+        )
+        self._server = Server(source, options)
+
+    def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
+        """Read in the loader's worker processes."""
+        return self._server(reader, requests, run)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Leave worker processes to the next session."""
+        return self._server.holding()
+
+    def close(self) -> None:
+        """End persistent worker processes."""
+        self._server.close()
 
 
 class _OpenDriven:
