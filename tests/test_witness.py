@@ -889,6 +889,14 @@ def test_content_on_a_device_is_seen() -> None:
     assert len(looks) == len(digests) == 3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_content_on_a_gpu_is_seen() -> None:
+    for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
+        assert look_at(each.cuda()) == look_at(OnDevice(each.clone()))
+        assert look_at(each.cuda()).differing(look_at((each + 1).cuda()))
+
+
 def test_a_look_says_the_same_in_another_process() -> None:
     # A witness is compared by other versions and on other machines, so what it says must never change.
     assert text_of(golden()) == GOLDEN
