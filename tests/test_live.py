@@ -25,6 +25,7 @@ import sources
 import midepoch
 from midepoch import MidepochError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
 
 SIZE = 61
 
@@ -423,3 +424,62 @@ def test_resharding_takes_no_time() -> None:
         loader.rollback()
         next(each)
     assert sorted(took)[50] < 0.001
+
+
+# --- a training loop that begins again in its process -----------------------------------------------------------------
+
+
+class NotLoadedError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> None:
+    whole = [sources.plain(batch) for batch in by_index(World())]
+    loader = by_index(World(), num_workers=workers)
+    left: Any = loader.epochs(2)
+    next(left)
+    each = iter(loader)
+    next(each)
+    saved = loader.state_dict()
+    next(each)
+    Part("", loader).begin_again(NotLoadedError, "load the state")
+    assert loader.position == 6
+    with pytest.raises(NotLoadedError, match="load the state"):
+        next(each)
+    calls: list[Callable[[], Any]] = [list, lambda: loader.set_epoch(5), loader.rollback]  # as trainers do
+    asks: list[Callable[[], Any]] = [lambda: next(iter(loader)), loader.peek]
+    for call in calls:
+        call()
+        for ask in asks:
+            with pytest.raises(NotLoadedError, match="load the state"):
+                ask()
+    loader.load_state_dict(saved)
+    got: list[Any] = []
+    for epoch in loader.epochs(1):
+        left.close()  # freed late
+        got += [sources.plain(batch) for batch in loader]
+        assert loader.epoch == epoch
+    assert got == whole[1:]
+    Part("", loader).begin_again(NotLoadedError, "load the state")
+    loader.seek(epoch=0)  # the weights begin anew, too
+    assert [sources.plain(batch) for batch in loader] == whole
+    loader.close()
+
+
+def test_a_loop_that_begins_again_in_another_world_gets_its_part_of_the_rest() -> None:
+    passes = [iter(driven(World(rank, 2))) for rank in range(2)]
+    first = [each for batch in (next(each) for each in passes) for each in samples(batch)]
+    os.environ.update(RANK="1", WORLD_SIZE="3")
+    try:
+        loader = midepoch.wrap(DataLoader(Exposing(), batch_size=3), seed=3, tail="uneven")
+        next(iter(loader))
+        saved = midepoch.wrap(DataLoader(Exposing(), batch_size=3), seed=3, tail="uneven")
+        saved.seek(position=6)
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        Part("", loader).begin_again(NotLoadedError, "load the state")
+        loader.load_state_dict(saved.state_dict())
+        rest = [each for batch in loader for each in samples(batch)]
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert sorted(first + rest) == sorted(each for batch in driven(World()) for each in samples(batch))
