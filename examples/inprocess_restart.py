@@ -28,7 +28,7 @@ loader = midepoch.wrap(data, seed=0, global_batch=24)  # a step, however many ra
 @Wrapper(monitor_thread_interval=timedelta(seconds=0.1), last_call_wait=timedelta(seconds=0.1))
 def train(call: CallWrapper = None) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # as the Wrapper sets them for this start
-    dist.init_process_group("gloo", f"tcp://localhost:{port + call.iteration}", timedelta(seconds=60), ranks, rank)
+    dist.init_process_group("gloo", f"tcp://localhost:{port + call.iteration}", timedelta(seconds=15), ranks, rank)
     feed(call, loader)  # shared among the ranks that are left; at a restart, a state must follow
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW((model := torch.nn.Linear(1, 1)).parameters(), lr=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -424,6 +426,44 @@ def test_resharding_takes_no_time() -> None:
         loader.rollback()
         next(each)
     assert sorted(took)[50] < 0.001
+
+
+# --- ranks that get the same batches ----------------------------------------------------------------------------------
+
+
+def _in_meshes(rank: int) -> list[tuple[Any, bool, list[str]]]:
+    """What one of four ranks trains on while the mesh changes: its shape, whether peers got the same, and samples."""
+    loader, trained = by_index(World(), num_workers=rank % 2), []  # peers read with and without a worker process
+    each: Iterator[Any] = iter(())
+    for shape in ((2, 2), (4, 1), (1, 4), (2, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        loader.reshard(World.from_mesh(mesh["dp"]))
+        each = iter(loader) if not trained else each
+        last = len(trained) == 6
+        for step in itertools.count():
+            batch = next(each, None)
+            if batch is not None and step == 1:
+                loader.rollback()  # the step fails once
+                batch = next(each)
+            peers: list[Any] = [None] * shape[1]
+            torch.distributed.all_gather_object(peers, sources.plain(batch), group=mesh["tp"].get_group())
+            if batch is None:
+                break
+            same = all(peer == peers[0] for peer in peers)
+            trained.append((shape, same, samples(batch) if mesh["tp"].get_local_rank() == 0 else []))
+            loader.commit()
+            if step == 1 and not last:
+                break
+    loader.close()
+    return trained
+
+
+def test_tensor_parallel_peers_get_equal_batches_through_every_reshard() -> None:
+    ranks = sources.in_gloo_world(_in_meshes, 4)
+    assert all(same for trained in ranks for _, same, _ in trained)
+    assert [shape for shape, _, _ in ranks[0]][:6] == [(2, 2)] * 2 + [(4, 1)] * 2 + [(1, 4)] * 2
+    got = sorted(each for trained in ranks for _, _, batch in trained for each in batch)
+    assert got == sorted(each for batch in by_index(World()) for each in samples(batch))
 
 
 # --- a training loop that begins again in its process -----------------------------------------------------------------
