@@ -337,8 +337,8 @@ def test_ray_train(tmp_path: Path) -> None:
 
 def test_rays_elastic_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine joins, Ray starts three workers in place of two; it is lost, and two go on."""
-    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # it is missed sooner than in half a minute
-    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+    monkeypatch.setenv("RAY_health_check_period_ms", "2000")  # it is missed sooner than in half a minute
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "4")
     run_apart("ray", "ray_job.py", tmp_path, None, "elastic")
     assert ray_steps(tmp_path) == {2, 3}
     last = max(tmp_path.glob("log-*"), key=lambda path: path.stat().st_mtime)
