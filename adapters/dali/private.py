@@ -12,7 +12,9 @@ import functools
 import gc
 import math
 import os
+import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
 from midepoch.errors import UnsupportedSourceError
-from midepoch.packages import Package
+from midepoch.packages import Package, Replacement
 
 __all__ = [
     "Epochs",
@@ -44,6 +46,7 @@ __all__ = [
     "own_parts",
     "pipelines_of",
     "reader_name",
+    "refuse_reader_name",
     "restore",
     "serialize",
     "sources_of",
@@ -51,6 +54,7 @@ __all__ = [
     "survive_forks",
     "take_pipelines",
     "with_pipelines",
+    "without_auto_reset",
 ]
 
 _DALI = Package(
@@ -116,8 +120,11 @@ def survive_forks() -> None:
 
 
 def is_iterator(source: object) -> bool:
-    """Whether it is one of DALI's iterators for torch."""
-    return isinstance(source, DALIGenericIterator | DALIRaggedIterator)
+    """Whether it is one of DALI's iterators for torch or jax."""
+    if isinstance(source, DALIGenericIterator | DALIRaggedIterator):
+        return True
+    jax = sys.modules.get("nvidia.dali.plugin.jax.iterator")
+    return jax is not None and isinstance(source, jax.DALIGenericIterator)
 
 
 def own_parts(iterator: Any) -> tuple[object, ...]:
@@ -149,6 +156,34 @@ def keeps_checkpoints(iterator: Any) -> bool:
 def disable_auto_reset(iterator: Any) -> None:
     """Make it raise StopIteration at the end of an epoch instead of starting the next one."""
     iterator._auto_reset = "no"
+
+
+_init = _Base.__init__
+
+
+@functools.wraps(_init)
+def _init_without_auto_reset(
+    self: Any, pipelines: Any, size: int = -1, reader_name: str | None = None, auto_reset: Any = False,
+    *arguments: Any, **keywords: Any,
+) -> None:  # fmt: skip
+    _init(self, pipelines, size, reader_name, False, *arguments, **keywords)
+
+
+_WITHOUT_AUTO_RESET = Replacement(_Base, "__init__", _init_without_auto_reset)
+
+
+@contextlib.contextmanager
+def without_auto_reset() -> Iterator[None]:
+    """Iterators that are made meanwhile do not begin an epoch by themselves.
+
+    One that is restored at an epoch's end, and prepares its first batch, would do so while it is made: if a source tells
+    the end, an epoch would be lost.
+    """
+    need = _WITHOUT_AUTO_RESET.needed()
+    try:
+        yield
+    finally:
+        need.end()
 
 
 def last_batch(iterator: Any) -> str:
@@ -320,6 +355,20 @@ def allow_empty(pipeline: Any) -> None:
     they may be at the end of an epoch.
     """
     pipeline._is_restored_from_checkpoint = True
+
+
+def refuse_reader_name(pipeline: Any) -> None:
+    """Answer an iterator that asks the pipeline for a reader by name, which it does when it is made."""
+
+    def reader_meta(name: str | None = None) -> dict[str, Any]:
+        if name is None:
+            return {}
+        raise UnsupportedSourceError(
+            f"reader_name={name!r}: midepoch's readers tell the length of an epoch themselves, so leave reader_name= "
+            "(and size=) out of the iterator"
+        )
+
+    pipeline.reader_meta = reader_meta
 
 
 def add_thread(pipeline: Any) -> None:
