@@ -13,7 +13,7 @@ import nvidia.dali
 
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
-from midepoch.adapters.dali.graph import Graph, build, identity, settings_of
+from midepoch.adapters.dali.graph import Graph, build, identity, lines_of_ours, settings_of
 from midepoch.adapters.dali.subclass import OwnCode, promised
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -21,6 +21,7 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
+from midepoch.state.format import PIECES
 from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
@@ -161,6 +162,8 @@ class NativeAdapter(Adapter):
             "last_batch": private.last_batch(template).lower(),
             "graph": "/".join(sorted({graph.digest for graph in self._graphs})),
         }
+        if pieces := self._graphs[0].pieces:
+            described[f"graph{PIECES}"] = pieces
         meta = self._reader_metas[0]
         for reader in self._graphs[0].readers:
             name = reader.name
@@ -183,6 +186,13 @@ class NativeAdapter(Adapter):
             elastic_workers=promises.NO_WORKERS,
             rank_independent=Capability(False, "each rank's pipeline knows only its part: use midepoch.gather(loader)"),
         )
+
+    @property
+    def elsewhere(self) -> str:
+        """The lines that let midepoch feed the pipeline."""
+        if len(self._graphs) > 1:
+            return ""
+        return lines_of_ours(self._graphs[0], private.reader_name(self._template))
 
     def drawing(self) -> tuple[object, ...]:
         """The iterator, if its class is the user's own."""

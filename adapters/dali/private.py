@@ -13,6 +13,7 @@ import gc
 import math
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from midepoch.errors import UnsupportedSourceError
 from midepoch.packages import Package, Replacement
 
 __all__ = [
+    "DynamicState",
     "Epochs",
     "TakenOver",
     "add_thread",
@@ -37,6 +39,7 @@ __all__ = [
     "disable_auto_reset",
     "drain",
     "drop_first_batch",
+    "dynamic_readers",
     "given_size",
     "has_run",
     "is_iterator",
@@ -176,8 +179,8 @@ _WITHOUT_AUTO_RESET = Replacement(_Base, "__init__", _init_without_auto_reset)
 def without_auto_reset() -> Iterator[None]:
     """Iterators that are made meanwhile do not begin an epoch by themselves.
 
-    One that is restored at an epoch's end, and prepares its first batch, would do so while it is made: if a source tells
-    the end, an epoch would be lost.
+    One that is restored at an epoch's end, and prepares its first batch, would do so while it is made: if a source
+    tells the end, an epoch would be lost.
     """
     need = _WITHOUT_AUTO_RESET.needed()
     try:
@@ -338,6 +341,94 @@ class Epochs:
         self._found.append(batches)
         iterator._counter += batches * step
         iterator.reset()
+
+
+# --- dynamic mode -----------------------------------------------------------------------------------------------------
+
+
+def dynamic_readers() -> Any:
+    """The class of the readers of dynamic mode, which somebody has imported."""
+    return _DALI.part("nvidia.dali.experimental.dynamic._ops:Reader")
+
+
+class DynamicState:
+    """The state of a dynamic reader, by DALI's own Checkpoint.
+
+    Raises:
+        UnsupportedSourceError: the reader was read before, without checkpoints.
+
+    Attributes:
+        shard: the reader's own shard, and the number of shards.
+    """
+
+    def __init__(self, reader: Any, batch_size: int) -> None:
+        _DALI.check(
+            reader, "_advance_shard", "_init_args", "_max_batch_size", "_num_shards", "_op_backend", "_shard_id"
+        )
+        _DALI.check(reader, "_stick_to_shard", "get_metadata")
+        if reader._op_backend is not None:
+            raise UnsupportedSourceError(
+                "this reader has already been read, and no record of that exists: wrap it before its first batch"
+            )
+        self._template, self._batch_size = copy.copy(reader), batch_size
+        self._running: tuple[Any, Any] | None = None
+        self.shard: tuple[int, int] = (reader._shard_id, reader._num_shards)
+
+    @property
+    def reader(self) -> Any:
+        """The reader that runs, a copy of the one that was given."""
+        return self._made()[0]
+
+    def _made(self) -> tuple[Any, Any]:
+        """The reader, and its Checkpoint. Made anew, the reader lists its files."""
+        if self._running is None:
+            reader = copy.copy(self._template)
+            reader._lock, reader._init_args = threading.Lock(), dict(reader._init_args)
+            reader._max_batch_size = self._batch_size
+            checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
+            checkpoint.register(reader, "reader")
+            self._running = reader, checkpoint
+        return self._running
+
+    @functools.cached_property
+    def _padded(self) -> int:
+        return int(self.reader.get_metadata(self._batch_size)["epoch_size_padded"])
+
+    def _shard_in(self, epoch: int) -> int:
+        """A reader's shard moves from epoch to epoch."""
+        shard, shards = self.shard
+        return shard if self._template._stick_to_shard else (shard + epoch) % shards
+
+    def samples(self, epoch: int) -> int:
+        """Of this reader in an epoch."""
+        shard, shards = self._shard_in(epoch), self.shard[1]
+        return (shard + 1) * self._padded // shards - shard * self._padded // shards
+
+    def settings(self) -> list[tuple[str, str]]:
+        """How the reader was made, except for its paths and its shard."""
+        hidden = ("file", "path", "root", "shard", "seed", "index", "checkpointing")
+        made = self._template._init_args.items()
+        return sorted((name, repr(value)) for name, value in made if not any(each in name for each in hidden))
+
+    def text(self) -> str:
+        """Where the reader stands."""
+        self._padded  # noqa: B018  # it has no state before it is set up
+        checkpoint = self._made()[1]
+        checkpoint.collect()
+        return str(checkpoint.serialize())
+
+    def load(self, text: str, epoch: int) -> None:
+        """Go there, within `epoch` or at its beginning; to the very beginning if `text` is empty."""
+        self._running = None  # DALI sets the state of a reader that has not been read
+        reader, checkpoint = self._made()
+        if text:
+            checkpoint.deserialize(text)
+            checkpoint.restore()
+        reader._shard_id = self._shard_in(epoch)
+
+    def next_shard(self) -> None:
+        """Count an epoch that was not read from its beginning."""
+        self.reader._advance_shard()
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
