@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "copy_with", "private_copy", "stateful_copy"]
+__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "copy_with", "directly_held", "private_copy", "stateful_copy"]
 
 LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
@@ -417,6 +417,16 @@ def _members(value: Any) -> Iterator[Any]:
         yield from (each for each in _held_by(value) if isinstance(each, types.FunctionType | types.MethodType))
         return
     yield from getattr(value, "__dict__", {}).values()
+
+
+def directly_held(source: Any) -> list[Any]:
+    """What an object has in its attributes, or a function in variables that it uses."""
+    held = list(getattr(source, "__dict__", {}).values())
+    function = source.func if isinstance(source, functools.partial) else source
+    if isinstance(function, types.FunctionType):
+        held += _held_by(function)
+        held += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return held
 
 
 def _held_by(value: Any) -> Iterator[Any]:
