@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "copy_with", "private_copy", "stateful_copy"]
+__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "copy_with", "private_copy", "shared_modules", "stateful_copy"]
 
 LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
@@ -96,6 +96,12 @@ def copy_with(
 
 
 _SHARED = (Dataset, torch.nn.Module, torch.Stream, torch.Event)
+
+
+def shared_modules(value: Any) -> list[torch.nn.Module]:
+    """The modules that `value` holds, and shares with a copy by `copy_with`."""
+    reached = _reached(value, lambda each: each is not value and isinstance(each, _SHARED), with_closures=True)
+    return [each for each in reached if isinstance(each, torch.nn.Module)]
 
 
 class Apart(NamedTuple):
