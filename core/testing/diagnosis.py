@@ -74,7 +74,9 @@ def diagnose(examination: Examination, report: Report) -> Diagnosis:
         return _unreadable(examination, failed[UNINTERRUPTED])
     declared, reason = _declared(examination)
     if not failed and declared is not False:
-        return Diagnosis("It continues exactly, wherever it was cut", "good")
+        continues = any(each.law == "tail" and each.status == "holds" for each in report.verdicts)
+        title = "It continues exactly where it was cut" if continues else "No law that was examined is broken"
+        return Diagnosis(title, "good")
     if not failed:
         return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", _drawn(examination))
     lead = next((name for group, _ in _GROUPS for name in failed if name in group), next(iter(failed)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,32 +71,32 @@ def examine(
     tries = [each.name for each in TRIALS] if trials > 0 and "honesty" in names else []
     if laws is not None:
         judge(Examination(settings), laws)  # names an unknown law
-    draft = None if page is None else _draft(page)  # find out before the long examination whether it can be written
-    with _Bar(4 + len(tries) + len(names)) as bar:
-        bar.begin("what it is")
-        nature = _recognise(settings, target)
-        sides = _sides(settings, nature)
-        if nature.refusal and nature.side == "bare":
-            report = Report((_refused(nature),))
-            bar.begin("how it is resumed today")
-            comparison = Comparison.of({heading: answer_all(each) for heading, each in sides.items()})
-            diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
-        else:
-            examination = next(iter(sides.values()))
-            report, comparison = _examine(sides, names, tries, trials, seconds, bar)
-            bar.begin("which cause")
-            diagnosis = diagnose(examination, report)
-    for part in _told(target, nature, diagnosis, comparison, report, verbose):
-        console.print(part, soft_wrap=isinstance(part, Text))
-    if page is not None and draft is not None:
-        pictures = {
-            heading: take_pictures(each, few=number > 0) for number, (heading, each) in enumerate(sides.items())
-        }
-        text = make_page(target, diagnosis, comparison, report, pictures, _versions())
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        draft.replace(page)
-        told = f"The laws, and which samples each rank received around each cut: {page}"
-        console.print(_text(told), soft_wrap=True)
+    with _draft(page) as draft:  # find out before the long examination whether it can be written
+        with _Bar(4 + len(tries) + len(names)) as bar:
+            bar.begin("what it is")
+            nature = _recognise(settings, target)
+            sides = _sides(settings, nature)
+            if nature.refusal and nature.side == "bare":
+                report = Report((_refused(nature),))
+                bar.begin("how it is resumed today")
+                comparison = Comparison.of({heading: answer_all(each) for heading, each in sides.items()})
+                diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
+            else:
+                report, comparison = _examine(sides, names, tries, trials, seconds, bar)
+                bar.begin("which cause")
+                diagnosis = diagnose(next(iter(sides.values())), report)
+        for part in _told(target, nature, diagnosis, comparison, report, verbose):
+            console.print(part, soft_wrap=isinstance(part, Text))
+        if page is not None and draft is not None:
+            # Of the other side, one picture is enough to see what is lost.
+            pictures = {
+                heading: take_pictures(each, few=number > 0) for number, (heading, each) in enumerate(sides.items())
+            }
+            text = make_page(target, diagnosis, comparison, report, pictures, _versions())
+            draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+            draft.replace(page)
+            told = f"The laws, and which samples each rank received around each cut: {page}"
+            console.print(_text(told), soft_wrap=True)
     return report
 
 
@@ -181,14 +181,20 @@ def _examine(
 _NOT_REACHED = "not reached within"
 
 
-def _draft(page: Path) -> Path:
-    """A temporary file beside the page, which shows that the page can be written."""
+@contextlib.contextmanager
+def _draft(page: Path | None) -> Iterator[Path | None]:
+    """A temporary file beside the page, which shows that the page can be written. None for no page."""
+    if page is None:
+        yield None
+        return
     if page.is_dir():
         raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
     draft = page.with_name(f".{page.name}.draft")
     draft.touch()
-    atexit.register(draft.unlink, missing_ok=True)
-    return draft
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _run_through(examination: Examination, seconds: float) -> Verdict | None:

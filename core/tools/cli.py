@@ -151,7 +151,7 @@ def inspect(
 
     Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or moved.
     """
-    require("cli", "jinja2", "rich")
+    require("cli", "jinja2", "rich", "tqdm")
     from midepoch.errors import MidepochError
 
     from . import check as checking
