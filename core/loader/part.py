@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from midepoch.errors import StateError
@@ -46,6 +46,13 @@ class Part:
     def promises(self) -> Capabilities:
         """Its `Capabilities`."""
         return self.loader.capabilities
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords with which it was wrapped."""
+        stated = dict(vars(self.loader._options))
+        settings: Mapping[str, Any] = stated.pop("settings")
+        return {**stated, **settings}
 
     @property
     def stated_world(self) -> World | None:
