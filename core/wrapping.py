@@ -47,6 +47,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
+    _Backend("midepoch.adapters.stateful:NodesAdapter", "torchdata.nodes"),
     _Backend("midepoch.adapters.stateful:DatasetsAdapter", "datasets"),
     _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import random
 import sys
 import threading
@@ -517,12 +518,26 @@ def test_a_source_with_worker_processes_is_believed() -> None:
     assert answer.holds and answer.believed and "worker processes" in answer.reason
 
 
-def test_shuffled_rows_in_worker_processes_are_told_before_they_are_read() -> None:
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_shuffled_rows_in_worker_processes_are_read_again_and_go_on_exactly() -> None:
     pytest.importorskip("datasets", reason="datasets is not installed (pip install midepoch[datasets])")
-    loader = wrap(own.rows_inside(buffer=True, num_workers=2), seed=1)
-    assert not loader.capabilities.exact_order
-    with loader, pytest.warns(midepoch.MidepochWarning, match="shuffle buffer"):
-        next(iter(loader))
+
+    def make() -> Loader:
+        return wrap(own.rows_inside(buffer=True, num_workers=2), seed=1)
+
+    with make() as loader:
+        epochs = [taken(loader) for _ in range(2)]
+        assert epochs[0] != epochs[1] and all(sorted(sources.flat(each)) == list(range(own.SIZE)) for each in epochs)
+        taken(loader, 2)
+        states = [loader.state_dict()]
+        loader.seek(epoch=1)
+        taken(loader, 3)
+        states.append(loader.state_dict())
+        reason = loader.capabilities.constant_time_resume.reason
+    assert "read again from the epoch's start" in reason
+    with make() as resumed:
+        resumed.load_state_dict(states[1])
+        assert taken(resumed) == epochs[1][3:]
 
 
 def test_a_trial_moves_no_generator() -> None:
@@ -586,3 +601,51 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
     for _ in range(2):
         loader.load_state_dict(beginning)
         assert [taken(loader) for _ in range(2)] == whole
+
+
+def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> None:
+    make = own.wrapped_torchdata
+    whole = [taken(make()) for _ in range(2)]
+    loader = make()
+    batches = iter(loader)
+    next(batches), next(batches)
+    sent = pickle.loads(pickle.dumps(loader))
+    assert sent.state_dict() == loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(sent.state_dict())
+    assert taken(resumed) == whole[0][2:]
+    assert [own.identify(batch) for batch in batches] == whole[0][2:]
+
+
+@pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
+def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
+    anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
+    make = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    loader = make()
+    if not anew:
+        with pytest.raises(StateError, match="where its own checkpoints lead"):
+            loader.seek(epoch=2)
+        return
+    epochs = [taken(loader) for _ in range(3)]
+    loader.close()
+    fresh = make()
+    fresh.seek(epoch=2)
+    state = fresh.state_dict()
+    assert taken(fresh, 2) == epochs[2][:2]
+    fresh.seek(epoch=1)
+    assert taken(fresh) == epochs[1]
+    fresh.load_state_dict(state)
+    assert taken(fresh) == epochs[2]
+    fresh.close()
+    for place in (0, 2):  # a body that is left early, and one that is not
+        looped = make()
+        for epoch in looped.epochs(2):
+            taken(looped, place or None)
+            looped.seek(epoch=epoch + 1)
+            state = looped.state_dict()
+        assert (state["epoch"], state["position"]) == (2, 0)
+        looped.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert taken(resumed) == epochs[2]
+        resumed.close()

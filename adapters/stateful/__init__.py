@@ -2,6 +2,6 @@
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter
 from midepoch.adapters.stateful.packages import DatasetsAdapter, GrainAdapter
-from midepoch.adapters.stateful.torchdata import TorchdataAdapter
+from midepoch.adapters.stateful.torchdata import NodesAdapter, TorchdataAdapter
 
-__all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
+__all__ = ["DatasetsAdapter", "GrainAdapter", "NodesAdapter", "StatefulAdapter", "TorchdataAdapter"]

@@ -6,16 +6,21 @@ refused: a Hugging Face dataset that cannot be inspected is replayed, which is e
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "counts_only", "forget_end", "grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps",
-    "shared_kinds",
+    "begin_samplers", "counts_only", "forget_end", "grain_steps", "has_shuffle_buffer", "has_state_to_begin_from",
+    "has_workers", "held_by_nodes", "hugging_face_steps", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
+    "without_iterator",
 ]  # fmt: skip
 
 
@@ -105,6 +110,71 @@ def forget_end(iterator: Any) -> None:
     """
     if getattr(iterator, "_cached_item", True) is None and hasattr(iterator, "_cached_state_dict"):
         iterator._cached_state_dict = None
+
+
+def without_iterator(loader: Any) -> Any:
+    """A shallow copy of a StatefulDataLoader that is not being iterated."""
+    other = copy.copy(loader)
+    other.__dict__["_iterator"] = None
+    return other
+
+
+# --- torchdata.nodes ---
+
+
+def nodes_in(loader: Any) -> list[Any]:
+    """The nodes below a Loader of torchdata.nodes."""
+    kind = sys.modules["torchdata.nodes"].BaseNode
+    found: dict[int, Any] = {}
+    queue = [loader.root]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, kind) and id(each) not in found:
+            found[id(each)] = each
+            queue += vars(each).values()
+        elif isinstance(each, dict | list | tuple):
+            queue += each.values() if isinstance(each, dict) else each
+    return list(found.values())
+
+
+def reads_ahead(nodes: list[Any]) -> str:
+    """The names of the nodes whose threads or processes read; empty if there are none."""
+    ahead = [node for node in nodes if type(node).__name__ in ("ParallelMapper", "Prefetcher", "PinMemory")]
+    # A Mapper is a ParallelMapper without workers.
+    return " and ".join(sorted({type(node).__name__ for node in ahead if getattr(node, "num_workers", 1) > 0}))
+
+
+def held_by_nodes(nodes: list[Any]) -> list[Any]:
+    """What nodes hold and call, except other nodes and samplers."""
+    kind = sys.modules["torchdata.nodes"].BaseNode
+    held = [value for node in nodes for name, value in vars(node).items() if name not in ("sampler", "_it")]
+    return [value for value in held if not isinstance(value, kind) and (callable(value) or hasattr(value, "__iter__"))]
+
+
+def begin_samplers(loader: Any) -> None:
+    """Let samplers that have given nothing draw their order now, and not when the first batch is read."""
+    for node in nodes_in(loader):
+        inside = getattr(node, "sampler", None) or getattr(node, "iterable", None)
+        if getattr(node, "_num_yielded", None) == 0 and not hasattr(inside, "load_state_dict") and node._it is not None:
+            for first in node._it:
+                node._it = itertools.chain((first,), node._it)
+                break
+
+
+def has_state_to_begin_from(loader: Any) -> bool:
+    """Whether a Loader was given the state of a pass that had ended."""
+    return getattr(loader, "_next_iter_state_dict", None) is not None
+
+
+@contextlib.contextmanager
+def not_restarting(loader: Any, needed: bool) -> Iterator[None]:
+    """A Loader that may restart reads its first batch when it is asked for an iterator, under no stream of its own."""
+    restarts = loader.restart_on_stop_iteration
+    loader.restart_on_stop_iteration = restarts and not needed
+    try:
+        yield
+    finally:
+        loader.restart_on_stop_iteration = restarts
 
 
 def shared_kinds() -> tuple[type, ...]:
