@@ -77,7 +77,8 @@ class DynamicAdapter(Adapter):
         """A dynamic reader, or whatever reads one."""
         if _readers() is None:
             return False
-        return _is_reader(source) or _reader_of(source) is not None or any(map(_is_reader, directly_held(source)))
+        held = directly_held(source).values()
+        return _is_reader(source) or _reader_of(source) is not None or any(map(_is_reader, held))
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:

@@ -45,7 +45,7 @@ class HolderAdapter(PassedOnAdapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """An object that holds one DALI iterator, or a function that reads one."""
-        return _inside_of(source) is not None or any(map(private.is_iterator, directly_held(source)))
+        return _inside_of(source) is not None or any(map(private.is_iterator, directly_held(source).values()))
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:

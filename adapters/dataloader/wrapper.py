@@ -83,7 +83,17 @@ class WrapperAdapter(PassedOnAdapter):
             self._fail(str(error), run)
             raise OtherWayError from None
         self.learned()
+        if self._through.statistics:
+            self.believes(self._of_statistics())
         return through
+
+    def _of_statistics(self) -> str:
+        names, lead = ", ".join(self._through.statistics[:4]), self._through.lead
+        ahead = f", and has seen {lead} batches more than were handed out" if lead else ""
+        return (
+            f"{self._through.name} changes {names} of its modules with each batch, which a state does not hold"
+            f"{ahead}: save them with the model"
+        )
 
     def _fail(self, why: str, run: Run) -> None:
         if run.position or run.expects is not None:

@@ -363,7 +363,7 @@ def _told(draws: tuple[int, ...]) -> str:
 
 def _reads_a_loader(source: Any) -> bool:
     """Whether a DataLoader is in an attribute of an object, or in a variable that a function uses."""
-    return any(isinstance(each, DataLoader) for each in directly_held(source))
+    return any(isinstance(each, DataLoader) for each in directly_held(source).values())
 
 
 def _nothing() -> None:

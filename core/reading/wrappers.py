@@ -5,7 +5,8 @@ the DataLoader's own adapter, which jumps. While the wrapper works on a batch, t
 that batch's key. So what it makes of a batch follows from the batch alone, also where it works ahead.
 
 Nothing but a trial can tell whether a wrapper does pass batches on one for one and keeps nothing from one to the next.
-So its second batch in a row must be what it makes first after a jump to it, and it must keep the same then.
+So its second batch in a row must be what it makes first after a jump to it, and it must keep the same then. Modules are
+the user's own in every copy: a trial begins with what they hold, and gives it back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import functools
 import gc
 import itertools
 import threading
@@ -20,13 +22,13 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from midepoch.copying import copy_with
+from midepoch.copying import copy_with, shared_modules
 from midepoch.dividing import attributes_of
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Run, Seen, Session
@@ -34,7 +36,7 @@ from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of, repeated
-from midepoch.state.witness import look_at
+from midepoch.state.witness import Look, look_at
 
 from .private import (
     attributes_of_torch,
@@ -50,6 +52,7 @@ __all__ = ["Inside", "NotOneForOneError", "Through", "held_in", "inside_of"]
 
 _DEEPEST = 8  # wrappers in one another
 _MOST_AHEAD = 2  # batches inside that a wrapper has asked for and not yet handed out
+_LARGEST_BUFFER = 1 << 20  # bytes; a larger one of a module is a table that does not change
 
 
 class NotOneForOneError(Exception):
@@ -229,12 +232,14 @@ class Through:
     Attributes:
         name: of the wrapper's class, for messages.
         lead: batches inside that the wrapper asks for ahead; None if that has not been proved yet.
+        statistics: names of what its modules change as it makes batches.
     """
 
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
         self.name = type(inside.chain[0][0]).__name__
         self.lead: int | None = None
+        self.statistics: tuple[str, ...] = ()
 
     def copied(self, batches: int | None) -> _Copied:
         """A new copy of the wrapper. `batches`: that it will be given; None if nobody knows.
@@ -409,6 +414,10 @@ class _Reading:
         self._next = self._iterator.__next__
         return self._next()
 
+    def modules(self) -> _Modules:
+        """The modules that the wrapper holds, as they are now."""
+        return _Modules(shared_modules(self._copied.wrapper))
+
     def late(self) -> bool:
         """Whether the first batch made generators, or used those of a device for the first time. They had no stream."""
         return self.streams.made_late(*self._copied.own().values())
@@ -441,6 +450,62 @@ class _Reading:
         if isinstance(iterator, types.GeneratorType):
             with contextlib.suppress(Exception):  # what a user's clean-up raises has no place to go
                 iterator.close()
+
+
+class _Modules:
+    """What modules hold besides their parameters, such as the running statistics of a BatchNorm, at one moment."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        parts = {id(part): part for module in modules for part in module.modules()}
+        own = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
+        self._held = [(part, {**vars(part), "_buffers": dict(part._buffers)}) for part in own]
+        self._containers = [
+            (each, copy.copy(each))
+            for part in own
+            for name, each in vars(part).items()
+            if name not in _of_torch() and type(each) in (list, dict, set, deque)
+        ]
+        self._buffers = [
+            (f"{type(part).__name__}.{name}", buffer, buffer.detach().clone())
+            for part in parts.values()
+            for name, buffer in part.named_buffers(recurse=False)
+            if buffer.nbytes <= _LARGEST_BUFFER
+        ]
+
+    def put_back(self) -> None:
+        """Make them hold this again."""
+        for part, held in self._held:
+            vars(part).clear()
+            vars(part).update({**held, "_buffers": dict(held["_buffers"])})
+        for container, former in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(former)
+        with torch.no_grad():
+            for _, buffer, value in self._buffers:
+                buffer.copy_(value)
+
+    def statistics(self) -> tuple[str, ...]:
+        """The names of buffers that hold something else now. They are saved with a model."""
+        names = dict.fromkeys(name for name, buffer, value in self._buffers if not torch.equal(buffer, value))
+        for part, held in self._held:
+            others = (name for name, buffer in held["_buffers"].items() if part._buffers.get(name) is not buffer)
+            names.update(dict.fromkeys(f"{type(part).__name__}.{name}" for name in others))
+        return tuple(names)
+
+    def looks(self) -> dict[tuple[int, str], Look]:
+        """What they hold now that is not saved with a model, by part and name."""
+        return {
+            (number, f"{type(part).__name__}.{name}"): look_at(each)
+            for number, (part, _) in enumerate(self._held)
+            for name, each in (*vars(part).items(), *part._buffers.items())
+            if name not in (part._non_persistent_buffers_set ^ part._buffers.keys()) | _of_torch()
+        }
+
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """The attributes of every module."""
+    return frozenset(vars(torch.nn.Module()))
 
 
 def _copy_of(batch: Any) -> Any:
@@ -541,7 +606,7 @@ class _WrapperSession(Session):
         try:
             if through.lead is None:
                 self._try()
-            self._watches = self._reading.streams.unused
+            self._watches = self._may_watch()
         except BaseException:
             self.close()
             raise
@@ -598,7 +663,7 @@ class _WrapperSession(Session):
                 batch = reading.give()
                 if reading.handed == reading.first + 1:
                     reading.late()
-                    self._watches = reading.streams.unused
+                    self._watches = self._may_watch()
         except StopIteration:
             raise self._early_end(reading) from None
         except NotOneForOneError as error:
@@ -606,6 +671,10 @@ class _WrapperSession(Session):
         if reading.asked - reading.handed != self._through.lead:
             self._check(reading)
         return batch
+
+    def _may_watch(self) -> bool:
+        """A batch that is only watched may have to be made again, which statistics would count twice."""
+        return self._reading.streams.unused and not self._through.statistics
 
     def _early_end(self, reading: _Reading) -> Exception:
         """What the end of the wrapper's iterator means while there are batches inside."""
@@ -664,10 +733,19 @@ class _WrapperSession(Session):
         Raises:
             NotOneForOneError: they show that this wrapper has to be read from its start.
         """
+        start = self._reading.modules()
+        try:
+            self._try_from(start)
+        except NotOneForOneError:
+            start.put_back()
+            raise
+
+    def _try_from(self, start: _Modules) -> None:
         if not self._make():
             return
         reading = self._reading
         if reading.late():
+            start.put_back()
             self._restart(0)  # it drew from generators that did not exist yet
             if not self._make():
                 return
@@ -680,10 +758,15 @@ class _WrapperSession(Session):
         reading.fetch()  # it may know by their number that there are no more
         if not 0 <= lead <= _MOST_AHEAD or (lead != reading.asked - reading.handed and not reading.ended):
             raise NotOneForOneError(f"for {len(self._made)} batches it asks for {reading.asked}")
-        self._jump(reading, (reading.kept or [])[: reading.asked - 1])
+        self._through.statistics = start.statistics()
+        looks = start.looks()
+        start.put_back()
+        self._jump(reading, (reading.kept or [])[: reading.asked - 1], start, looks)
         self._through.lead = lead
-        if look_at(self._made[0]).differing(look):
-            self._restart(0)  # it hands out one and the same object each time
+        start.put_back()
+        # It hands out one and the same object each time, or statistics would be ahead of what is handed out.
+        if self._through.statistics or look_at(self._made[0]).differing(look):
+            self._restart(0)
         reading.kept = None
 
     def _make(self) -> bool:
@@ -706,10 +789,15 @@ class _WrapperSession(Session):
             raise NotOneForOneError(f"a copy of it raised {type(error).__name__}: {error!s:.200}") from None
         return reading.error is None
 
-    def _jump(self, reading: _Reading, batches: list[Any]) -> None:
-        """Compare what another copy makes first of these batches with what was made of them in a row."""
+    def _jump(
+        self, reading: _Reading, batches: list[Any], start: _Modules, looks: dict[tuple[int, str], Look]
+    ) -> None:
+        """Compare what another copy makes first of these batches with what was made of them in a row.
+
+        `start`, `looks`: the modules before the first batch, and what they have kept of the batches in a row.
+        """
         other, batch = self._made_of(copy.deepcopy(batches))
-        kept = other.keeps()
+        kept, others = other.keeps(), start.looks()
         made = look_at(self._made[1])
         if differing := made.differing(look_at(batch)):
             raise NotOneForOneError(f"after a jump it makes something else of a batch ({made.names(differing)})")
@@ -717,6 +805,9 @@ class _WrapperSession(Session):
             again = kept.get(name)
             if value is not again and look_at(value).differing(look_at(again)):
                 raise NotOneForOneError(f"it keeps something of earlier batches, in {name}")
+        for key, look in looks.items():
+            if key not in others or look.differing(others[key]):
+                raise NotOneForOneError(f"it keeps something of earlier batches, in {key[1]}")
         if find_generators(*(value for name, value in kept.items() if name not in other.own()))[0]:
             raise NotOneForOneError("it makes a generator of random numbers in each pass")
         self._to_the_end(other, len(batches) - 1)
