@@ -122,6 +122,10 @@ class StatefulAdapter(Adapter):
         """Whether its epochs follow from their number, and not from what was read before."""
         return self.rewinds
 
+    def state_in(self, detail: str) -> Any:
+        """The source's own state in a detail."""
+        return decode(detail.removeprefix(ENDED))
+
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
         return StatefulSession(self, run)

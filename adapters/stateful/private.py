@@ -18,8 +18,10 @@ from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "begin_samplers", "counts_only", "forget_end", "grain_steps", "has_shuffle_buffer", "has_state_to_begin_from",
-    "has_workers", "held_by_nodes", "hugging_face_steps", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
+    "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end", "grain_steps",
+    "has_shuffle_buffer", "has_state_to_begin_from", "has_workers", "held_by_nodes", "hugging_face_steps",
+    "litdata_begun_by_others", "litdata_chunks",
+    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
     "without_iterator",
 ]  # fmt: skip
 
@@ -76,6 +78,47 @@ def grain_steps(source: Any) -> str:
 def _transformations(dataset: Any) -> str:
     named = f"{type(dataset).__name__}:{length_of(dataset)}"
     return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
+
+
+def elastic_parts(source: Any) -> tuple[int, tuple[int, int], int]:
+    """An ElasticIterator's global batch, its shard's number and the number of shards, and its samples."""
+    _grain().check(source, "_global_batch_size", "_shard_options.shard_index", "_shard_options.shard_count", "_ds")
+    shard = source._shard_options
+    return source._global_batch_size, (shard.shard_index, shard.shard_count), len(source._ds)
+
+
+def elastic_iterator(source: Any, position: int) -> Any:
+    """An ElasticIterator's iterator, which is one and the same each time, moved to a sample."""
+    iterator = iter(source)
+    iterator.set_state({**iterator.get_state(), "global_next_index": position})
+    return iterator
+
+
+def litdata_chunks(loader: Any) -> tuple[int, str]:
+    """The number of samples, the names of their chunks, and which part of each is read."""
+    dataset = loader.dataset
+    files, parts = getattr(dataset, "subsampled_files", ()), getattr(dataset, "region_of_interest", ())
+    return sum(stop - start for start, stop in parts), repr((files, parts))
+
+
+def litdata_rank(loader: Any) -> tuple[int, int]:
+    """The rank and the world size for which LitData takes this process."""
+    found = loader.dataset.distributed_env
+    return found.global_rank, found.world_size
+
+
+def litdata_begun_by_others(state: Any, loader: Any, world_size: int) -> bool:
+    """Whether other processes than these have begun the epoch of a StreamingDataLoader's state."""
+    saved = state.get("dataset") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
+        return False
+    here = {"world_size": world_size, "num_workers": loader.num_workers or 1, "batch_size": loader.batch_size}
+    return saved.get("resume_mode") == "elastic" or any(saved.get(name, each) != each for name, each in here.items())
+
+
+def litdata_repeats(state: Any, loader: Any, world_size: int) -> int:
+    """Samples that a StreamingDataLoader gives again where other processes go on with an epoch."""
+    return int(state["dataset"].get("sample_in_epoch", 0) % (loader.batch_size * world_size))
 
 
 def has_workers(source: Any) -> bool:
