@@ -24,10 +24,14 @@ __all__ = ["wrap"]
 
 
 class _Backend(NamedTuple):
-    """The import path of an adapter, and the package that defines its sources' classes or their base classes."""
+    """The import path of an adapter, and the package that defines its sources' classes or their base classes.
+
+    `holds`: its sources may be of any class, and hold objects of that package.
+    """
 
     adapter: str
     package: str | None = None
+    holds: bool = False
 
 
 # The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
@@ -35,6 +39,8 @@ _BACKENDS = (
     _Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
+    _Backend("midepoch.adapters.dali.dynamic:DynamicAdapter", "nvidia.dali.experimental.dynamic", holds=True),
+    _Backend("midepoch.adapters.dali.holder:HolderAdapter", "nvidia.dali.plugin", holds=True),
     _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
     _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
     _Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
@@ -188,8 +194,8 @@ def _present(backend: _Backend, source: Any) -> bool:
     """Whether the source may be of that backend; if not, the adapter is not imported."""
     if backend.package is None:
         return True
-    if backend.package not in sys.modules:
-        return False
+    if backend.package not in sys.modules or backend.holds:
+        return backend.holds and backend.package in sys.modules
     # Compare whole package names: many are called nvidia.something. A DataLoader has its dataset's backend.
     kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
     return any(f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in kinds)

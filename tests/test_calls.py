@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -60,6 +64,40 @@ def test_a_steady_batch_takes_few_calls() -> None:
         for each in steady:
             assert {name: count for name, count in each.items() if name.startswith(files)} == rules
         assert first.total() <= most, first
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_then_adds_few_calls_to_a_steady_batch(drawn: str, ahead: int) -> None:
+    """Five microseconds a batch are promised. What seeding takes of them is the generators' own, in C."""
+    draw = DRAWS[drawn]
+
+    def then(batch: Any) -> Any:
+        draw()
+        return batch
+
+    def steady(**options: Any) -> Counter[str]:
+        loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1, **options)
+        batches = iter(loader)
+        for _ in range(10):
+            next(batches)
+        return calls_of(lambda: [next(batches) for _ in range(50)])
+
+    more = steady(then=then, prefetch=ahead)
+    more.subtract(steady())
+    added = {name: count / 50 for name, count in more.items() if count}
+    assert added["whole_batches.py:take"] == 1 + (ahead > 0)
+    # Keys are made for 64 batches at once, and seeding is the generators' own.
+    assert not {name for name in added if name.startswith("keys.py") or name == "streams.py:start"}, added
+    assert sum(added.values()) <= (11.1 if drawn == "nothing" else 9.1) + 2 * (ahead > 0), added
 
 
 @pytest.mark.parametrize("kind", ["indexed", "streamed"])

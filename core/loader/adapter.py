@@ -452,6 +452,11 @@ class Adapter(ABC):
         return self.stated_promises.rank_independent.holds
 
     @property
+    def elsewhere(self) -> str:
+        """What a source that is not elastic could be changed to, for the refusal of a state of another world size."""
+        return ""
+
+    @property
     def can_seek(self) -> bool:
         """Whether `lead` can find any place. If not, only a state can reach a place within an epoch."""
         return self.rank_independent

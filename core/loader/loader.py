@@ -288,6 +288,7 @@ class Loader:
         checked, place = self._check_state(state)
         self._move(place)
         self._course.unfinished = checked["epoch"] if checked["position"] else None
+        self._course.refusal = None
         self._setting.take_seed(checked["seed"])
         self._course.loaded = checked
         self._witnesses.load(checked["witness"])
@@ -331,7 +332,7 @@ class Loader:
             self._move(self._course.lead(epoch + 1, 0).before(size))
         else:
             self._move(self._course.lead(epoch, position))
-        self._ahead = 0
+        self._ahead, self._course.refusal = 0, None
 
     def set_epoch(self, epoch: int) -> None:
         """Trainers call this before each epoch. The current epoch has no effect; a later one ends this one.
@@ -529,13 +530,16 @@ class Loader:
         if self.epoch > n:
             tell_of_done(n, self.epoch)
         continues: bool | None = True  # also if an earlier loop was left
+        passes: Passes | None = None
         try:
             while (epoch := self.epoch) < n:
-                self._course.enter_body(Passes(alone=True), continues)
+                passes = Passes(alone=True)
+                self._course.enter_body(passes, continues)
                 yield epoch
                 self._leave_body(epoch)
                 continues = None
         finally:
-            self._course.passes = None
+            if self._course.passes is passes:  # not that of a loop which began before this one was freed
+                self._course.passes = None
 
 

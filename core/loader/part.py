@@ -84,6 +84,11 @@ class Part:
         self.pending.clear()
         self.loader.reshard(world)
 
+    def begin_again(self, error: type[BaseException], words: str) -> None:
+        """The training loop begins again: raise `error` at the next batch, unless a state is loaded before."""
+        self.pending.clear()
+        self.loader._course.begin_again(error, words)
+
     # --- how much there is ---
 
     def length(self, epoch: int) -> int | None:

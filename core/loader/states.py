@@ -68,7 +68,8 @@ class States:
                 "the world size",
                 checked["world_size"],
                 world.world_size,
-                f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})",
+                f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})"
+                + adapter.elsewhere,
             )
         place = self.place(checked, world)
         if place.position:

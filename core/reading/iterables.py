@@ -7,11 +7,11 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import CellType, FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from midepoch.copying import directly_held
 from midepoch.dividing import check_division
 from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -363,11 +363,7 @@ def _told(draws: tuple[int, ...]) -> str:
 
 def _reads_a_loader(source: Any) -> bool:
     """Whether a DataLoader is in an attribute of an object, or in a variable that a function uses."""
-    held = list(getattr(source, "__dict__", {}).values())
-    if isinstance(source, FunctionType):
-        held += [cell.cell_contents for cell in source.__closure__ or () if cell != CellType()]
-        held += [source.__globals__.get(name) for name in source.__code__.co_names]
-    return any(isinstance(each, DataLoader) for each in held)
+    return any(isinstance(each, DataLoader) for each in directly_held(source).values())
 
 
 def _nothing() -> None:

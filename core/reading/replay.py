@@ -313,8 +313,8 @@ class ReplayReader:
             self._found = Found(trial=Trial(f"its later passes could not be tried: {copied.why}"))
             return
         opened = functools.partial(self._opening(copied.value), beginning.seed, beginning.epoch)
-        trial = used_differs(copied, opened, beginning)
-        self._found = Found(trial=trial) if trial.differs else None
+        trial = used_differs(copied, opened, beginning, kept)
+        self._found = Found(trial=trial) if trial.differs or trial.untried else None
 
     def _end(self, end: End) -> End:
         """The answer that there is no such batch, with what was found out at the end of the pass."""

@@ -59,12 +59,14 @@ class Beginning(NamedTuple):
     Attributes:
         seed, epoch, own: of its streams.
         look: at its first unit.
+        kept: what the source keeps behind that unit.
     """
 
     seed: int
     epoch: int
     own: tuple[int, ...]
     look: Look
+    kept: str
 
 
 def passes_differ(
@@ -81,7 +83,7 @@ def passes_differ(
         What came of it, and how the first pass began if both were equal.
     """
     try:
-        one, other = _beginnings(copied, open_source, seed, epoch, own, 2)
+        (one, kept), (other, _) = _beginnings(copied, open_source, seed, epoch, own, 2)
     except Exception as error:  # noqa: BLE001  # the original has been read without
         return Trial(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}"), None
     if one is None or other is None:
@@ -89,36 +91,41 @@ def passes_differ(
     differing = one.differing(other)
     if differing:
         return Trial(differs=f"they differ in {one.names(differing)}"), None
-    return Trial(), Beginning(seed, epoch, own, one)
+    return Trial(), Beginning(seed, epoch, own, one, kept)
 
 
-def used_differs(copied: Apart, open_source: Callable[[], Iterator[Any]], beginning: Beginning) -> Trial:
+def used_differs(copied: Apart, open_source: Callable[[], Iterator[Any]], beginning: Beginning, unread: str) -> Trial:
     """Compare how a pass begins over a copy of a source that was read to its end with how its first pass began.
 
     Args:
         copied: the copy.
         open_source: begins a pass over it.
         beginning: of the first pass.
+        unread: `standing` of the source before that pass.
     """
-    seed, epoch, own, one = beginning
+    seed, epoch, own, one, kept_at_first = beginning
     try:
-        (other,) = _beginnings(copied, open_source, seed, epoch, own, 1)
+        ((other, kept),) = _beginnings(copied, open_source, seed, epoch, own, 1)
     except Exception:  # noqa: BLE001  # so would the original, if it is read again
         return Trial()
     differs = "the later one is empty" if other is None else ""
     if other is not None and (differing := one.differing(other)):
         differs = f"they differ in {one.names(differing)}"
-    return Trial(differs=differs)
+    counts = unread != kept_at_first != kept  # it changes with the units of a pass, and goes on in the next one
+    return Trial(_COUNTS if counts and not differs else "", differs)
+
+
+_COUNTS = "it counts its units through all passes, or keeps them, and of a later pass only the first was compared"
 
 
 def _beginnings(
     copied: Apart, open_source: Callable[[], Iterator[Any]], seed: int, epoch: int, own: tuple[int, ...], passes: int
-) -> list[Look | None]:
-    """The first units of so many passes over a copy, each under the same streams."""
+) -> list[tuple[Look | None, str]]:
+    """The first units of so many passes over a copy, each under the same streams, and what it keeps behind them."""
     for loader in copied.loaders:
         loader.num_workers = min(loader.num_workers, 1)  # one starts sooner; all passes have as many
     streams = Streams(copied.value)
-    looks: list[Look | None] = []
+    looks: list[tuple[Look | None, str]] = []
     try:
         with warnings.catch_warnings(action="ignore"):  # the original has its own
             for _ in range(passes):
@@ -130,7 +137,8 @@ def _beginnings(
                         tell(epoch)
                     iterator = iter(open_source())
                     start(extend_key(derive_key(Purpose.SAMPLE, seed, epoch, *own), 0))
-                    looks.append(_first(iterator))
+                    look = _first(iterator)
+                looks.append((look, standing(copied.value)))
                 if isinstance(iterator, types.GeneratorType):
                     iterator.close()
                 del iterator
@@ -141,9 +149,24 @@ def _beginnings(
 
 
 def standing(source: Any) -> str:
-    """A checksum of what a source keeps in its attributes, or a function in its closure: a bounded part of it."""
-    kept = [each.cell_contents for each in source.__closure__ or ()] if hasattr(source, "__closure__") else source
-    return checksum_of(kept)
+    """A checksum of what a source keeps in its attributes and in closures: a bounded part of it."""
+    if isinstance(source, types.FunctionType):
+        return checksum_of(_closed_over(source))
+    functions = [each for each in getattr(source, "__dict__", {}).values() if isinstance(each, types.FunctionType)]
+    return checksum_of([source, *map(_closed_over, functions)])
+
+
+_DEEPEST_FUNCTION = 4  # in closures of one another
+
+
+def _closed_over(function: types.FunctionType, depth: int = 0) -> list[Any]:
+    kept: list[Any] = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            held = cell.cell_contents
+            inner = isinstance(held, types.FunctionType) and depth < _DEEPEST_FUNCTION
+            kept.append(_closed_over(held, depth + 1) if inner else held)
+    return kept
 
 
 def _first(iterator: Iterator[Any]) -> Look | None:
