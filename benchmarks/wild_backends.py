@@ -330,7 +330,7 @@ def dali_dynamic() -> Any:
         def __iter__(self) -> Iterator[Any]:
             for batch in reader.next_epoch(batch_size=BATCH):
                 (label,) = batch if isinstance(batch, tuple) else (batch,)
-                yield torch.as_tensor([int(each) for each in label])[:, None]
+                yield label.torch()
 
     return Epochs()
 
