@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 # mypy refuses a folder without Python files.
-TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
+TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py docs/*.py))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test pytest chaos trainers wild lint docs bench bench-check bench-each clean
@@ -36,7 +36,7 @@ cmp -s $$list $$folder/installed.txt || { echo "installing $$folder"; rm -rf $$f
 $(BIN)/python -m pip install --quiet --no-deps --target $$folder -r $$list; cp $$list $$folder/installed.txt; }; done
 endef
 
-trainers: setup ## real runs of the trainers that have an environment of their own: Composer, Ray Train, torchtitan
+trainers: setup ## real runs of the trainers that have an environment of their own: Composer, Ray Train, torchtitan and others
 	$(call apart,trainers)
 	$(BIN)/python -m pytest tests/test_trainers.py $(ARGS)
 

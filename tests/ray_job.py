@@ -1,6 +1,7 @@
 """Ray Train, ``ray_job.py FOLDER``: of two workers one kills itself, both go on, and then three finish the run.
 
-Each worker writes down every batch.
+``ray_job.py FOLDER elastic``: as many workers as there are machines, of which one joins and leaves again. Each worker
+writes down every batch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import ray.cluster_utils
 import ray.train
 import ray.train.torch
 import torch
@@ -51,6 +55,7 @@ def train(settings: dict[str, Any]) -> None:
         while loader.epoch < EPOCHS and steps < settings["stop_at"]:
             for batch in loader:
                 steps += 1
+                time.sleep(settings["pause"])
                 print(json.dumps([steps, rank, world_size, batch.tolist()]), file=log)
                 if steps == settings["kill_at"] and rank == world_size - 1 and not (folder / "killed").exists():
                     (folder / "killed").touch()
@@ -69,24 +74,48 @@ def train(settings: dict[str, Any]) -> None:
                     break
 
 
-def fit(folder: Path, workers: int, kill_at: int, stop_at: int) -> None:
+def fit(folder: Path, workers: int | tuple[int, int], kill_at: int, stop_at: int, pause: float = 0.0) -> None:
     """One run of Ray's, under a name that it knows again."""
     trainer = ray.train.torch.TorchTrainer(
         train,
-        train_loop_config={"folder": str(folder), "kill_at": kill_at, "stop_at": stop_at},
+        train_loop_config={"folder": str(folder), "kill_at": kill_at, "stop_at": stop_at, "pause": pause},
         torch_config=ray.train.torch.TorchConfig(backend="gloo"),
-        scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=1),
         run_config=ray.train.RunConfig(
             name="run",
             storage_path=str(folder / "storage"),
-            failure_config=ray.train.FailureConfig(max_failures=1),
+            failure_config=ray.train.FailureConfig(max_failures=3),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),
     )
     trainer.fit()
 
 
-if __name__ == "__main__":
+def reached(folder: Path, workers: int, steps: int) -> bool:
+    """Whether so many workers have taken so many steps."""
+    return any(len(log.read_text().splitlines()) >= steps for log in folder.glob(f"log-{workers}-*"))
+
+
+def elastic(folder: Path) -> None:
+    """Two machines, a third one that joins, and leaves again."""
+    cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    ray.init(cluster.address, log_to_driver=False)
+
+    # Machines are started by the main thread only.
+    training = threading.Thread(target=fit, args=(folder, (1, 3), 0, SIZE, 0.5))
+    training.start()
+    while not reached(folder, 2, 2):
+        time.sleep(0.1)
+    third = cluster.add_node(num_cpus=1)
+    while not reached(folder, 3, 3):
+        time.sleep(0.1)
+    cluster.remove_node(third, allow_graceful=False)
+    training.join()
+
+
+if __name__ == "__main__" and sys.argv[2:]:
+    elastic(Path(sys.argv[1]))
+elif __name__ == "__main__":
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     fit(Path(sys.argv[1]), workers=2, kill_at=5, stop_at=8)
     fit(Path(sys.argv[1]), workers=3, kill_at=0, stop_at=SIZE)

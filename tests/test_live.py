@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -25,6 +27,7 @@ import sources
 import midepoch
 from midepoch import MidepochError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
 
 SIZE = 61
 
@@ -423,3 +426,101 @@ def test_resharding_takes_no_time() -> None:
         loader.rollback()
         next(each)
     assert sorted(took)[50] < 0.001
+
+
+# --- ranks that get the same batches ----------------------------------------------------------------------------------
+
+
+def _in_meshes(rank: int) -> list[tuple[Any, bool, list[str]]]:
+    """What one of four ranks trains on while the mesh changes: its shape, whether peers got the same, and samples."""
+    loader = by_index(World(), num_workers=rank % 2)  # peers read with and without a worker process
+    trained: list[tuple[Any, bool, list[str]]] = []
+    each: Iterator[Any] = iter(())
+    for shape in ((2, 2), (4, 1), (1, 4), (2, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        loader.reshard(World.from_mesh(mesh["dp"]))
+        each = iter(loader) if not trained else each
+        last = len(trained) == 6
+        for step in itertools.count():
+            batch = next(each, None)
+            if batch is not None and step == 1:
+                loader.rollback()  # the step fails once
+                batch = next(each)
+            peers: list[Any] = [None] * shape[1]
+            torch.distributed.all_gather_object(peers, sources.plain(batch), group=mesh["tp"].get_group())
+            if batch is None:
+                break
+            same = all(peer == peers[0] for peer in peers)
+            trained.append((shape, same, samples(batch) if mesh["tp"].get_local_rank() == 0 else []))
+            loader.commit()
+            if step == 1 and not last:
+                break
+    loader.close()
+    return trained
+
+
+def test_tensor_parallel_peers_get_equal_batches_through_every_reshard() -> None:
+    ranks = sources.in_gloo_world(_in_meshes, 4)
+    assert all(same for trained in ranks for _, same, _ in trained)
+    assert [shape for shape, _, _ in ranks[0]][:6] == [(2, 2)] * 2 + [(4, 1)] * 2 + [(1, 4)] * 2
+    got = sorted(each for trained in ranks for _, _, batch in trained for each in batch)
+    assert got == sorted(each for batch in by_index(World()) for each in samples(batch))
+
+
+# --- a training loop that begins again in its process -----------------------------------------------------------------
+
+
+class NotLoadedError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> None:
+    whole = [sources.plain(batch) for batch in by_index(World())]
+    loader = by_index(World(), num_workers=workers)
+    left: Any = loader.epochs(2)
+    next(left)
+    each = iter(loader)
+    next(each)
+    saved = loader.state_dict()
+    next(each)
+    Part("", loader).begin_again(NotLoadedError, "load the state")
+    assert loader.position == 6
+    with pytest.raises(NotLoadedError, match="load the state"):
+        next(each)
+    calls: list[Callable[[], Any]] = [list, lambda: loader.set_epoch(5), loader.rollback]  # as trainers do
+    asks: list[Callable[[], Any]] = [lambda: next(iter(loader)), loader.peek]
+    for call in calls:
+        call()
+        for ask in asks:
+            with pytest.raises(NotLoadedError, match="load the state"):
+                ask()
+    loader.load_state_dict(saved)
+    got: list[Any] = []
+    for epoch in loader.epochs(1):
+        left.close()  # freed late
+        got += [sources.plain(batch) for batch in loader]
+        assert loader.epoch == epoch
+    assert got == whole[1:]
+    Part("", loader).begin_again(NotLoadedError, "load the state")
+    loader.seek(epoch=0)  # the weights begin anew, too
+    assert [sources.plain(batch) for batch in loader] == whole
+    loader.close()
+
+
+def test_a_loop_that_begins_again_in_another_world_gets_its_part_of_the_rest() -> None:
+    passes = [iter(driven(World(rank, 2))) for rank in range(2)]
+    first = [each for batch in (next(each) for each in passes) for each in samples(batch)]
+    os.environ.update(RANK="1", WORLD_SIZE="3")
+    try:
+        loader = midepoch.wrap(DataLoader(Exposing(), batch_size=3), seed=3, tail="uneven")
+        next(iter(loader))
+        saved = midepoch.wrap(DataLoader(Exposing(), batch_size=3), seed=3, tail="uneven")
+        saved.seek(position=6)
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        Part("", loader).begin_again(NotLoadedError, "load the state")
+        loader.load_state_dict(saved.state_dict())
+        rest = [each for batch in loader for each in samples(batch)]
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert sorted(first + rest) == sorted(each for batch in driven(World()) for each in samples(batch))

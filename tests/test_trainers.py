@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
+import re
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -308,19 +312,175 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert [one + two for (_, one), (_, two) in zip(logs[0], logs[2], strict=True)] == expected[:5]
 
 
+def ray_steps(folder: Path) -> set[int]:
+    """The numbers of workers in a run. Each step of each of them is compared with that of an undisturbed run."""
+    batches: dict[tuple[int, int], dict[int, Any]] = {}
+    for path in folder.glob("log-*"):
+        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
+            ranks = batches.setdefault((step, world_size), {})
+            assert ranks.setdefault(rank, batch) == batch, "another batch behind a restart"
+    expected, done = whole(size=72, batch_size=6), set()
+    for (step, world_size), ranks in batches.items():
+        if len(ranks) == world_size:  # one that was killed may not have come to it
+            assert [sample for rank in sorted(ranks) for sample in ranks[rank]] == expected[step - 1]
+            done.add(step)
+    assert done == set(range(1, 25))
+    return {world_size for _, world_size in batches}
+
+
 def test_ray_train(tmp_path: Path) -> None:
     """A worker kills itself in the middle of an epoch, Ray starts all again, and three go on where two have stopped."""
     run_apart("ray", "ray_job.py", tmp_path, None)
     assert (tmp_path / "killed").exists()
-    batches: dict[tuple[int, int, int], Any] = {}
-    for path in tmp_path.glob("log-*"):
-        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
-            assert batches.setdefault((step, world_size, rank), batch) == batch, "another batch after the kill"
-    assert {world_size for _, world_size, _ in batches} == {2, 3}
-    found: list[Any] = [[] for _ in range(24)]
-    for key in sorted(batches):
-        found[key[0] - 1] += batches[key]
-    assert found == whole(size=72, batch_size=6)
+    assert ray_steps(tmp_path) == {2, 3}
+
+
+def test_rays_elastic_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine joins, Ray starts three workers in place of two; it is lost, and two go on."""
+    monkeypatch.setenv("RAY_health_check_period_ms", "2000")  # it is missed sooner than in half a minute
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "4")
+    run_apart("ray", "ray_job.py", tmp_path, None, "elastic")
+    assert ray_steps(tmp_path) == {2, 3}
+    last = max(tmp_path.glob("log-*"), key=lambda path: path.stat().st_mtime)
+    assert last.name.startswith("log-2")
+
+
+def restarts(folder: Path, ranks: int, **job: Any) -> list[int]:
+    """The statuses of a job's ranks. Each step that all of them have read is compared with a job of one rank."""
+    output = run_apart("inprocess", "inprocess_job.py", folder, None, str(ranks), json.dumps(job))
+    statuses: list[int] = json.loads(output)
+    reference = midepoch.wrap(DataLoader(Noisy(90), batch_size=12, shuffle=True), seed=3, world=midepoch.World())
+    expected = [sorted(map(tuple, batch["x"].tolist())) for _ in range(2) for batch in reference]
+    steps: dict[tuple[int, int], list[Any]] = {}
+    for log in folder.glob("log-*"):
+        for line in log.read_text().splitlines():
+            _, step, _, weight, batch = json.loads(line)
+            steps.setdefault((int(log.name.split("-")[2]), step), []).extend(map(tuple, batch if weight else []))
+    for (_, step), rows in steps.items():
+        assert set(rows) <= set(expected[step])
+        assert len(set(rows)) == len(rows)
+    last = max(start for start, _ in steps)
+    assert all(sorted(rows) == expected[step] for (start, step), rows in steps.items() if start == last)
+    return statuses
+
+
+@pytest.mark.parametrize(
+    ("options", "faults", "dead"),
+    [
+        ({}, [(0, 1, 4, "raise")], []),
+        ({"workers": 2}, [(0, 1, 4, "raise"), (1, 2, 6, "kill"), (2, 0, 8, "kill in a save")], [0, 2]),
+        ({"workers": 2, "outside": True, "persistent": True}, [(0, 2, 1, "kill"), (1, 0, 8, "raise")], [2]),
+    ],
+)
+def test_in_process_restarts(options: dict[str, Any], faults: list[Any], dead: list[int], tmp_path: Path) -> None:
+    """Ranks die or fail, all others begin the function again, and the counts of samples say what was trained on."""
+    statuses = restarts(tmp_path, 3, faults=faults, **options)
+    assert statuses == [-9 if rank in dead else 0 for rank in range(3)], (tmp_path / "said-0").read_text()[-3000:]
+    for rank in set(range(3)) - set(dead):
+        assert torch.load(tmp_path / f"counts-{rank}.pt").unique().tolist() == [2]
+    starts = {int(log.name.split("-")[2]) for log in tmp_path.glob("log-*")}
+    assert starts == set(range(len(faults) + 1))
+
+
+def test_an_in_process_restart_without_a_state_ends_the_job(tmp_path: Path) -> None:
+    statuses = restarts(tmp_path, 2, faults=[(0, 1, 4, "raise")], forgets=True)
+    assert statuses == [1, 1]
+    assert "started again (restart 1), so the weights went back, but this loader did not" in (
+        tmp_path / "said-0"
+    ).read_text()
+    assert not list(tmp_path.glob("log-*-2-*"))  # not a restart without end
+
+
+def test_the_example_of_in_process_restarts_loses_a_rank(tmp_path: Path) -> None:
+    if not (apart := Path(sys.prefix) / "trainers" / "inprocess").exists():
+        pytest.skip("nvidia-resiliency-ext is not installed: `make trainers` installs it, and runs this")
+    common = {**os.environ, "PYTHONPATH": str(apart), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29611"}
+    processes, said = [], [tmp_path / f"said-{rank}" for rank in range(3)]
+    for rank, path in enumerate(said):
+        command = [sys.executable, "-u", str(EXAMPLES / "inprocess_restart.py"), str(tmp_path)]
+        with path.open("w") as file:
+            processes.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=file, stderr=file))
+    until = time.monotonic() + 60
+    while "up to 192" not in said[1].read_text():
+        assert time.monotonic() < until, said[1].read_text()[-2000:]
+        time.sleep(0.01)
+    processes[1].kill()
+    assert [process.wait(120) for process in processes] == [0, -9, 0], said[0].read_text()[-3000:]
+    steps: dict[tuple[int, int, int], list[int]] = {}
+    for path in said:
+        for found in re.finditer(r"start (\d), epoch (\d), up to (\d+): rank \d took (.*)", path.read_text()):
+            start, epoch, position = map(int, found.groups()[:3])
+            steps.setdefault((start, epoch, position), []).extend(json.loads(found[4]))
+    # The second start goes back with the weights to the checkpoint at 120, and trains on all that is left.
+    first = [steps[0, 0, position] for position in range(24, 121, 24)]
+    assert (0, 0, 144) in steps
+    rest = [steps[1, 0, position] for position in range(144, 601, 24)]
+    assert sorted(itertools.chain(*first, *rest)) == list(range(600))
+    assert sorted(itertools.chain(*(steps[1, 1, position] for position in range(24, 601, 24)))) == list(range(600))
+
+
+class Call:
+    """In place of NVIDIA's CallWrapper, which lies in a folder of its own: its adapter's own logic."""
+
+    def __init__(self, iteration: int, wrapper: types.SimpleNamespace) -> None:
+        self.iteration, self.wrapper = iteration, wrapper
+
+
+def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, abort = types.ModuleType("nvidia_resiliency_ext"), type("RestartAbort", (BaseException,), {})
+    parts: dict[str, dict[str, Any]] = {
+        "inprocess": {"CallWrapper": Call, "FrozenState": object},
+        "inprocess.exception": {"RestartAbort": abort},
+        "inprocess.finalize": {"Finalize": object},
+    }
+    for name, found in parts.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(found)
+        monkeypatch.setitem(sys.modules, f"nvidia_resiliency_ext.{name}", module)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
+    monkeypatch.delitem(sys.modules, "midepoch.adapters.trainers.inprocess", raising=False)
+    from midepoch.adapters.trainers.inprocess import feed
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    finalized: list[Any] = []
+
+    def finalize(state: Any) -> Any:
+        finalized.append(state)
+        return state
+
+    wrapper = types.SimpleNamespace(finalize=finalize)
+    call: Any = Call(0, wrapper)
+    loader = midepoch.wrap(DataLoader(Noisy(12), batch_size=1, num_workers=1), seed=3)
+    feed(call, loader)
+    each = iter(loader)
+    assert next(each)["x"][0, 0] == 1
+    state = loader.state_dict()
+    workers = multiprocessing.active_children()
+    assert len(workers) == 1
+    assert wrapper.finalize("state") == "state"
+    assert finalized == ["state"]
+    assert not multiprocessing.active_children()
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    call.iteration = 1
+    feed(call, loader)
+    with pytest.raises(abort, match=r"restart 1\), so the weights went back, but this loader did not"):
+        next(iter(loader))
+    loader.load_state_dict(state)
+    assert next(iter(loader))["x"][0, 0] == 3
+    assert wrapper.finalize("state") == "state"
+    assert finalized == ["state", "state"]  # not once for each start
+
+    call.iteration = 2
+    feed(call, loader, world=midepoch.World())  # as of a mesh with two ranks in it that get the same batches
+    loader.load_state_dict(state)
+    assert [int(batch["x"][0, 0]) for batch in loader] == list(range(3, 12))
+    loader.close()
+    with pytest.raises(TypeError, match="feed takes a CallWrapper and a wrapped loader, got a NoneType and a Loader"):
+        feed(None, loader)
 
 
 # --- contracts --------------------------------------------------------------------------------------------------------

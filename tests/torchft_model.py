@@ -6,7 +6,9 @@ what its place says. `tests/test_torchft.py` compares the model with torchft its
 
 from __future__ import annotations
 
+import argparse
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -361,6 +363,8 @@ class Job:
             contributions[group.name] = [whole if rank.manager.is_participating() else {} for rank in group.ranks]
         early = dead | {n for n, point in dying.items() if point in ("between quorum and batch", "in the allreduce")}
         late = {n for n, point in dying.items() if point == "behind the allreduce"}
+        # One that errs before it has contributed leaves all others waiting, also if it dies then.
+        errs = bool(early) or any(rank.manager.errored() for group in alive for rank in group.ranks)
         alive = [group for group in alive if group.name not in early | late]
         reduced = []
         for number in range(self.ranks):
@@ -369,8 +373,6 @@ class Job:
                 for sample, value in parts_of[number].items():
                     total[sample] = total.get(sample, 0.0) + value
             reduced.append(total)
-        # One that errs before it has contributed leaves all others waiting.
-        errs = bool(early) or any(rank.manager.errored() for group in alive for rank in group.ranks)
         for group in alive:
             for rank in group.ranks:
                 if errs or group.name in breaks or (late and chance.random() < 0.5):
@@ -423,3 +425,22 @@ def run(chance: random.Random, steps: int) -> Job:
     for _ in range(steps):
         job.step()
     return job
+
+
+def main() -> None:
+    """``torchft_model.py --seed 1 --histories 1000``: run histories of eight steps, and print what was in them."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first history; each has the next one")
+    parser.add_argument("--histories", type=int, default=1000)
+    given = parser.parse_args()
+    total: Counter[str] = Counter()
+    for number in range(given.seed, given.seed + given.histories):
+        job = run(random.Random(number), 8)
+        total.update(histories=1, kills=job.kills, votes=job.commits, behind=job.behind)
+        if not total["histories"] % 1000:
+            print(f"up to seed {number}: {dict(total)}", flush=True)
+    print(dict(total))
+
+
+if __name__ == "__main__":
+    main()

@@ -452,9 +452,19 @@ class Adapter(ABC):
         return self.stated_promises.rank_independent.holds
 
     @property
+    def elsewhere(self) -> str:
+        """What a source that is not elastic could be changed to, for the refusal of a state of another world size."""
+        return ""
+
+    @property
     def can_seek(self) -> bool:
         """Whether `lead` can find any place. If not, only a state can reach a place within an epoch."""
         return self.rank_independent
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the beginning of any epoch can be reached, without a detail and in any process."""
+        return self.can_seek
 
     @property
     def jumps(self) -> bool:

@@ -58,6 +58,7 @@ class Course:
         failed: why the batches behind the place are to be passed over.
         ends_early: the running pass was resharded, and ends with this epoch.
         retries: a batch that fails is given again, where nothing was stated.
+        refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         passes: those of the body of an `epochs` loop; None outside.
         given: of the batch that was handed out last, if its session is not the one that is open: that session's share,
             and the batches up to this one. The share is None if it is unknown.
@@ -73,6 +74,7 @@ class Course:
         self.lost = ""
         self.failed: list[str] = []
         self.ends_early = self.retries = False
+        self.refusal: tuple[type[BaseException], str] | None = None
         self.passes: Passes | None = None
         self.given: tuple[Share | None, int] = (None, 0)
         self._told_of_one = False
@@ -89,7 +91,8 @@ class Course:
 
     def start_as(self, other: Course) -> None:
         """Stand where another loader of the same source stands."""
-        for name in ("place", "came", "loaded", "unfinished", "lost", "ends_early", "retries", "_told_of_one"):
+        names = ("place", "came", "loaded", "unfinished", "lost", "ends_early", "retries", "refusal", "_told_of_one")
+        for name in names:
             setattr(self, name, other.here() if name == "place" else getattr(other, name))
 
     def _new_history(self) -> History:
@@ -196,6 +199,11 @@ class Course:
         if cursor.phase is Phase.GIVEN:
             cursor.phase = Phase.RUNNING
 
+    def begin_again(self, error: type[BaseException], words: str) -> None:
+        """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
+        self.close_session()
+        self.passes, self.refusal, self.setting.last = None, (error, words), None
+
     def end_epoch(self) -> None:
         """Give up the rest of this epoch."""
         following = self.lead(self.epoch + 1, 0)
@@ -227,6 +235,9 @@ class Course:
         Returns:
             False if the epoch has no batches left and goes on all the same, in the body of `epochs`.
         """
+        if self.refusal is not None:
+            error, words = self.refusal
+            raise error(words)
         self.given = self.last_given()
         world = self.setting.enter()
         adapter, seed, place = self.adapter, self.setting.seed(world), self.here()

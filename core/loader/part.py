@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from midepoch.errors import StateError
@@ -48,6 +48,13 @@ class Part:
         return self.loader.capabilities
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The keywords with which it was wrapped."""
+        stated = dict(vars(self.loader._options))
+        settings: Mapping[str, Any] = stated.pop("settings")
+        return {**stated, **settings}
+
+    @property
     def stated_world(self) -> World | None:
         """The world given to `wrap`, if any."""
         return self.loader._options.world
@@ -76,6 +83,11 @@ class Part:
         """As `Loader.reshard`. A pending batch is read again."""
         self.pending.clear()
         self.loader.reshard(world)
+
+    def begin_again(self, error: type[BaseException], words: str) -> None:
+        """The training loop begins again: raise `error` at the next batch, unless a state is loaded before."""
+        self.pending.clear()
+        self.loader._course.begin_again(error, words)
 
     # --- how much there is ---
 
@@ -143,7 +155,7 @@ class Part:
         if (state["epoch"], state["position"]) == (epoch, 0):
             return state
         adapter = self.loader._adapter
-        if not adapter.can_seek and epoch != state["epoch"] + 1:
+        if not adapter.begins_anew and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         here = self._place_in(state)
         if here.over:

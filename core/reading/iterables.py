@@ -7,11 +7,11 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import CellType, FunctionType, GeneratorType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from midepoch.copying import directly_held
 from midepoch.dividing import check_division
 from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -26,7 +26,7 @@ from .indexed import keeps_nothing, unchanged
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 from .workers import Server
 
-__all__ = ["IterableAdapter", "IterableLoaderAdapter", "read_by"]
+__all__ = ["IterableAdapter", "IterableLoaderAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)")
 # Version 1 had the digest of the last unit in place of the chain.
@@ -362,20 +362,8 @@ def _told(draws: tuple[int, ...]) -> str:
 
 
 def _reads_a_loader(source: Any) -> bool:
-    return any(isinstance(each, DataLoader) for each in read_by(source).values())
-
-
-def read_by(source: Any) -> dict[str, Any]:
-    """What is in the attributes of an object, or in the variables that a function uses, and generators there."""
-    held = dict(getattr(source, "__dict__", {}))
-    if isinstance(source, FunctionType):
-        names = zip(source.__code__.co_freevars, source.__closure__ or (), strict=True)
-        held |= {name: cell.cell_contents for name, cell in names if cell != CellType()}
-        held |= {name: source.__globals__.get(name) for name in source.__code__.co_names}
-    for name, each in list(held.items()):
-        if isinstance(each, GeneratorType) and each.gi_frame is not None:
-            held |= {f"{name}.{inner.strip('.')}": value for inner, value in each.gi_frame.f_locals.items()}
-    return held
+    """Whether a DataLoader is in an attribute of an object, or in a variable that a function uses."""
+    return any(isinstance(each, DataLoader) for each in directly_held(source).values())
 
 
 def _nothing() -> None:

@@ -48,7 +48,7 @@ from .private import (
 )
 from .trials import started_threads
 
-__all__ = ["Inside", "NotOneForOneError", "Through", "inside_of"]
+__all__ = ["Inside", "NotOneForOneError", "Through", "held_in", "inside_of"]
 
 _DEEPEST = 8  # wrappers in one another
 _MOST_AHEAD = 2  # batches inside that a wrapper has asked for and not yet handed out
@@ -60,16 +60,42 @@ class NotOneForOneError(Exception):
 
 
 class Inside(NamedTuple):
-    """The DataLoader inside a wrapper.
+    """The DataLoader, or the iterator of another backend, inside a wrapper.
 
     Attributes:
-        loader: as torch's own class would iterate it.
+        loader: as torch's own class would iterate it; or that iterator.
         chain: the wrapper, the one in it, and so on, each with the name of the attribute that leads on; the last name
             is empty if the wrapper itself is a DataLoader, with an ``__iter__`` of its own.
+        idle: names of methods that do nothing while midepoch gives the batches, such as a reset at an epoch's end.
     """
 
-    loader: DataLoader[Any]
+    loader: Any
     chain: tuple[tuple[Any, str], ...]
+    idle: frozenset[str] = frozenset()
+
+
+def held_in(
+    source: Any, is_wanted: Callable[[Any], bool], idle: frozenset[str] = frozenset(), depth: int = 0
+) -> Inside | None:
+    """The one object that `is_wanted` in an attribute of `source`, or of an object there; None if there is not one.
+
+    `depth`: wrappers around this one.
+    """
+    attributes = getattr(source, "__dict__", {})
+    if not attributes or depth == _DEEPEST or not callable(getattr(type(source), "__iter__", None)):
+        return None
+    found: dict[int, tuple[str, Inside]] = {}
+    for name, each in attributes.items():
+        if is_wanted(each):
+            found[id(each)] = name, Inside(each, (), idle)
+        elif not isinstance(each, type | Dataset | torch.nn.Module):
+            further = held_in(each, is_wanted, idle, depth + 1)
+            if further is not None:
+                found[id(each)] = name, further
+    if len(found) != 1:
+        return None
+    ((name, further),) = found.values()
+    return further._replace(chain=((source, name), *further.chain))
 
 
 def inside_of(source: Any, depth: int = 0) -> Inside | None:
@@ -121,10 +147,10 @@ class _Feed:
     It refers weakly to all that it uses: whoever searches the wrapper for random generators finds nothing in it.
     """
 
-    __slots__ = ("__weakref__", "_loader", "iterator", "reading")
+    __slots__ = ("__weakref__", "_idle", "_loader", "iterator", "reading")
 
-    def __init__(self, loader: DataLoader[Any] | None = None) -> None:
-        self._loader = None if loader is None else weakref.ref(loader)
+    def __init__(self, loader: Any = None, idle: frozenset[str] = frozenset()) -> None:
+        self._loader, self._idle = None if loader is None else weakref.ref(loader), idle
         self.iterator = self if loader is None else _Feed()
         self.reading: Callable[[], _Reading | None] = _nothing
 
@@ -150,7 +176,7 @@ class _Feed:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._theirs(), name)
+        return _nothing if name in self._idle else getattr(self._theirs(), name)
 
     def _theirs(self) -> Any:
         loader = None if self._loader is None else self._loader()
@@ -221,10 +247,10 @@ class Through:
         Raises:
             NotOneForOneError: there is none.
         """
-        loader, chain = self._inside
+        chain = self._inside.chain
         theirs, last = chain[-1]
         loader = getattr(theirs, last) if last else theirs
-        feed = _Feed(loader)
+        feed = _Feed(loader, self._inside.idle)
         instead: dict[int, Any] = {id(loader): feed} if last else {}
         shared: list[Any] = []
         for each, _ in chain:
@@ -266,6 +292,7 @@ class _Reading:
         take: returns the next batch inside.
         first: the number of that batch in the session.
         key_of: from a batch's number to the key of its stream.
+        mark: called before each batch inside; None where no marks are kept.
 
     Attributes:
         first: the number of the first batch.
@@ -273,12 +300,17 @@ class _Reading:
         ready: at most one batch, which was read before the wrapper asks for it.
         ended, error: how the batches inside have ended.
         kept: copies of the batches inside behind the first; None if none are kept.
+        marks: of the batches inside that are still to be handed out, by number.
         begins: how often the wrapper has begun to iterate the DataLoader inside.
         trouble: what shows that it is not one for one; empty if nothing does.
     """
 
-    def __init__(self, copied: _Copied, take: Callable[[], Any], first: int, key_of: Callable[[int], int]) -> None:
-        self._take, self._key_of = take, key_of
+    def __init__(
+        self, copied: _Copied, take: Callable[[], Any], first: int, key_of: Callable[[int], int],
+        mark: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._take, self._key_of, self._mark = take, key_of, mark
+        self.marks: dict[int, Any] = {}
         self._key = -1, 0  # a batch's number, and the key of its stream
         self.first = self.asked = self.handed = first
         self.ready: deque[Any] = deque()
@@ -301,6 +333,8 @@ class _Reading:
         if self.ready or self.ended or self.error is not None:
             return
         try:
+            if self._mark is not None:
+                self.marks[self.asked] = self._mark()
             batch = self._take()
         except StopIteration:
             self.ended = True
@@ -563,6 +597,7 @@ class _WrapperSession(Session):
         self._seen: Seen | None = None
         self._made: deque[Any] = deque()  # batches that the trial has made
         self._watches = False
+        self.marks = inner.marks
         try:
             self._reading = self._read_from(0)
         except NotOneForOneError:
@@ -583,9 +618,19 @@ class _WrapperSession(Session):
         """The inner session's."""
         return self._seen or self._inner.seen
 
+    def mark(self) -> Any:
+        """The inner session's, before the batch that is to be handed out."""
+        if not self.marks:
+            return None
+        reading = self._reading
+        number = reading.handed - len(self._made)
+        while (oldest := next(iter(reading.marks), number)) < number:
+            del reading.marks[oldest]
+        return reading.marks[number] if number in reading.marks else self._inner.mark()
+
     def detail(self, mark: Any) -> str:
-        """The inner session's, which does not depend on the place."""
-        return self._inner.detail(None)
+        """The inner session's. Without marks, it does not depend on the place."""
+        return self._inner.detail(mark)
 
     def following(self) -> str:
         """The inner session's."""
@@ -661,19 +706,21 @@ class _WrapperSession(Session):
 
     def _read_from(self, number: int) -> _Reading:
         left = None if self._run.share is None else self._run.share.steps - number
-        return _Reading(self._through.copied(left), self._inner.take, number, self._key_of)
+        mark = self._inner.mark if self.marks else None
+        return _Reading(self._through.copied(left), self._inner.take, number, self._key_of, mark)
 
     def _restart(self, number: int) -> None:
         """Read on with another copy, from this batch of the session on."""
         run, adapter = self._run, self._adapter
         self._seen, self._watches = self.seen, False
+        detail = self._inner.detail(self._reading.marks.get(number)) if self.marks and number else run.detail
         self._made.clear()
         self._reading.close()
         with adapter.holding():
             self._inner.close()
         position = run.position + number * self._global_batch
-        share = adapter.share(run.seed, run.epoch, position, run.world, run.detail)
-        self._inner = adapter.open(Run(run.epoch, position, run.seed, run.world, share, run.tail, run.detail))
+        share = adapter.share(run.seed, run.epoch, position, run.world, detail)
+        self._inner = adapter.open(Run(run.epoch, position, run.seed, run.world, share, run.tail, detail))
         self._reading = self._read_from(number)
 
     # --- the trial ---
