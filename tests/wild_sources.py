@@ -440,6 +440,8 @@ class CountingModule(torch.nn.Module):
 class RunningMean(torch.nn.Module):
     """What it makes of a batch depends on those before."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
