@@ -70,7 +70,13 @@ def web_stages() -> Any:
     """Stages in a list, one of them a function that was not called."""
     import webdataset as wds
 
-    stages = (wds.SimpleShardList(shards()), wds.split_by_node, wds.split_by_worker, wds.tarfile_samples, wds.map(sample))
+    stages = (
+        wds.SimpleShardList(shards()),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_samples,
+        wds.map(sample),
+    )
     return wds.DataPipeline(*stages, wds.batched(BATCH, collation_fn=torch.stack))
 
 
@@ -136,7 +142,7 @@ def open_clip(mended: bool, resampled: bool = False, workers: int = 0) -> Any:
     os.environ["MIDEPOCH_CACHE"] = str(Path.cwd() / "cache")
     paths = []
     for shard in range(4):
-        files = {}
+        files: dict[str, bytes] = {}
         for number in range(shard, SIZE, 4):
             content = io.BytesIO()
             PIL.Image.new("RGB", (2, 2), (number, 0, 0)).save(content, "png")
@@ -330,7 +336,7 @@ def dali_dynamic() -> Any:
         def __iter__(self) -> Iterator[Any]:
             for batch in reader.next_epoch(batch_size=BATCH):
                 (label,) = batch if isinstance(batch, tuple) else (batch,)
-                yield torch.as_tensor([int(each) for each in label])[:, None]
+                yield label.torch()
 
     return Epochs()
 
