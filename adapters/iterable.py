@@ -6,8 +6,9 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from midepoch.copying import directly_held
 from midepoch.errors import UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -15,6 +16,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
 from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
+from midepoch.reading.private import is_iterator
 from midepoch.samplers import length_of
 from midepoch.world import World
 
@@ -109,6 +111,15 @@ def _refuse_what_cannot_restart(source: Any) -> None:
         raise UnsupportedSourceError(
             f"a {kind} is an iterator, which cannot be restarted: its past items are gone; wrap the function that "
             "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+        )
+    held = directly_held(source)
+    iterator = next((name for name, each in held.items() if is_iterator(each)), None)
+    if iterator is not None and not any(isinstance(each, DataLoader) for each in (source, *held.values())):
+        name = getattr(source, "__qualname__", None) or kind
+        raise UnsupportedSourceError(
+            f"{name} reads an iterator of a DataLoader ({iterator}), which gives one pass and cannot go back: wrap the "
+            "DataLoader itself, and pass what is done with its batches as then=, or give "
+            f"{name} the DataLoader in its place"
         )
 
 

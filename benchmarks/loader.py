@@ -171,15 +171,48 @@ DRAWS: dict[str, Callable[[], object]] = {
 }
 
 
-def one_number(generator: str) -> Callable[[Any], Any]:
-    """A function that draws one random number."""
-    draw = DRAWS[generator]
+def one_number(*generators: str) -> Callable[[Any], Any]:
+    """A function that draws one random number from each generator."""
+    draws = [DRAWS[generator] for generator in generators]
 
     def function(batch: Any) -> Any:
-        draw()
+        for draw in draws:
+            draw()
         return batch
 
     return function
+
+
+def generators_alone() -> dict[str, float]:
+    """What cannot be saved, in microseconds: seeding a generator, its first number, and giving back the caller's."""
+    python, of_torch, numpy = random.Random(0), torch.Generator(), np.random.RandomState(0)
+    state, state_of_torch, bits = python.getstate(), of_torch.get_state(), np.random.get_bit_generator()
+
+    def in_python() -> None:
+        python.seed(1 << 63)
+        python.random()
+        python.setstate(state)
+
+    def in_numpy() -> None:
+        numpy.seed(1 << 31)
+        numpy.random_sample()
+        np.random.set_bit_generator(bits)
+
+    def in_torch() -> None:
+        of_torch.manual_seed(1 << 62)
+        torch.rand((), generator=of_torch)
+        of_torch.set_state(state_of_torch)
+
+    def took(call: Callable[[], object]) -> float:
+        return min(timeit.repeat(call, number=200, repeat=800)) / 200 * 1e6
+
+    number: dict[str, Callable[[], object]] = {
+        "python": python.random,
+        "numpy": numpy.random_sample,
+        "torch": lambda: torch.rand((), generator=of_torch),
+    }
+    whole: dict[str, Callable[[], object]] = {"python": in_python, "numpy": in_numpy, "torch": in_torch}
+    return {name: took(whole[name]) - took(number[name]) for name in whole}
 
 
 def microseconds_of_each(batches: Iterable[Any]) -> Any:
@@ -204,9 +237,9 @@ def then(rounds: int, batches: int) -> None:
         "nothing": lambda: as_then(nothing),
         "nothing, two ahead": lambda: as_then(nothing, 2),
     }
-    for name in DRAWS:
-        makers[f"{name}, in the loop"] = functools.partial(in_the_loop, one_number(name))
-        makers[name] = functools.partial(as_then, one_number(name))
+    for name, drawn in [*((each, [each]) for each in DRAWS), ("all", list(DRAWS))]:
+        makers[f"{name}, in the loop"] = functools.partial(in_the_loop, one_number(*drawn))
+        makers[name] = functools.partial(as_then, one_number(*drawn))
     times = {name: np.full(batches, np.inf) for name in makers}
     for turn in range(rounds):
         for name in list(makers)[:: 1 if turn % 2 else -1]:
@@ -220,7 +253,11 @@ def then(rounds: int, batches: int) -> None:
         f"loop, {more('nothing, two ahead', 'nothing, in the loop'):.1f} with `prefetch=2`; "
         "where the function draws a number, "
         + ", ".join(f"{more(name, f'{name}, in the loop'):.1f} from {name}'s generator" for name in DRAWS)
-        + f". (Each of {batches} batches in the fastest of {rounds} rounds.)"
+        + f", {more('all', 'nothing, in the loop'):.1f} from all three more than where the loop draws nothing."
+        + f" (Each of {batches} batches in the fastest of {rounds} rounds.) Seeding a generator, its first number and "
+        + "giving back the caller's take, by themselves, "
+        + ", ".join(f"{took:.1f} µs for {name}'s" for name, took in generators_alone().items())
+        + "."
     )
 
 

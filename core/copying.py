@@ -22,7 +22,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["LARGEST_COPY", "Apart", "copy_apart", "copy_with", "private_copy", "stateful_copy"]
+__all__ = [
+    "LARGEST_COPY", "Apart", "copy_apart", "copy_with", "directly_held", "private_copy", "shared_modules",
+    "stateful_copy",
+]  # fmt: skip
 
 LARGEST_COPY = 64 << 20
 """Bytes. A larger object is not copied."""
@@ -96,6 +99,12 @@ def copy_with(
 
 
 _SHARED = (Dataset, torch.nn.Module, torch.Stream, torch.Event)
+
+
+def shared_modules(value: Any) -> list[torch.nn.Module]:
+    """The modules that `value` holds, and shares with a copy by `copy_with`."""
+    reached = _reached(value, lambda each: each is not value and isinstance(each, _SHARED), with_closures=True)
+    return [each for each in reached if isinstance(each, torch.nn.Module)]
 
 
 class Apart(NamedTuple):
@@ -417,6 +426,25 @@ def _members(value: Any) -> Iterator[Any]:
         yield from (each for each in _held_by(value) if isinstance(each, types.FunctionType | types.MethodType))
         return
     yield from getattr(value, "__dict__", {}).values()
+
+
+def directly_held(source: Any) -> dict[str, Any]:
+    """What an object has in its attributes, or a function in variables that it uses, and what generators there use."""
+    held: dict[str, Any] = dict(getattr(source, "__dict__", {}))
+    function = source.func if isinstance(source, functools.partial) else source
+    if isinstance(function, types.FunctionType):
+        code = function.__code__
+        defaults = function.__defaults__ or ()
+        held |= zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
+        held |= function.__kwdefaults__ or {}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                held[name] = cell.cell_contents
+        held |= {name: function.__globals__.get(name) for name in code.co_names}
+    for name, each in list(held.items()):
+        if isinstance(each, types.GeneratorType) and each.gi_frame is not None:
+            held |= {f"{name}.{inner.strip('.')}": value for inner, value in each.gi_frame.f_locals.items()}
+    return held
 
 
 def _held_by(value: Any) -> Iterator[Any]:

@@ -24,10 +24,14 @@ __all__ = ["wrap"]
 
 
 class _Backend(NamedTuple):
-    """The import path of an adapter, and the package that defines its sources' classes or their base classes."""
+    """The import path of an adapter, and the package that defines its sources' classes or their base classes.
+
+    `holds`: its sources may be of any class, and hold objects of that package.
+    """
 
     adapter: str
     package: str | None = None
+    holds: bool = False
 
 
 # The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
@@ -35,14 +39,19 @@ _BACKENDS = (
     _Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
     _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
+    _Backend("midepoch.adapters.dali.dynamic:DynamicAdapter", "nvidia.dali.experimental.dynamic", holds=True),
+    _Backend("midepoch.adapters.dali.holder:HolderAdapter", "nvidia.dali.plugin", holds=True),
     _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
     _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
     _Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
+    _Backend("midepoch.adapters.stateful:NodesAdapter", "torchdata.nodes"),
     _Backend("midepoch.adapters.stateful:DatasetsAdapter", "datasets"),
+    _Backend("midepoch.adapters.stateful:ElasticGrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
+    _Backend("midepoch.adapters.stateful:LitDataAdapter", "litdata"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
     _Backend("midepoch.adapters.dataloader:WrapperAdapter"),
@@ -188,8 +197,8 @@ def _present(backend: _Backend, source: Any) -> bool:
     """Whether the source may be of that backend; if not, the adapter is not imported."""
     if backend.package is None:
         return True
-    if backend.package not in sys.modules:
-        return False
+    if backend.package not in sys.modules or backend.holds:
+        return backend.holds and backend.package in sys.modules
     # Compare whole package names: many are called nvidia.something. A DataLoader has its dataset's backend.
     kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
     return any(f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in kinds)

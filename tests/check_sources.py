@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import midepoch
 
@@ -57,11 +58,54 @@ def needs(path: str) -> Any:
     return midepoch.wrap([path], seed=0)
 
 
-def bare() -> Any:
-    return DataLoader(TensorDataset(torch.arange(12)))
-
-
 number = 3
+loader = DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True)
+
+
+class Unseeded(Sampler[int]):
+    """Another order each time, from the operating system."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(24).tolist())
+
+
+def unseeded() -> Any:
+    return midepoch.wrap(DataLoader(TensorDataset(torch.arange(24)), batch_size=4, sampler=Unseeded()), seed=0)
+
+
+class Drifting:
+    """Has a state of its own, which says nothing of the random numbers in its batches."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generator = np.random.default_rng()
+        while self.done < 10:
+            self.done += 1
+            yield torch.tensor([self.done, int(generator.integers(1 << 40))])
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def drifting() -> Any:
+    return Drifting()
+
+
+def streamed() -> Iterator[int]:
+    yield from range(12)
+
+
+def once() -> Any:
+    return iter(range(12))
 
 
 class SometimesEntropy(Dataset[int]):

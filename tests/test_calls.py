@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import sources
+import wild_sources
 
 import midepoch
 
@@ -62,6 +71,71 @@ def test_a_steady_batch_takes_few_calls() -> None:
         assert first.total() <= most, first
 
 
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: int) -> None:
+    """Of python's; and it calls nothing, of C's neither. In a body of `epochs`, with `every` and with signals."""
+    loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4), seed=1)
+    with midepoch.Snapshot(tmp_path / "snapshot.pt", every=900, data=loader) as snapshot:
+        for _ in snapshot.epochs(1):
+            for _ in loader:
+                counted = every_call_of(lambda: snapshot.step(in_flight))
+                if snapshot.steps in (1, 900):
+                    assert sum(counted.values()) > 5, "it looks whether something is due"
+                else:
+                    assert counted == {"step": 1}, snapshot.steps
+    assert snapshot.steps == 1000
+
+
+def every_call_of(action: Callable[[], object]) -> Counter[str]:
+    """Python's functions and C's, by name, without the action itself."""
+    counted: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            counted[frame.f_code.co_name if event == "call" else argument.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted - Counter({action.__name__: 1, "setprofile": 1})
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_then_adds_few_calls_to_a_steady_batch(drawn: str, ahead: int) -> None:
+    """Five microseconds a batch are promised. What seeding takes of them is the generators' own, in C."""
+    draw = DRAWS[drawn]
+
+    def then(batch: Any) -> Any:
+        draw()
+        return batch
+
+    def steady(**options: Any) -> Counter[str]:
+        loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1, **options)
+        batches = iter(loader)
+        for _ in range(10):
+            next(batches)
+        return calls_of(lambda: [next(batches) for _ in range(50)])
+
+    more = steady(then=then, prefetch=ahead)
+    more.subtract(steady())
+    added = {name: count / 50 for name, count in more.items() if count}
+    assert added["whole_batches.py:take"] == 1 + (ahead > 0)
+    # Keys are made for 64 batches at once, and seeding is the generators' own.
+    assert not {name for name in added if name.startswith("keys.py") or name == "streams.py:start"}, added
+    assert sum(added.values()) <= (11.1 if drawn == "nothing" else 9.1) + 2 * (ahead > 0), added
+
+
 @pytest.mark.parametrize("kind", ["indexed", "streamed"])
 def test_a_steady_batch_of_shards_takes_few_calls(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
@@ -77,3 +151,36 @@ def test_a_steady_batch_of_shards_takes_few_calls(tmp_path: Path, kind: str, mon
     mean = calls_of(lambda: [next(batches) for _ in range(50)]).total() / 50
     # Most of them read a sample's files.
     assert mean <= {"indexed": 245, "streamed": 390}[kind]
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "shuffled": sources.noisy_loader,
+    "with workers": lambda: sources.noisy_loader(num_workers=2, persistent_workers=True),
+    "a sampler of somebody's": lambda: DataLoader(sources.Noisy(22), 4, sampler=sources.EverySecond(22)),
+    "a batch sampler": lambda: DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)),
+    "a sampler without an end": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.Rounds(22)),
+    "one that nobody understands": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.Weighted(22)),
+    "a wrapper": lambda: wild_sources.OneAhead(sources.noisy_loader(num_workers=2)),
+    "exposed samplers": lambda: sources.Exposing(22),
+    "exposed samplers in a loader": lambda: DataLoader(sources.Pairs(22), 4),
+    "StatefulIterable": lambda: sources.Inheriting(22),
+    "a stream": lambda: DataLoader(sources.Stream(22), 4),
+    "a generator function": lambda: sources.numbers,
+    "a re-iterable": lambda: sources.Restartable(10),
+    "a list": lambda: [1, 2, 3],
+    "a state of its own": sources.Counter,
+    "a million samples": lambda: DataLoader(sources.Noisy(1_000_000), 4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_wrapping_takes_fifty_milliseconds_at_most_and_starts_no_thread(name: str) -> None:
+    made = [SOURCES[name]() for _ in range(3)]
+    before = threading.enumerate()
+    took = []
+    for source in made:
+        since = time.perf_counter()
+        midepoch.wrap(source, seed=3)
+        took.append(time.perf_counter() - since)
+    assert min(took) < 0.05
+    assert threading.enumerate() == before

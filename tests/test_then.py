@@ -10,6 +10,7 @@ import random
 import re
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -260,6 +261,28 @@ def test_the_stream_is_pinned() -> None:
     assert derive_key(7, 11, 0, 3) == by_hand(7, 11, 0, 3)
 
 
+ALONE: dict[str, tuple[Callable[[], float], Callable[[int], float]]] = {
+    "python": (random.random, lambda key: random.Random(key).random()),
+    # The upper half of the key, or torch's numbers would be the same.
+    "numpy": (np.random.standard_normal, lambda key: np.random.RandomState(key >> 32).standard_normal()),
+    "torch": (
+        lambda: torch.randn(()).item(),
+        lambda key: torch.randn((), generator=torch.Generator().manual_seed(key)).item(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_numbers_are_those_of_a_generator_with_the_key_as_its_seed(name: str) -> None:
+    """Of each batch, in the middle of a pass too, where only the generator is seeded that was used before."""
+    draw, alone = ALONE[name]
+    loader = midepoch.wrap(list(range(150)), seed=11, then=lambda batch: (batch, draw()))
+    for epoch in range(2):
+        assert list(loader) == [(place, alone(derive_key(7, 11, epoch, place))) for place in range(150)]
+    loader.seek(epoch=0, position=77)
+    assert next(iter(loader)) == (77, alone(derive_key(7, 11, 0, 77)))
+
+
 def by_hand(*words: int) -> int:
     key = 0
     for word in words:
@@ -415,7 +438,7 @@ def seeded(loader: Loader) -> int:
 
     def note(frame: Any, event: str, argument: object) -> None:
         nonlocal count
-        named = frame.f_code.co_name in ("start", "_start_used") and "streams.py" in frame.f_code.co_filename
+        named = frame.f_code.co_name in ("start", "begin_used") and "streams.py" in frame.f_code.co_filename
         count += event == "call" and named
 
     sys.setprofile(note)
@@ -433,6 +456,29 @@ def test_a_function_that_draws_nothing_is_seeded_once_a_pass() -> None:
     assert [seeded(loader) for _ in range(3)] == [4, 1, 1], "it is tried once"
     loader = midepoch.wrap(list(range(50)), then=lambda batch: random.random(), verify="off")
     assert [seeded(loader) for _ in range(2)] == [50, 50]
+
+
+def test_global_generators_are_spared_by_a_module_that_draws_from_its_own() -> None:
+    module = Erase(5)
+    loader = midepoch.wrap(list(range(50)), seed=0, then=module, verify="off")
+    counted: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ in ("seed", "manual_seed"):
+            counted.append(argument.__name__)
+
+    batches = iter(loader)
+    first = [next(batches) for _ in range(3)]  # two of them show what the module draws from
+    sys.setprofile(note)
+    try:
+        rest = list(batches)
+    finally:
+        sys.setprofile(None)
+    assert counted == 47 * ["manual_seed"]
+    salt, generator = zlib.crc32(b"Erase.generator"), torch.Generator()
+    for place, numbers in enumerate(first + rest):
+        generator.manual_seed(derive_key(derive_key(7, 0, 0, place), salt))
+        assert numbers == torch.rand(2, generator=generator).tolist()
 
 
 class Seldom:

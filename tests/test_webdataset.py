@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 import midepoch
 import midepoch.reading.tar
 from midepoch import SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
+from midepoch.randomness.streams import Streams
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
@@ -781,6 +782,45 @@ def drawing(urls: list[str], kind: str, late: int = 0, behind: bool = False, **s
     if behind:
         dataset = wds.WebLoader(dataset, batch_size=None, num_workers=0, collate_fn=sources.as_it_is).map(Draws(late))
     return midepoch.wrap(dataset, **({} if kind == "indexed" else {"streams": 1}) | settings)
+
+
+def _drawing_now_and_then(sample: dict[str, Any]) -> tuple[int, float]:
+    """Draws for two of the twenty samples only."""
+    index = number(sample)
+    return index, random.random() if index in (9, 17) else 0.0
+
+
+def test_a_stage_that_draws_for_a_few_samples_is_exact(urls: list[str]) -> None:
+    def make(seed: int) -> Any:
+        random.seed(seed)
+        return midepoch.wrap(plain(urls).map(_drawing_now_and_then).batched(2, collation_fn=list), seed=3)
+
+    whole = flat(make(1))
+    assert sum(value > 0 for _, value in whole) == 2
+    for cut in (4, 5, 8, 9):
+        loader, other = make(2), make(3)
+        iterator = iter(loader)
+        head = [next(iterator) for _ in range(cut)]
+        other.load_state_dict(loader.state_dict())
+        assert flat(head) + flat(other) == whole
+
+
+def test_stages_that_draw_nothing_cost_no_seeding(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[int] = []
+    start = Streams.start
+
+    def counted(self: Streams, key: int) -> None:
+        keys.append(key)
+        start(self, key)
+
+    monkeypatch.setattr(Streams, "start", counted)
+    with midepoch.wrap(numbers(urls)) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        assert keys  # nobody knows yet
+        del keys[:]
+        assert sorted(flat([first, *iterator])) == list(range(20))
+    assert not keys
 
 
 @pytest.mark.parametrize("kind", ["indexed", "streamed"])

@@ -167,6 +167,18 @@ NOT_SEEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "counts by an iterator": (wild.CountingByItself, "keeps something of earlier batches, in count"),
     "counts in a slot": (wild.CountingInASlot, "in SlottedIterator.number"),
     "draws from its own generator": (wild.OwnGenerator, "makes a generator of random numbers in each pass"),
+    "counts in a module": (
+        lambda inside: wild.Normalizing(inside, wild.CountingModule()),
+        "keeps something of earlier batches, in CountingModule.calls",
+    ),
+    "keeps in a module": (
+        lambda inside: wild.Normalizing(inside, wild.CountingModule(keeps=True)),
+        "keeps something of earlier batches, in CountingModule.batches",
+    ),
+    "a running mean": (
+        lambda inside: wild.Normalizing(inside, wild.RunningMean()),
+        "makes something else of a batch",
+    ),
     "gives one more": (wild.OneMore, "goes on behind the last batch inside"),
     "counts to the end of a whole pass": (wild.CountingAhead, "after a jump, a copy of it raised RuntimeError"),
     "mixes with the batch before": (wild.Mixing, "makes something else of a batch"),
@@ -198,7 +210,9 @@ def test_one_that_does_more_is_replayed(name: str) -> None:
     if "thread" not in name:
         around = kind(loader())
         assert given == sources.taken(midepoch.wrap(lambda: around, seed=3)), "as any iterable"
-        assert_exact_at_every_cut(make)
+        # A module keeps for its next pass what it has kept in this one, which is told.
+        assert_exact_at_every_cut(make, epochs=1 + (not hasattr(around, "module")))
+        assert bool(first.capabilities.exact_order) != hasattr(around, "module")
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
@@ -210,6 +224,106 @@ def test_a_function_that_counts_is_replayed() -> None:
     assert sources.taken(first) == sources.taken(midepoch.wrap(lambda: wild.CountingInAFunction(loader()), seed=3))
     assert "in counting.<locals>.work.number" in first.capabilities.constant_time_resume.reason
     assert_exact_at_every_cut(make, epochs=1)
+
+
+@pytest.mark.parametrize("source", [lambda: wild.CountingInAFunction(loader()), lambda: counting_around(loader())])
+def test_a_closure_that_counts_through_all_passes_is_told(source: Callable[[], Any]) -> None:
+    around = midepoch.wrap(source(), seed=3)
+    batches = iter(around)
+    sources.taken(batches, BATCHES)
+    assert around.capabilities.exact_order and not around.capabilities.exact_order.believed
+    with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
+        list(batches)
+    assert not around.capabilities.exact_order
+
+
+def counting_around(inside: Any, most: int = 4) -> Any:
+    work = wild.counting(most)
+    return lambda: map(work, inside)
+
+
+def test_a_closure_whose_count_shows_late_is_believed() -> None:
+    around = midepoch.wrap(counting_around(loader(), 9), seed=3)
+    sources.taken(around)
+    assert around.capabilities.exact_order.believed
+    assert "counts its units through all passes" in around.capabilities.exact_order.reason
+
+
+@pytest.mark.parametrize("kind", [wild.Normalizing, wild.NormalizingAhead])
+def test_the_statistics_of_its_modules_see_each_batch_once(kind: Any) -> None:
+    def saved(around: Any) -> Any:
+        return copy.deepcopy(around.module.state_dict())
+
+    bare = kind(loader())
+    list(bare)
+    around = kind(loader())
+    batches = midepoch.wrap(around, seed=3)
+    whole, states = [], []
+    for batch in batches:
+        whole.append(sources.plain(batch))
+        states.append((batches.state_dict(), saved(around)))
+    assert around.module.num_batches_tracked == bare.module.num_batches_tracked == BATCHES
+    final = saved(around)
+    said = batches.capabilities.exact_augmentations
+    assert said.believed and "BatchNorm1d.running_mean" in said.reason and "save them with the model" in said.reason
+    ahead = kind is wild.NormalizingAhead
+    assert ("has seen 1 batches more than were handed out" in said.reason) == ahead
+    for cut, (state, model) in enumerate(states[:-1], 1):
+        around = kind(loader())
+        around.module.load_state_dict(model)
+        batches = midepoch.wrap(around, seed=3)
+        batches.load_state_dict(state)
+        assert sources.taken(batches) == whole[cut:]
+        if not ahead:
+            assert all(torch.equal(value, around.module.state_dict()[name]) for name, value in final.items())
+
+
+HOLDING_AN_ITERATOR: dict[str, Callable[[], Any]] = {
+    "an object": lambda: wild.OnDevice(iter(loader())),
+    "its own iterator": lambda: wild.ItsOwn(iter(loader())),
+    "a generator": lambda: wild.ItsOwn(2 * batch for batch in loader()),
+    "a function": lambda: function_of_an_iterator(iter(loader())),
+}
+
+
+def function_of_an_iterator(batches: Any) -> Any:
+    return lambda: map(torch.neg, batches)
+
+
+@pytest.mark.parametrize("name", HOLDING_AN_ITERATOR)
+def test_one_that_holds_an_iterator_alone_is_refused_with_the_cure(name: str) -> None:
+    source = HOLDING_AN_ITERATOR[name]()
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"reads an iterator of a DataLoader .*as then="):
+        midepoch.wrap(source, seed=3)
+
+
+OTHER_LOADERS: dict[str, Callable[[], Any]] = {
+    "a stream": lambda: DataLoader(sources.Stream(SIZE), BATCH),
+    "a stream with samplers": lambda: DataLoader(sources.Exposing(SIZE), BATCH),
+    "a StatefulDataLoader": lambda: stateful(),
+}
+
+
+def stateful(**keywords: Any) -> Any:
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+    return loader(stateful_dataloader.StatefulDataLoader, **keywords)
+
+
+@pytest.mark.parametrize("name", OTHER_LOADERS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_around_a_loader_that_does_not_jump_it_is_replayed(name: str) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(wild.OnDevice(OTHER_LOADERS[name]()), seed=3)
+
+    assert_exact_at_every_cut(make)
+    assert not make().capabilities.constant_time_resume
+
+
+def test_around_a_stateful_loader_with_workers_that_are_kept_it_is_told() -> None:
+    around = midepoch.wrap(wild.OnDevice(stateful(num_workers=1, persistent_workers=True)), seed=3)
+    with pytest.warns(MidepochWarning, match="wrap that DataLoader itself, with what is done to its batches as then="):
+        next(iter(around))
+    assert not around.capabilities.exact_order
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")

@@ -148,6 +148,50 @@ class RepeatedAugmentation(Sampler[int]):
         self.epoch = epoch
 
 
+class KeepsState(Sampler[Any]):
+    """Its own iterator of batches of names, filled by duration, from a buffer; it counts, and keeps a state."""
+
+    def __init__(self, durations: list[float], longest: float, rank: int = 0, world_size: int = 1) -> None:
+        self.durations, self.longest, self.rank, self.world_size = durations, longest, rank, world_size
+        self.epoch, self.seed, self.just_restored = 0, 0, False
+        self.kept = {"batches": 0, "epoch": 0}
+        self.names: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "seed": self.seed, "kept": dict(self.kept)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.seed, self.kept = state["epoch"], state["seed"], dict(state["kept"])
+        self.just_restored = True
+
+    def __iter__(self) -> KeepsState:
+        if not self.just_restored:
+            names = [str(number) for number in range(len(self.durations))]
+            random.Random(self.seed + self.epoch).shuffle(names)
+            self.names, self.kept = iter(names), {"batches": 0, "epoch": self.epoch}
+        self.just_restored = False
+        return self
+
+    def __next__(self) -> list[str]:
+        given = [self.batch() for _ in range(self.world_size)]
+        return given[self.rank]
+
+    def batch(self) -> list[str]:
+        batch: list[str] = []
+        while sum(self.durations[int(name)] for name in batch) < self.longest - 2:
+            name = next(self.names, None)
+            if name is None:
+                break
+            batch.append(name)
+        if not batch:
+            raise StopIteration
+        self.kept["batches"] += 1
+        return batch
+
+
 class ItsOwnIterator(Sampler[int]):
     """Is its own iterator, and begins again when it is asked behind its end."""
 
@@ -382,20 +426,30 @@ class SlottedIterator:
         return batch if self.number < 5 else -batch
 
 
+class ItsOwn(Around):
+    """Its own iterator, of what it was given."""
+
+    def __iter__(self) -> ItsOwn:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.loader)
+
+
 class CountingInASlot(Around):
     def __iter__(self) -> Iterator[Any]:
         for batch in SlottedIterator(iter(self.loader)):  # noqa: UP028  # only the loop itself holds it
             yield batch
 
 
-def counting() -> Any:
+def counting(most: int = 4) -> Any:
     """A function that counts its calls."""
     number = 0
 
     def work(batch: Any) -> Any:
         nonlocal number
         number += 1
-        return batch if number % 100 < 4 else -batch
+        return batch if number % 100 < most else -batch
 
     return work
 
@@ -410,6 +464,60 @@ class CountingInAFunction(Around):
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             yield self.work(batch)
+
+
+class CountingModule(torch.nn.Module):
+    """Counts its calls in an attribute, or keeps batches in a list, which no checkpoint of a model holds."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        super().__init__()
+        self.calls, self.batches = 0, [torch.zeros(1)] if keeps else None
+
+    def forward(self, batch: Any) -> Any:
+        if self.batches is None:
+            self.calls += 1
+            return batch if self.calls < 4 else -batch
+        self.batches.append(batch)
+        return batch if len(self.batches) < 5 else batch + self.batches[1].mean()
+
+
+class RunningMean(torch.nn.Module):
+    """What it makes of a batch depends on those before."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, batch: Any) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * batch.mean(0)
+        return batch - self.mean
+
+
+class Normalizing(Around):
+    """Passes batches through a module."""
+
+    def __init__(self, loader: Any, module: Any = None) -> None:
+        super().__init__(loader)
+        self.module = module or torch.nn.BatchNorm1d(4, dtype=torch.float64)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield self.module(batch).detach()
+
+
+class NormalizingAhead(Normalizing):
+    """The same, one ahead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead = None
+        for batch in self.loader:
+            following = self.module(batch).detach()
+            if ahead is not None:
+                yield ahead
+            ahead = following
+        yield ahead
 
 
 class OwnGenerator(Around):

@@ -194,6 +194,7 @@ def current_feed(caller: str) -> Feed:
     if pipeline is None:
         raise RuntimeError(f"{caller} was called outside a pipeline: call it in a function marked with @pipeline_def")
     private.allow_empty(pipeline)  # it has no data until it is wrapped
+    private.refuse_reader_name(pipeline)
     return _FEEDS.setdefault(pipeline, Feed())
 
 

@@ -36,6 +36,7 @@ _PATHS = {
     "annotations_file", "db_folder", "file_list", "file_root", "filenames", "files", "index_path", "index_paths",
     "labels", "manifest_filepaths", "meta_files_path", "path", "paths",
 }  # fmt: skip
+_MOST_KINDS = 60  # of operators that a state names, some 30 bytes each
 _LARGEST_LIST = 16 << 20  # bytes; larger files are compared by size, not by content
 
 
@@ -113,6 +114,16 @@ class Graph:
         outputs = [field.data for field in self._fields if field.number == _PIPELINE_OUTPUTS]
         return hashlib.blake2b(repr((described, outputs)).encode(), digest_size=8).hexdigest()
 
+    @property
+    def pieces(self) -> str:
+        """The operators, each kind with a short hash of the settings of all of its kind; empty if they are too many."""
+        kinds: dict[str, list[str]] = {}
+        for operator in self.operators:
+            schema, _, arguments = operator.described()
+            kinds.setdefault(schema.replace("__", ".").lstrip("_."), []).append(repr(arguments))
+        told = [f"{kind}={_short(repr(sorted(each)))}" for kind, each in sorted(kinds.items())]
+        return " ".join(told) if len(told) <= _MOST_KINDS else ""
+
     def on_shard(self, shard: int, shards: int) -> bytes:
         """The serialized graph with every reader on this shard."""
         fields = []
@@ -122,6 +133,10 @@ class Graph:
             else:
                 fields.append(field)
         return pack(fields)
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
 
 def _operator(message: bytes) -> Operator:
@@ -198,6 +213,40 @@ def _names(folder: bytes, prefix: bytes) -> Iterator[bytes]:
 
 def _lines(names: list[bytes], prefix: bytes) -> bytes:
     return prefix + (b"\n" + prefix).join(names) + b"\n" if names else b""
+
+
+# --- another reader ---------------------------------------------------------------------------------------------------
+
+_OURS = {
+    "FileReader": "file", "readers.File": "file", "NumpyReader": "numpy", "readers.Numpy": "numpy",
+    "readers.Webdataset": "webdataset",
+}  # fmt: skip
+_DRAWN_BY_US = {
+    "CoinFlip": ("fn.random.coin_flip(...)", "dali.random.coin_flip(...)"),
+    "Uniform": ("fn.random.uniform(...)", "dali.random.uniform(...)"),
+    "Normal": ("fn.random.normal(...)", "dali.random.normal(...)"),
+    "ImageRandomCrop": (
+        "fn.decoders.image_random_crop(encoded)",
+        'fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")',
+    ),
+}
+
+
+def lines_of_ours(graph: Graph, reader_name: str | None) -> str:
+    """The lines of a pipeline to change so that midepoch feeds it, for a message; empty if it has no such reader."""
+    if len(graph.readers) != 1:
+        return ""
+    ours = _OURS.get(graph.readers[0].schema.replace("__", "."))
+    if ours is None:
+        return ""
+    lines = [
+        "from midepoch.adapters import dali",
+        f"dali.readers.{ours}(...)  # in place of fn.readers.{ours}(...)",
+        f"DALIGenericIterator([pipeline], [...])  # without reader_name={reader_name!r}",
+    ]
+    drawn = {each.schema.rpartition("__")[2] for each in graph.operators if each.is_random}
+    lines += [f"{new}  # in place of {old}" for kind, (old, new) in _DRAWN_BY_US.items() if kind in drawn]
+    return ", or change these lines, and any number of processes can continue:\n    " + "\n    ".join(lines)
 
 
 # --- building --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import nvidia.dali
 
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
-from midepoch.adapters.dali.graph import Graph, build, identity, settings_of
+from midepoch.adapters.dali.graph import Graph, build, identity, lines_of_ours, settings_of
 from midepoch.adapters.dali.subclass import OwnCode, promised
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -21,6 +21,7 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
+from midepoch.state.format import PIECES
 from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
@@ -46,7 +47,8 @@ class Factory:
     def __call__(self, checkpoints: tuple[bytes, ...]) -> Any:
         """Make an iterator whose pipelines keep checkpoints, restored from these if there are any."""
         restored = checkpoints or (None,) * self.pipelines
-        made = self._make(*({"enable_checkpointing": True, "checkpoint": checkpoint} for checkpoint in restored))
+        with private.without_auto_reset():  # the adapter decides when an epoch ends
+            made = self._make(*({"enable_checkpointing": True, "checkpoint": checkpoint} for checkpoint in restored))
         if (
             not private.is_iterator(made)
             or len(private.pipelines_of(made)) != self.pipelines
@@ -62,7 +64,7 @@ class Factory:
                 "the factory's pipelines were not built with the checkpoints it was given: pass **checkpointing to "
                 "each pipeline, in the order of the arguments"
             )
-        private.disable_auto_reset(made)  # the adapter decides when an epoch ends
+        private.disable_auto_reset(made)  # it may have been made before
         return made
 
 
@@ -85,7 +87,7 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
 
 
 class NativeAdapter(Adapter):
-    """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines.
+    """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines, or jax's iterator.
 
     The unit is one process's batch. The pipelines are serialized and rebuilt with checkpointing on, so the user's
     iterator is left as it was and not used. The exception is pipelines that keep checkpoints and have not run: these
@@ -115,6 +117,13 @@ class NativeAdapter(Adapter):
         pipelines = private.pipelines_of(template)
         self._graphs = [Graph(private.serialize(pipeline)) for pipeline in pipelines]
         self._settings = [settings_of(pipeline) for pipeline in pipelines]
+        if any(pipeline.exec_separated for pipeline in pipelines):
+            raise UnsupportedSourceError(
+                f"DALI keeps no checkpoints of a pipeline with separated queues: write prefetch_queue_depth="
+                f"{max(pipelines[0].cpu_queue_size, pipelines[0].gpu_queue_size)} in place of "
+                f"{self._settings[0]['prefetch_queue_depth']}, or feed the pipeline with midepoch's own readers "
+                "(midepoch.adapters.dali.readers)"
+            )
         self._check_callbacks()
         self._epochs: dict[tuple[int, int], private.Epochs] = {}
         if pipelines[0].seed is not None:
@@ -122,7 +131,7 @@ class NativeAdapter(Adapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A DALI iterator for torch, or a factory of one."""
+        """A DALI iterator for torch or jax, or a factory of one."""
         return isinstance(source, Factory) or private.is_iterator(source)
 
     def _check_callbacks(self) -> None:
@@ -153,6 +162,8 @@ class NativeAdapter(Adapter):
             "last_batch": private.last_batch(template).lower(),
             "graph": "/".join(sorted({graph.digest for graph in self._graphs})),
         }
+        if pieces := self._graphs[0].pieces:
+            described[f"graph{PIECES}"] = pieces
         meta = self._reader_metas[0]
         for reader in self._graphs[0].readers:
             name = reader.name
@@ -175,6 +186,13 @@ class NativeAdapter(Adapter):
             elastic_workers=promises.NO_WORKERS,
             rank_independent=Capability(False, "each rank's pipeline knows only its part: use midepoch.gather(loader)"),
         )
+
+    @property
+    def elsewhere(self) -> str:
+        """The lines that let midepoch feed the pipeline."""
+        if len(self._graphs) > 1:
+            return ""
+        return lines_of_ours(self._graphs[0], private.reader_name(self._template))
 
     def drawing(self) -> tuple[object, ...]:
         """The iterator, if its class is the user's own."""

@@ -12,7 +12,10 @@ import functools
 import gc
 import math
 import os
+import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,9 +25,10 @@ from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
 from midepoch.errors import UnsupportedSourceError
-from midepoch.packages import Package
+from midepoch.packages import Package, Replacement
 
 __all__ = [
+    "DynamicState",
     "Epochs",
     "TakenOver",
     "add_thread",
@@ -35,6 +39,7 @@ __all__ = [
     "disable_auto_reset",
     "drain",
     "drop_first_batch",
+    "dynamic_readers",
     "given_size",
     "has_run",
     "is_iterator",
@@ -44,6 +49,7 @@ __all__ = [
     "own_parts",
     "pipelines_of",
     "reader_name",
+    "refuse_reader_name",
     "restore",
     "serialize",
     "sources_of",
@@ -51,6 +57,7 @@ __all__ = [
     "survive_forks",
     "take_pipelines",
     "with_pipelines",
+    "without_auto_reset",
 ]
 
 _DALI = Package(
@@ -116,8 +123,11 @@ def survive_forks() -> None:
 
 
 def is_iterator(source: object) -> bool:
-    """Whether it is one of DALI's iterators for torch."""
-    return isinstance(source, DALIGenericIterator | DALIRaggedIterator)
+    """Whether it is one of DALI's iterators for torch or jax."""
+    if isinstance(source, DALIGenericIterator | DALIRaggedIterator):
+        return True
+    jax = sys.modules.get("nvidia.dali.plugin.jax.iterator")
+    return jax is not None and isinstance(source, jax.DALIGenericIterator)
 
 
 def own_parts(iterator: Any) -> tuple[object, ...]:
@@ -149,6 +159,34 @@ def keeps_checkpoints(iterator: Any) -> bool:
 def disable_auto_reset(iterator: Any) -> None:
     """Make it raise StopIteration at the end of an epoch instead of starting the next one."""
     iterator._auto_reset = "no"
+
+
+_init = _Base.__init__
+
+
+@functools.wraps(_init)
+def _init_without_auto_reset(
+    self: Any, pipelines: Any, size: int = -1, reader_name: str | None = None, auto_reset: Any = False,
+    *arguments: Any, **keywords: Any,
+) -> None:  # fmt: skip
+    _init(self, pipelines, size, reader_name, False, *arguments, **keywords)
+
+
+_WITHOUT_AUTO_RESET = Replacement(_Base, "__init__", _init_without_auto_reset)
+
+
+@contextlib.contextmanager
+def without_auto_reset() -> Iterator[None]:
+    """Iterators that are made meanwhile do not begin an epoch by themselves.
+
+    One that is restored at an epoch's end, and prepares its first batch, would do so while it is made: if a source
+    tells the end, an epoch would be lost.
+    """
+    need = _WITHOUT_AUTO_RESET.needed()
+    try:
+        yield
+    finally:
+        need.end()
 
 
 def last_batch(iterator: Any) -> str:
@@ -305,6 +343,94 @@ class Epochs:
         iterator.reset()
 
 
+# --- dynamic mode -----------------------------------------------------------------------------------------------------
+
+
+def dynamic_readers() -> Any:
+    """The class of the readers of dynamic mode, which somebody has imported."""
+    return _DALI.part("nvidia.dali.experimental.dynamic._ops:Reader")
+
+
+class DynamicState:
+    """The state of a dynamic reader, by DALI's own Checkpoint.
+
+    Raises:
+        UnsupportedSourceError: the reader was read before, without checkpoints.
+
+    Attributes:
+        shard: the reader's own shard, and the number of shards.
+    """
+
+    def __init__(self, reader: Any, batch_size: int) -> None:
+        _DALI.check(
+            reader, "_advance_shard", "_init_args", "_max_batch_size", "_num_shards", "_op_backend", "_shard_id"
+        )
+        _DALI.check(reader, "_stick_to_shard", "get_metadata")
+        if reader._op_backend is not None:
+            raise UnsupportedSourceError(
+                "this reader has already been read, and no record of that exists: wrap it before its first batch"
+            )
+        self._template, self._batch_size = copy.copy(reader), batch_size
+        self._running: tuple[Any, Any] | None = None
+        self.shard: tuple[int, int] = (reader._shard_id, reader._num_shards)
+
+    @property
+    def reader(self) -> Any:
+        """The reader that runs, a copy of the one that was given."""
+        return self._made()[0]
+
+    def _made(self) -> tuple[Any, Any]:
+        """The reader, and its Checkpoint. Made anew, the reader lists its files."""
+        if self._running is None:
+            reader = copy.copy(self._template)
+            reader._lock, reader._init_args = threading.Lock(), dict(reader._init_args)
+            reader._max_batch_size = self._batch_size
+            checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
+            checkpoint.register(reader, "reader")
+            self._running = reader, checkpoint
+        return self._running
+
+    @functools.cached_property
+    def _padded(self) -> int:
+        return int(self.reader.get_metadata(self._batch_size)["epoch_size_padded"])
+
+    def _shard_in(self, epoch: int) -> int:
+        """A reader's shard moves from epoch to epoch."""
+        shard, shards = self.shard
+        return shard if self._template._stick_to_shard else (shard + epoch) % shards
+
+    def samples(self, epoch: int) -> int:
+        """Of this reader in an epoch."""
+        shard, shards = self._shard_in(epoch), self.shard[1]
+        return (shard + 1) * self._padded // shards - shard * self._padded // shards
+
+    def settings(self) -> list[tuple[str, str]]:
+        """How the reader was made, except for its paths and its shard."""
+        hidden = ("file", "path", "root", "shard", "seed", "index", "checkpointing")
+        made = self._template._init_args.items()
+        return sorted((name, repr(value)) for name, value in made if not any(each in name for each in hidden))
+
+    def text(self) -> str:
+        """Where the reader stands."""
+        self._padded  # noqa: B018  # it has no state before it is set up
+        checkpoint = self._made()[1]
+        checkpoint.collect()
+        return str(checkpoint.serialize())
+
+    def load(self, text: str, epoch: int) -> None:
+        """Go there, within `epoch` or at its beginning; to the very beginning if `text` is empty."""
+        self._running = None  # DALI sets the state of a reader that has not been read
+        reader, checkpoint = self._made()
+        if text:
+            checkpoint.deserialize(text)
+            checkpoint.restore()
+        reader._shard_id = self._shard_in(epoch)
+
+    def next_shard(self) -> None:
+        """Count an epoch that was not read from its beginning."""
+        self.reader._advance_shard()
+
+
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +446,20 @@ def allow_empty(pipeline: Any) -> None:
     they may be at the end of an epoch.
     """
     pipeline._is_restored_from_checkpoint = True
+
+
+def refuse_reader_name(pipeline: Any) -> None:
+    """Answer an iterator that asks the pipeline for a reader by name, which it does when it is made."""
+
+    def reader_meta(name: str | None = None) -> dict[str, Any]:
+        if name is None:
+            return {}
+        raise UnsupportedSourceError(
+            f"reader_name={name!r}: midepoch's readers tell the length of an epoch themselves, so leave reader_name= "
+            "(and size=) out of the iterator"
+        )
+
+    pipeline.reader_meta = reader_meta
 
 
 def add_thread(pipeline: Any) -> None:

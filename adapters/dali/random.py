@@ -68,18 +68,20 @@ def crop_window(
     encoded: Any,
     random_area: tuple[float, float] = (0.08, 1.0),
     random_aspect_ratio: tuple[float, float] = (0.75, 4 / 3),
+    num_attempts: int = 10,
 ) -> tuple[Any, Any]:
     """A random window of encoded images, as ``fn.decoders.image_random_crop`` chooses it: (anchor, shape).
 
     Use: ``fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")``.
 
     The area (a fraction of the image's, uniform) and the aspect ratio (width to height, log-uniform) are drawn up to
-    ten times, until the window fits into the image. If the tenth does not fit, it is cut to the image.
+    `num_attempts` times, until the window fits into the image. If the last does not fit, it is cut to the image.
 
     Args:
         encoded: a node of encoded images. Their sizes are read from their headers.
         random_area: bounds of the area, in (0, 1].
         random_aspect_ratio: bounds of the aspect ratio, greater than 0.
+        num_attempts: in [1, 1000]. Another number gives other windows.
     """
     (least, most), (narrow, wide) = random_area, random_aspect_ratio
     if not 0 < least <= most <= 1:
@@ -89,10 +91,13 @@ def crop_window(
             f"random_aspect_ratio must be two positive numbers in increasing order, got {random_aspect_ratio!r}"
         )
 
+    if type(num_attempts) is not int or not 1 <= num_attempts <= 1000:
+        raise ValueError(f"num_attempts must be an int in [1, 1000], got {num_attempts!r}")
+
     def values(keys: _Keys) -> tuple[Any, ...]:
-        drawn = words(keys, 2 * _ATTEMPTS + 2)
-        area = least + (most - least) * drawn[:, :_ATTEMPTS]
-        ratio = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * drawn[:, _ATTEMPTS:-2])
+        drawn = words(keys, 2 * num_attempts + 2)
+        area = least + (most - least) * drawn[:, :num_attempts]
+        ratio = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * drawn[:, num_attempts:-2])
         bounds, sides = _first_that_fit(area, ratio)
         return sides.astype(np.float32), bounds.astype(np.float32), drawn[:, -2:].astype(np.float32)
 
@@ -100,13 +105,12 @@ def crop_window(
     sides, bounds, place = current_feed("dali.random.crop_window").draw("crop_window", 3, values)
     found = fn.peek_image_shape(encoded)
     proportion = found[1] / found[0]
-    chosen = sides[fn.reductions.max((proportion > bounds) * _COUNTS)]  # indexed by the number of bounds below
+    counts = np.arange(1, 2 * num_attempts + 1, dtype=np.int32)
+    chosen = sides[fn.reductions.max((proportion > bounds) * counts)]  # indexed by the number of bounds below
     shape = dali_math.min(chosen * dali_math.pow(proportion, _TO_SIDES), 1.0)
     return place * (1.0 - shape), shape
 
 
-_ATTEMPTS = 10
-_COUNTS = np.arange(1, 2 * _ATTEMPTS + 1, dtype=np.int32)
 _TO_SIDES = np.array([0.5, -0.5], dtype=np.float32)
 
 

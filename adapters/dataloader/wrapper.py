@@ -7,7 +7,6 @@ start, as any other iterable: a trial shows it when reading begins.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,11 +14,10 @@ from midepoch.adapters.dataloader.adapter import MapDataLoaderAdapter
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Options, OtherWayError, Run, Session
 from midepoch.loader.capabilities import Capabilities
-from midepoch.loader.place import Place
-from midepoch.reading.indexed import Samples
 from midepoch.reading.iterables import IterableAdapter
+from midepoch.reading.passed_on import PassedOnAdapter
 from midepoch.reading.wrappers import NotOneForOneError, Through, inside_of
-from midepoch.world import Share, World
+from midepoch.world import World
 
 __all__ = ["WrapperAdapter"]
 
@@ -37,12 +35,10 @@ class _Replayed(IterableAdapter):
         return False
 
 
-class WrapperAdapter(Adapter):
+class WrapperAdapter(PassedOnAdapter):
     """A wrapper: the adapter of the DataLoader inside, or, once a trial has failed, that of any iterable."""
 
     name: ClassVar[str] = "wrapper"
-
-    _way: Adapter
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -52,12 +48,6 @@ class WrapperAdapter(Adapter):
         self._through = Through(inside)
         self._why_replayed = "it was when the state was saved"
         self._use(self._inside)
-
-    def _use(self, way: Adapter) -> None:
-        """Read in this way from now on."""
-        self._way = way
-        self.unit, self.batch_size, self.drop_last = way.unit, way.batch_size, way.drop_last
-        self.tail, self.seed, self.world = way.tail, way.seed, way.world
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -93,7 +83,17 @@ class WrapperAdapter(Adapter):
             self._fail(str(error), run)
             raise OtherWayError from None
         self.learned()
+        if self._through.statistics:
+            self.believes(self._of_statistics())
         return through
+
+    def _of_statistics(self) -> str:
+        names, lead = ", ".join(self._through.statistics[:4]), self._through.lead
+        ahead = f", and has seen {lead} batches more than were handed out" if lead else ""
+        return (
+            f"{self._through.name} changes {names} of its modules with each batch, which a state does not hold"
+            f"{ahead}: save them with the model"
+        )
 
     def _fail(self, why: str, run: Run) -> None:
         if run.position or run.expects is not None:
@@ -106,27 +106,6 @@ class WrapperAdapter(Adapter):
         self.learned()
 
     # --- the answers of the way in use ---
-
-    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Units of the DataLoader inside, or the wrapper's own length."""
-        return self._way_of(detail).size(seed, epoch, world, detail)
-
-    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
-        """In units of the way in use."""
-        return self._way_of(detail).share(seed, epoch, position, world, detail)
-
-    @property
-    def sized_by(self) -> str:
-        """As of the DataLoader inside."""
-        return self._way.sized_by
-
-    def refresh(self) -> None:
-        """Follow a dataset that has changed between epochs."""
-        self._way.refresh()
-
-    def prepare(self, seed: int, epoch: int) -> None:
-        """Build the list of a listed order."""
-        self._way.prepare(seed, epoch)
 
     def describe(self) -> dict[str, str]:
         """What the DataLoader inside describes, however it is read: it is known before that is tried."""
@@ -172,23 +151,3 @@ class WrapperAdapter(Adapter):
     def beginning(self, epoch: int, world: World) -> str:
         """That the source is replayed."""
         return f"{_REPLAYED}0;chain=" if self._replays else ""
-
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """As the way in use says."""
-        return self._way.lead(here, there, seed, world)
-
-    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """As the way in use says; a replay's is of a replay."""
-        self._way_of(detail).check_detail(detail, seed, epoch, position, world)
-
-    def samples(self, seed: int, epoch: int) -> Samples | None:
-        """Those of the DataLoader inside."""
-        return None if self._replays else self._inside.samples(seed, epoch)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._way.holding()
-
-    def close(self) -> None:
-        """End persistent worker processes."""
-        self._way.close()

@@ -6,25 +6,22 @@ For sources whose state is known to be incomplete, the adapter adds what is miss
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
+from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.adapters.stateful.trial import Outcome, compare, read_from
 from midepoch.copying import stateful_copy
-from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.streams import Purpose, Streams
+from midepoch.randomness.streams import Streams
 from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
@@ -32,13 +29,11 @@ from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
 from midepoch.world import World
 
-__all__ = ["DatasetsAdapter", "GrainAdapter", "StatefulAdapter", "TorchdataAdapter"]
+__all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream"]
 
 
-_ENDED = "ended:"  # before the detail of a pass that was read to its end; a source would begin anew from its own state
 _TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
-_HOLDS_BACK = "what the dataset's shuffle buffer holds is not in its state: wrap the dataset itself, which is replayed"
-_NOT_RESTORED = Capability(False, "the source's own state does not restore the global generators of samples")
+NOT_RESTORED = Capability(False, "the source's own state does not restore the global generators of samples")
 
 
 class StatefulAdapter(Adapter):
@@ -76,7 +71,7 @@ class StatefulAdapter(Adapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """Has the three methods, and is iterated for data. Modules and optimizers have them too."""
-        if _is_of("datasets", source):
+        if is_of("datasets", source):
             return False  # `DatasetsAdapter` takes it, or it is replayed
         methods = all(callable(getattr(source, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
         # A subclass of StatefulIterable has midepoch's own methods.
@@ -104,7 +99,7 @@ class StatefulAdapter(Adapter):
             own = Capability(True, f"as exact as the source's own state: {self._untried}", believed=True)
         return Capabilities(
             exact_order=own,
-            exact_augmentations=_NOT_RESTORED if isinstance(self.source, DataLoader) else own,
+            exact_augmentations=NOT_RESTORED if isinstance(self.source, DataLoader) else own,
             constant_time_resume=Capability(True, "as fast as the source restores its own state"),
             elastic_world=Capability(False, "the source's own state is for one world size"),
             elastic_workers=Capability(False, "the source's own state decides; midepoch cannot see its workers"),
@@ -114,7 +109,7 @@ class StatefulAdapter(Adapter):
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that the source's own state decodes. The source checks the rest when it loads it."""
         if detail:
-            own = detail.removeprefix(_ENDED)
+            own = detail.removeprefix(ENDED)
             if own or own == detail:
                 decode(own)
         elif position:
@@ -122,9 +117,18 @@ class StatefulAdapter(Adapter):
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether its epochs follow from their number, and not from what was read before."""
+        return self.rewinds
+
+    def state_in(self, detail: str) -> Any:
+        """The source's own state in a detail."""
+        return decode(detail.removeprefix(ENDED))
+
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
-        return _StatefulSession(self, run)
+        return StatefulSession(self, run)
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
@@ -262,184 +266,6 @@ class StatefulAdapter(Adapter):
         return self.source.state_dict()
 
 
-class TorchdataAdapter(StatefulAdapter):
-    """torchdata's StatefulDataLoader.
-
-    After a resume it starts the next epoch with another order, because it draws its sampler's seed from torch's global
-    generator. It also does not restore what samples draw. So this adapter puts the start of each epoch under a random
-    stream of its own, and each batch too if it is read in this process.
-    """
-
-    name: ClassVar[str] = "stateful-dataloader"
-    rewinds = True
-
-    def __init__(self, source: Any, options: Options) -> None:
-        super().__init__(source, options)
-        self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
-        self.opening = None  # see `start`
-        # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
-        self._inside = source.dataset if _is_of("datasets", source.dataset) and _has_state(source.dataset) else None
-        self._inside_first = None if self._inside is None else self._inside.state_dict()
-        # Another dataset with a state of its own goes on from where it stands, so it has to be led back.
-        self.rewinds = self._inside is not None or not _has_state(source.dataset)
-        self._holds_back = self._inside is not None and private.has_shuffle_buffer(self._inside)
-
-    @classmethod
-    def recognises(cls, source: object) -> bool:
-        """A StatefulDataLoader, or an instance of a subclass."""
-        return _is_of("torchdata", source) and isinstance(source, DataLoader)
-
-    def drawing(self) -> tuple[object, ...]:
-        """What the DataLoader calls."""
-        return self.source.dataset, self.source.collate_fn
-
-    def capabilities(self) -> Capabilities:
-        """Those of torchdata, plus keyed streams where batches are read in this process."""
-        keyed = self._streams is not None and self.source.num_workers == 0
-        exact = "numbers drawn while a batch is read are the batch's: exact on the same split"
-        if not keyed:
-            exact = "its workers' generators are not restored; wrap a DataLoader to have them restored"
-            if self._streams is None:
-                exact = "randomness='none': nothing restores the generators that samples draw from"
-        stated = super().capabilities()
-        return dataclasses.replace(
-            stated,
-            exact_order=Capability(False, _HOLDS_BACK) if self._holds_back else stated.exact_order,
-            exact_augmentations=Capability(keyed, exact),
-            constant_time_resume=Capability(False, "it skips through its sampler's list, or through its dataset"),
-        )
-
-    def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Start under the epoch's stream, which also seeds its own generators."""
-        if state is not None and private.counts_only(state):
-            return self._read_again(run)
-        if self._inside is not None:
-            self._inside.set_epoch(run.epoch)
-            if state is None:
-                self._inside.load_state_dict(self._inside_first)
-        if self._streams is None:
-            return super().start(run, state)
-        key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        for holder in (self.source, self.source.sampler, getattr(self.source.batch_sampler, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(key)
-        with self._streams.under(key):
-            return super().start(run, state)
-
-    def _read_again(self, run: Run) -> Iterator[Any]:
-        """Start the epoch, and read what was consumed.
-
-        torchdata does the same for a dataset without a state, but counts it twice in the states that it gives later.
-        """
-        iterator = self.start(run, None)
-        read = self.reading(dataclasses.replace(run, position=0), iterator)
-        for _ in range(run.position // run.world.world_size):
-            read()
-        return iterator
-
-    def before_first_read(self) -> None:
-        """Say what is known of a dataset inside; else as every source."""
-        if self._holds_back:
-            self._tell(_HOLDS_BACK, True, "does not restore its order")
-        else:
-            super().before_first_read()
-
-    def _copied(self, source: Any) -> tuple[Any, str]:
-        by_index = () if hasattr(source.dataset, "load_state_dict") or _is_stream(source.dataset) else (source.dataset,)
-        return stateful_copy(source, (*private.shared_kinds(), *by_index))
-
-    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """Read each batch under its stream, if it is read in this process."""
-        streams, advance = self._streams, iterator.__next__
-        if streams is None or self.source.num_workers:
-            return advance
-        key = derive_key(Purpose.BATCH, run.seed, run.epoch)
-        place, step = run.position + run.world.rank, run.world.world_size
-
-        def read() -> Any:
-            nonlocal place
-            with streams as start:
-                start(extend_key(key, place))
-                batch = advance()
-            place += step
-            return batch
-
-        return read
-
-
-class DatasetsAdapter(StatefulAdapter):
-    """Hugging Face's IterableDataset.
-
-    Once it has loaded a state, every later pass also starts there. The content of a shuffle buffer is not in its state,
-    so a dataset with one is replayed instead.
-    """
-
-    name: ClassVar[str] = "datasets"
-
-    @classmethod
-    def recognises(cls, source: object) -> bool:
-        """A dataset without a shuffle buffer, as far as can be determined."""
-        if not _is_of("datasets", source) or not hasattr(source, "load_state_dict"):
-            return False
-        return private.has_shuffle_buffer(source) is False  # a replay is exact
-
-    def describe(self) -> dict[str, str]:
-        """The processing steps and the amount of data, as far as they can be determined."""
-        described = f"{self.source.column_names} of {self.source.num_shards} shards "
-        described += private.hugging_face_steps(self.source)
-        return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
-
-    def capabilities(self) -> Capabilities:
-        """What its own state can restore. It does not cover what mapped functions draw."""
-        return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
-
-    def __init__(self, source: Any, options: Options) -> None:
-        super().__init__(source, options)
-        self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
-
-    def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Start in the epoch's own shuffle of the shards."""
-        self.source.set_epoch(run.epoch)
-        if state is None:
-            state = self._first_state
-        self._used = True
-        self.source.load_state_dict(state)
-        return iter(self.source)
-
-
-class GrainAdapter(StatefulAdapter):
-    """Grain's DataLoader and IterDataset, whose iterators keep the state."""
-
-    name: ClassVar[str] = "grain"
-    rewinds = True
-
-    @classmethod
-    def recognises(cls, source: object) -> bool:
-        """An object whose iterators have ``get_state`` and ``set_state``."""
-        return _is_of("grain", source) and hasattr(source, "__iter__") and not hasattr(source, "__getitem__")
-
-    def describe(self) -> dict[str, str]:
-        """The transformations and the amount of data, as far as they can be determined."""
-        described = private.grain_steps(self.source)
-        return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
-
-    def capabilities(self) -> Capabilities:
-        """What Grain's state can restore: the generators given to its random transformations, and no others."""
-        return dataclasses.replace(super().capabilities(), exact_augmentations=_NOT_RESTORED)
-
-    def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Grain's iterator, after its state is loaded."""
-        iterator: Any = iter(self.source)
-        if state is not None:
-            iterator.set_state(state)
-        return cast(Iterator[Any], iterator)
-
-    def current(self, iterator: Any) -> Any:
-        """The iterator's state."""
-        return iterator.get_state()
-
-
 def _state_of(source: Any) -> Any:
     """A copy of a source's state; None if it has none now."""
     try:
@@ -448,162 +274,16 @@ def _state_of(source: Any) -> Any:
         return None
 
 
-def _is_stream(dataset: Any) -> bool:
+def is_stream(dataset: Any) -> bool:
+    """Whether it is only iterated."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _has_state(source: Any) -> bool:
+def has_state(source: Any) -> bool:
+    """Whether it keeps a state of its own."""
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
-def _is_of(package: str, source: object) -> bool:
+def is_of(package: str, source: object) -> bool:
+    """Whether its class, or a base of it, is of that package."""
     return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(source).__mro__)
-
-
-class _StatefulSession(Session):
-    def __init__(self, adapter: StatefulAdapter, run: Run) -> None:
-        self._adapter, self._run = adapter, run
-        self._steps = None if run.share is None else run.share.steps
-        self._iterator: Any = None
-        self._next: Callable[[], Any] | None = None
-        self._advance: Callable[[], Any] | None = None
-        self._trial: Callable[[str, int], Outcome | None] | None = None
-        self._handed_out = 0
-        self._failed = self._finished = False
-        self._over = run.detail.startswith(_ENDED)  # the source has ended
-        self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
-
-    def take(self) -> Any:
-        """The source's next batch."""
-        if self._over:
-            if self._next is None:
-                self._begin_at_the_end()
-            raise StopIteration
-        try:
-            batch = self._first() if self._next is None else self._next()
-        except StopIteration:
-            self._over = self._finished = True
-            raise
-        except BaseException:
-            self._failed = True
-            raise
-        self._handed_out += 1
-        return batch
-
-    def _first(self) -> Any:
-        adapter, run = self._adapter, self._run
-        if adapter.opening is None:
-            advance = self._started()
-            batch = advance()
-        else:
-            # torch's loaders draw the workers' seed here, which must not change the caller's generator.
-            with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
-                advance = self._started()
-                batch = advance()
-        self._trial, self._advance = adapter.trial(run), advance
-        self._next = advance if self._trial is None else self._second
-        return batch
-
-    def _begin_at_the_end(self) -> None:
-        """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
-        own = self._run.detail.removeprefix(_ENDED)
-        if own:
-            self._adapter.begin()
-            self._loading(lambda: self._adapter.restore(decode(own)))
-
-    def _second(self) -> Any:
-        """The next batch, behind a trial of the state before it."""
-        try:
-            self.mark()
-        except Exception:  # noqa: BLE001  # whoever asks for the state will be told
-            self._trial = None
-        if self._next == self._second:
-            self._next = self._advance
-        assert self._next is not None
-        return self._next()
-
-    def _try(self) -> None:
-        """Compare the batch that comes next with the one that a copy of the source gives from the state on."""
-        trial, self._trial = self._trial, None
-        advance, self._next = self._advance, self._advance
-        assert trial is not None and advance is not None
-        outcome = trial(self._asked[1], self._handed_out)
-        if outcome is None:
-            return
-        try:
-            batch = advance()
-        except Exception as error:  # noqa: BLE001  # raised where the batch is asked for
-            self._next = functools.partial(self._held, Outcome(error=error))
-            return
-        self._next = functools.partial(self._held, Outcome(batch))
-        self._adapter.conclude(outcome, batch, self._run, self._handed_out)
-
-    def _held(self, held: Outcome) -> Any:
-        self._next = self._advance
-        if held.error is not None:
-            raise held.error
-        return held.batch
-
-    def _started(self) -> Callable[[], Any]:
-        adapter, run = self._adapter, self._run
-        adapter.begin()
-        if not run.detail:
-            self._iterator = adapter.start(run, None)
-        else:
-            self._iterator = self._loading(lambda: adapter.start(run, decode(run.detail)))
-        return adapter.reading(run, self._iterator)
-
-    def _loading(self, load: Callable[[], Any]) -> Any:
-        try:
-            return load()
-        except Exception as error:
-            raise StateError(
-                f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                "make the source as it was when the state was saved"
-            ) from error
-
-    def mark(self) -> str:
-        """The source's current state."""
-        if self._over and self._steps is None:
-            return _ENDED + self.following()
-        if self._asked[0] != self._handed_out:
-            if self._failed:
-                raise StateError(
-                    "a batch failed, and the source's state is already past it: load an older state to continue"
-                )
-            self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
-            if self._trial is not None:
-                self._try()
-        return self._asked[1]
-
-    def detail(self, mark: str | None) -> str:
-        """The source's own state, if `mark` was called then. It is not called after each batch."""
-        if mark is None:
-            raise StateError(
-                "the source only has its current state, not that of earlier batches: save when no batch is in flight, "
-                "or pass remember=, the number of batches in flight, to midepoch.wrap"
-            )
-        return mark
-
-    def following(self) -> str:
-        """The source's own state at its end; nothing if a source of unknown length begins anew by itself."""
-        if self._steps is None and self._adapter.rewinds:
-            return ""
-        if self._over and self._iterator is None:
-            return self._run.detail.removeprefix(_ENDED)
-        self._finish()
-        return encode(self._adapter.current(self._iterator))
-
-    def _finish(self) -> None:
-        """Read past the last batch. Until then, the source's state says that nothing is left, not that it has ended."""
-        if self._finished:
-            return
-        self._finished = True
-        try:
-            next(self._iterator)
-        except StopIteration:
-            return
-        raise SourceError(
-            f"{type(self._adapter.source).__name__} continues after the {self._steps} batches that its len() leaves: "
-            "fix its __len__"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -197,8 +197,29 @@ class IndexedReader:
         ranges = self._index.ranges(samples)
         # This comes before any random stream begins, because a network file system may draw random numbers.
         takers = self._ranges.takers(ranges)
-        with self._streams or contextlib.nullcontext() as begin:
-            return self._run(request, start, ranges, takers, keys, begin)
+        run = functools.partial(self._run, request, start, ranges, takers, keys)
+        streams = self._streams
+        if streams is None:
+            return run(None)
+        looked_on = streams.unused
+        if looked_on:
+            streams.look()
+            try:
+                answer = run(None)
+            except Exception:
+                if not streams.leave():
+                    raise
+            except BaseException:
+                streams.leave()
+                raise
+            else:
+                if not streams.leave():
+                    return answer
+        with streams as begin:
+            answer = run(begin)
+        if looked_on:
+            streams.warn_of_kept(self.dataset, f"the batch at position {start}")
+        return answer
 
     def _run(
         self,

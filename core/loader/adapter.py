@@ -322,6 +322,11 @@ class Adapter(ABC):
         return "data"
 
     @property
+    def size_is_its_readers(self) -> bool:
+        """Whether only those who began an epoch know its size, and others who continue it do not."""
+        return False
+
+    @property
     def tail_in_use(self) -> Tail:
         """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
 
@@ -452,9 +457,19 @@ class Adapter(ABC):
         return self.stated_promises.rank_independent.holds
 
     @property
+    def elsewhere(self) -> str:
+        """What a source that is not elastic could be changed to, for the refusal of a state of another world size."""
+        return ""
+
+    @property
     def can_seek(self) -> bool:
         """Whether `lead` can find any place. If not, only a state can reach a place within an epoch."""
         return self.rank_independent
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the beginning of any epoch can be reached, without a detail and in any process."""
+        return self.can_seek
 
     @property
     def jumps(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from midepoch.errors import StateError
@@ -46,6 +46,13 @@ class Part:
     def promises(self) -> Capabilities:
         """Its `Capabilities`."""
         return self.loader.capabilities
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords with which it was wrapped."""
+        stated = dict(vars(self.loader._options))
+        settings: Mapping[str, Any] = stated.pop("settings")
+        return {**stated, **settings}
 
     @property
     def stated_world(self) -> World | None:
@@ -148,7 +155,7 @@ class Part:
         if (state["epoch"], state["position"]) == (epoch, 0):
             return state
         adapter = self.loader._adapter
-        if not adapter.can_seek and epoch != state["epoch"] + 1:
+        if not adapter.begins_anew and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         here = self._place_in(state)
         if here.over:

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from midepoch.errors import MidepochWarning, SourceError, StateError
-from midepoch.order.keys import derive_key, extend_key
+from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import BatchTrial
 from midepoch.world import MicroShare
@@ -20,6 +22,8 @@ from midepoch.world import MicroShare
 from .adapter import Adapter, Options, Run, Seen, Session
 
 __all__ = ["Then"]
+
+_KEYS = 64  # made by one call of numpy's
 
 
 class Then:
@@ -71,6 +75,7 @@ class _WholeBatches(Session):
         self._key = derive_key(Purpose.WHOLE, run.seed, run.epoch)
         self._global_batch = adapter.units_per_step(run.world)
         self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
+        self._keys: dict[int, int] = {}  # by position
         self._made = 0
         self._drift_before = 0  # of the sessions before `inner`
         self._seen: Seen | None = None
@@ -143,16 +148,15 @@ class _WholeBatches(Session):
             streams.look()
             leave = streams.leave
         else:
-            streams.begin_used()(extend_key(self._key, self._position(drift) + self._offset))
-            leave = streams.end
+            at = self._run.position + made * self._global_batch + self._drift_before + drift
+            streams.begin_used(self._keys[at] if at in self._keys else self._key_of(at))
+            leave = streams.end_used
         try:
-            result = self._call(batch)
-        except Exception:
-            if not leave():
+            result = self._function(batch)
+        except BaseException as error:
+            if not (leave() and isinstance(error, Exception)):
+                self._tell_of_failed(error)
                 raise
-        except BaseException:
-            leave()
-            raise
         else:
             if not leave():
                 self._made = made + 1
@@ -169,6 +173,13 @@ class _WholeBatches(Session):
         if self._micro is not None:
             return self._micro.span(self._made)[0] - self._offset
         return self._run.position + self._made * self._global_batch + self._drift_before + drift
+
+    def _key_of(self, at: int) -> int:
+        """The key of the batch at position `at` of all ranks; kept with the next ones', which cost little more."""
+        positions = np.arange(at, at + _KEYS * self._global_batch, self._global_batch)
+        keys = derive_keys(self._key, positions + self._offset)
+        self._keys = dict(zip(positions.tolist(), keys.tolist(), strict=True))
+        return self._keys[at]
 
     def _first(self, streams: Streams) -> Any:
         """The session's first result: always under the batch's stream."""
@@ -199,10 +210,14 @@ class _WholeBatches(Session):
         try:
             return self._function(batch)
         except BaseException as error:
-            self._failed = True
-            if isinstance(error, StopIteration):  # would end the epoch
-                raise SourceError("then= raised StopIteration: return a result, or raise another error") from error
+            self._tell_of_failed(error)
             raise
+
+    def _tell_of_failed(self, error: BaseException) -> None:
+        """Note that the function failed. Raise SourceError for what would end the epoch."""
+        self._failed = True
+        if isinstance(error, StopIteration):
+            raise SourceError("then= raised StopIteration: return a result, or raise another error") from error
 
     def _read_again(self, at: int, mark: Any) -> Any:
         """The batch at position `at`, from a new inner session. `mark`: the inner session's from before this batch."""
@@ -313,12 +328,13 @@ class _MadeAhead(_WholeBatches):
             except Exception as error:  # noqa: BLE001  # raised if the mark is asked for
                 unknown = error
         try:
-            result = super().take()
+            result = _WholeBatches.take(self)
         except StopIteration:
             failure, self._over = StopIteration(), True
         except Exception as error:  # noqa: BLE001  # raised where this batch is asked for
             failure, self._over = error, True
-        self._results.append(_Made(result, failure, mark, unknown, super().drift))
+        drift = self._drift_before + self._inner.drift
+        self._results.append(_Made(result, failure, mark, unknown, drift))
 
 
 def _closed() -> Any:

@@ -33,6 +33,10 @@ _TORCH_STATE = 5056  # bytes of `get_state` of a torch generator that is one
 Touched = tuple[bool, bool, bool]
 """Whether python's, numpy's and torch's generator were used."""
 _NONE = (False, False, False)
+_NUMPY = (False, True, False)
+
+_Stamps = tuple[bytes, float | None, bytes, bytes]
+"""Of python's generator: its own, and the cached normal number; of torch's: its own, and that of such numbers."""
 
 
 class LentGlobals:
@@ -47,14 +51,16 @@ class LentGlobals:
         self._numpy_stamp: _Stamp
         self._pair_stamp: _Stamp
         self._torch_stamp: _Stamp
+        self._torch_pair_stamp: _Stamp
         # Looked up once: the path of every batch leads through here.
+        self._get_numpy, self._set_numpy = np.random.get_bit_generator, np.random.set_bit_generator
         self._generator: Any = random._inst
         self._set_python = super(random.Random, self._generator).setstate  # without what is done for old versions
         self._torch = torch.default_generator
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = np.random.MT19937(0)
         self._python_stamp, self._numpy_stamp, self._pair_stamp = _PythonState(), _NumpyState(self._ours), _Pair()
-        self._torch_stamp = _TorchState(self._torch)
+        self._torch_stamp, self._torch_pair_stamp = _TorchState(self._torch), memoryview(b"")
         pair, engine = _offset_of_pair(), _offset_of_engine()
         if by_memory and _python_is_known():
             self._python_stamp = _python_stamp(self._generator)
@@ -63,28 +69,37 @@ class LentGlobals:
         if by_memory and pair is not None:
             self._pair_stamp = _memory(id(np.random.mtrand._rand) + pair, 4)
         if by_memory and engine is not None:
-            self._torch_stamp = _torch_stamp(self._torch, engine)
+            self._torch_stamp, self._torch_pair_stamp = _torch_stamps(self._torch, engine)
         self._python_saved: Any = None
-        self._python_saved_at: tuple[bytes, float | None] | None = None
         self._numpy_saved: Any = None
         self._pair_saved: Any = None
         self._torch_saved: Any = None
-        self._torch_saved_at: bytes | None = None
-        self._stamps: tuple[Any, ...] = ()
+        self._saved_at: _Stamps | None = None  # of python's and torch's generator, when their states were saved
+        self._stamps: _Stamps | None = None  # and at the last `borrow` or `watch`
+        self._numpy_at = b""  # the stamp of ours then
 
     def borrow(self) -> None:
         """Save the caller's states. From now on, `touched` reports whether a generator was used."""
-        python = self._python_stamp.tobytes(), self._generator.gauss_next
-        if python != self._python_saved_at:
-            self._python_saved, self._python_saved_at = random.getstate(), python
-        engine = self._torch_stamp.tobytes()
-        if engine != self._torch_saved_at:
-            self._torch_saved, self._torch_saved_at = self._torch.get_state(), engine
-        paired = self._pair_stamp.tobytes() != _NO_PAIR
-        self._pair_saved = np.random.get_state(legacy=False) if paired else None
-        self._numpy_saved = np.random.get_bit_generator()
-        np.random.set_bit_generator(self._ours)
-        self._stamps = python, self._numpy_stamp.tobytes(), engine
+        self._stamps = stamps = (
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
+        if stamps != self._saved_at:
+            self._save(stamps)
+        self._pair_saved = np.random.get_state(legacy=False) if self._pair_stamp.tobytes() != _NO_PAIR else None
+        self._numpy_saved = self._get_numpy()
+        self._set_numpy(self._ours)
+        self._numpy_at = self._numpy_stamp.tobytes()
+
+    def _save(self, stamps: _Stamps) -> None:
+        before = self._saved_at
+        if before is None or stamps[:2] != before[:2]:
+            self._python_saved = random.getstate()
+        if before is None or stamps[2:] != before[2:]:
+            self._torch_saved = self._torch.get_state()
+        self._saved_at = stamps
 
     def give_back(self, touched: bool = True) -> Touched:
         """Restore the caller's states.
@@ -95,52 +110,63 @@ class LentGlobals:
         Returns:
             Which of them were; of numpy's, whether it was used since `borrow` or `watch`.
         """
-        numpy = touched and self._numpy_stamp.tobytes() != self._stamps[1]
-        np.random.set_bit_generator(self._numpy_saved)
+        numpy = touched and self._numpy_stamp.tobytes() != self._numpy_at
+        self._set_numpy(self._numpy_saved)
         if self._pair_saved is not None:
             np.random.set_state(self._pair_saved)
-        if not touched:
-            return _NONE
-        engine = self._torch_stamp.tobytes() != self._torch_saved_at
-        if engine:
-            self._torch.set_state(self._torch_saved)
-        python = (self._python_stamp.tobytes(), self._generator.gauss_next) != self._python_saved_at
+        if not touched or (stamps := self._look()) == (saved := self._saved_at):
+            return _NUMPY if numpy else _NONE
+        assert saved is not None  # borrow has saved
+        python, engine = stamps[:2] != saved[:2], stamps[2:] != saved[2:]
         if python:
             _, words, self._generator.gauss_next = self._python_saved
             self._set_python(words)
+        if engine:
+            self._torch.set_state(self._torch_saved)
         return python, numpy, engine
 
     def retake(self) -> None:
         """Where nothing is given back: borrow again what others may have borrowed since."""
-        np.random.set_bit_generator(self._ours)
+        self._set_numpy(self._ours)
 
     def watch(self) -> None:
         """From now on, `touched` reports whether a generator was used."""
-        python = self._python_stamp.tobytes(), self._generator.gauss_next
-        self._stamps = python, self._numpy_stamp.tobytes(), self._torch_stamp.tobytes()
+        self._numpy_at = self._numpy_stamp.tobytes()
+        self._stamps = (
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
 
     def touched_each(self) -> Touched:
         """As `touched`, for each generator."""
-        python, numpy, engine = self._stamps
-        return (
-            (self._python_stamp.tobytes(), self._generator.gauss_next) != python,
-            self._numpy_stamp.tobytes() != numpy,
-            self._torch_stamp.tobytes() != engine,
-        )
+        stamps, before = self._look(), self._stamps
+        assert before is not None  # a `borrow` or `watch` came first
+        return stamps[:2] != before[:2], self._numpy_stamp.tobytes() != self._numpy_at, stamps[2:] != before[2:]
 
     def touched(self) -> bool:
         """Whether a generator was used or seeded since `borrow` or `watch`."""
-        return self._stamps != (
-            (self._python_stamp.tobytes(), self._generator.gauss_next),
-            self._numpy_stamp.tobytes(),
+        return self._numpy_stamp.tobytes() != self._numpy_at or self._stamps != (
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
             self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
+
+    def _look(self) -> _Stamps:  # written out where samples lead through
+        return (
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
         )
 
 
 # --- stamps: they change when a generator is used ---------------------------------------------------------------------
 # A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new. So a
-# stamp in memory holds the index and at least a few words. torch's also holds the cached second of a pair of normal
-# numbers, because a draw that takes it leaves the engine as it is.
+# stamp in memory holds the index and at least a few words. torch's has another one for the cached second of a pair of
+# normal numbers, because a draw that takes it leaves the engine as it is.
 
 
 class _Stamp(Protocol):
@@ -190,7 +216,7 @@ def _numpy_stamp(bits: Any) -> memoryview:
     return _memory(bits.ctypes.state_address + 4 * (_WORDS - 4), 20)
 
 
-def _torch_stamp(generator: Any, engine: int) -> memoryview:
+def _torch_state(generator: Any, engine: int) -> memoryview:
     """In its implementation, from `engine` on.
 
     ``struct { uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]; }``, then
@@ -199,7 +225,13 @@ def _torch_stamp(generator: Any, engine: int) -> memoryview:
     return _memory(generator._cdata + engine, _NORMAL + 9)
 
 
-_STATE = 20  # offset in `_torch_stamp` of the words
+def _torch_stamps(generator: Any, engine: int) -> tuple[memoryview, memoryview]:
+    """Of that, the first words and what is before them; and the cached normal numbers."""
+    state = _torch_state(generator, engine)
+    return state[: _STATE + 16], state[_STATE + 4 * _WORDS :]
+
+
+_STATE = 20  # offset in `_torch_state` of the words
 _NORMAL = _STATE + 4 * _WORDS + 12  # and of the cached normal number: a double, then whether there is one
 
 
@@ -267,9 +299,9 @@ def _offset_of_engine() -> int | None:
         legacy = generator.get_state().numpy().tobytes()
         seed, left, seeded, following, *words_now = struct.unpack_from(f"=Qii{_WORDS + 1}Q", legacy)
         normal, valid = struct.unpack_from("=d8xi", legacy, 24 + 8 * _WORDS + 8)
-        stamp = _torch_stamp(generator, engine).tobytes()
-        found = struct.unpack_from(f"=Qi?3x{_WORDS + 1}I", stamp)
-        cached = struct.unpack_from("=d?", stamp, _NORMAL)
+        state = _torch_state(generator, engine).tobytes()
+        found = struct.unpack_from(f"=Qi?3x{_WORDS + 1}I", state)
+        cached = struct.unpack_from("=d?", state, _NORMAL)
         if found != (seed, left, bool(seeded), following, *words_now) or cached[1] != bool(valid):
             return None
         if valid and cached[0] != normal:

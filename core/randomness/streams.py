@@ -43,20 +43,18 @@ class Purpose:
     WRAPPER = 8  # what an object around a DataLoader does with a batch
 
 
-_ALL = (True, True, True)
+_UNKNOWN = (True, True, True)
 _NOTHING: Any = ()
 
-# What `sample_generator` reads. `key`: of the current sample, or the `Streams` object while that only watches;
-# `generator`: (key, the generator made from it); `used`: whether code has asked for either.
+# `streams`: those under which this thread reads; None outside.
 _current = threading.local()
 
 
 def process_seed() -> int:
     """torch's initial seed, read and not consumed: the default seed of a single process."""
-    key = getattr(_current, "key", None)
-    if isinstance(key, Streams):
-        key.asked = True  # a sample that depends on it has to be read under its key
-    _current.used = True
+    streams: Streams | None = getattr(_current, "streams", None)
+    if streams is not None:
+        streams.asked = True  # a sample that depends on it has to be read under its key
     return torch.initial_seed() % (1 << 64)
 
 
@@ -70,20 +68,18 @@ def sample_generator() -> np.random.Generator:
     Raises:
         MidepochError: no sample is being read in this thread.
     """
-    key = getattr(_current, "key", None)
-    if key is None:
+    streams: Streams | None = getattr(_current, "streams", None)
+    if streams is None or not (streams.watches or streams.key is not None):
         raise MidepochError(
             "no sample is being read here: call midepoch.sample_generator() inside the dataset, collate_fn or then= of "
             "a loader made by midepoch.wrap, with randomness='sample'"
         )
-    if isinstance(key, Streams):
-        key.asked = True  # so that the batch will be read again, under its keys
-        return np.random.Generator(np.random.Philox(0))
-    _current.used = True
-    made: tuple[int, np.random.Generator] | None = _current.generator
-    if made is None or made[0] != key:
-        made = _current.generator = key, np.random.Generator(np.random.Philox(key=[key, Purpose.SAMPLE]))
-    return made[1]
+    streams.asked = True
+    if streams.key is None:
+        return np.random.Generator(np.random.Philox(0))  # the batch will be read again, under its keys
+    if streams.generator is None:
+        streams.generator = np.random.Generator(np.random.Philox(key=[streams.key, Purpose.SAMPLE]))
+    return streams.generator
 
 
 class Streams:
@@ -111,7 +107,10 @@ class Streams:
 
     Attributes:
         unused: no code has drawn in this process, and there are no generators but the global ones.
-        asked: `sample_generator` was called since `look`.
+        watches: `look` was called, and `leave` was not.
+        asked: `sample_generator` was called, or the seed was asked for, since `begin` or `look`.
+        key: of the current sample; None if there is none.
+        generator: that of `sample_generator` for this key; None if none was made.
     """
 
     def __init__(self, *roots: object, devices: bool = False) -> None:
@@ -120,19 +119,20 @@ class Streams:
         self._first = False  # no batch of this pass has been read
         self._warned: set[str] = set()  # paths
         self._devices = LentDevices() if devices else None
-        self._globals = LentGlobals() if self._devices is None else self._devices
+        self._globals = LentGlobals()
         # Looked up once: these are called for every sample. python's without the argument handling of random.seed.
         self._python_generator: Any = random._inst
         self._seed_python = super(random.Random, self._python_generator).seed
-        self._start_numpy = np.random.seed
+        self._start_numpy = np.random.mtrand._rand.seed
         self._start_torch = torch.default_generator.manual_seed
         self._saved: list[Any] | None = None
         self._lent = False  # True in a worker process, for good
-        self._outer: tuple[Any, ...] = (None, None, None)
+        self._outer: Streams | None = None
         self._drawn = False
-        self._used: Touched = _ALL  # by this code; as far as it is known
-        self._spares = False
-        self.unused = self.asked = False
+        self._used: Touched = _UNKNOWN  # by this code; as far as it is known
+        self.unused = self.asked = self.watches = False
+        self.key: int | None = None
+        self.generator: np.random.Generator | None = None
 
     # --- looking for generators ---
 
@@ -202,13 +202,11 @@ class Streams:
         """Take over the generators. Returns a function that seeds all of them with a 64-bit key."""
         if self._owned is None:
             self._search(())
-        self._enter(None)
+        self._enter(borrows=not self._lent)
         if not self._lent:
-            self._globals.borrow()
             self._lent = get_worker_info() is not None
             self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
         else:
-            self._globals.retake()
             self._saved = [] if self._saved is None else self._saved
         if self._drawn or self._owned:  # `unused` will be false
             return self.start
@@ -217,7 +215,7 @@ class Streams:
 
     def start(self, key: int) -> None:
         """Seed every generator with `key`."""
-        _current.key = key
+        self.key, self.generator = key, None
         self._seed_python(key)
         self._python_generator.gauss_next = None
         # The upper half: torch seeds a generator of the same kind with the lower one. The numbers would be equal.
@@ -229,19 +227,51 @@ class Streams:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
 
-    def begin_used(self) -> Callable[[int], None]:
-        """As `begin`, but a generator that the code has not used before is not seeded. `end` tells if it uses one."""
-        if not self._drawn or self._lent or self._used == _ALL:
-            return self.begin()
-        self._enter(None)
-        self._globals.borrow()
-        self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
-        self._spares = True
-        return self._start_used
+    def _start_watched(self, key: int) -> None:
+        lent, devices = self._globals, self._devices
+        self._drawn = self._drawn or self.asked or lent.touched() or (devices is not None and devices.touched())
+        self.start(key)
+        lent.watch()
+        if devices is not None:
+            devices.watch()
 
-    def _start_used(self, key: int) -> None:
+    def end(self) -> None:
+        """Restore the caller's generators as `begin` found them. May be called twice."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        if not (self._drawn or self._owned):
+            self._drawn = self.noted()
+            self.unused = self.unused and not self._drawn
+            if self._drawn:
+                self._used = self._globals.touched_each()
+        if not self._lent:
+            self._globals.give_back()
+            if self._devices is not None:
+                self._devices.give_back()
+            if saved:
+                self._restore(saved)
+        _current.streams = self._outer
+
+    def _restore(self, saved: list[Any]) -> None:
+        for each, state in zip(self._owned or (), saved, strict=False):
+            each.restore(state)
+
+    def __enter__(self) -> Callable[[int], None]:
+        return self.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def begin_used(self, key: int) -> None:
+        """Take over the generators, and seed those with `key` that the code has used before. Then call `end_used`."""
+        if self._lent:
+            self.begin()(key)
+            return
+        self._enter()
+        self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
+        self.key = key
         python, numpy, of_torch = self._used
-        _current.key = key
         if python:
             self._seed_python(key)
             self._python_generator.gauss_next = None
@@ -249,49 +279,34 @@ class Streams:
             self._start_numpy(key >> 32)
         if of_torch:
             self._start_torch(key)
-        if self._devices is not None:
+        if self._devices is not None and self._devices.held:
             self._devices.start(key)
         if self._owned:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
+        if self._used is _UNKNOWN:
+            self._globals.watch()
 
-    def _start_watched(self, key: int) -> None:
-        self._drawn = self._drawn or _current.used or self._globals.touched()
-        self.start(key)
-        self._globals.watch()
-
-    def end(self) -> bool:
-        """Restore the caller's generators as `begin` found them. May be called twice.
-
-        Returns:
-            Whether one was used that `begin_used` has spared: what was done has to be done again.
-        """
-        saved, self._saved = self._saved, None
-        if saved is None:
+    def end_used(self) -> bool:
+        """As `end`. Returns whether a generator was used that `begin_used` has spared: do again what was done."""
+        if self._lent:
+            self.end()
             return False
-        spares, missed = self._spares, False
-        if not (self._drawn or self._owned):
-            self._drawn = _current.used or self._globals.touched()
-            self.unused = self.unused and not self._drawn
-            if self._drawn:
-                self._used = self._globals.touched_each()
-        if not self._lent:
-            used = self._globals.give_back()
-            if spares:
-                before, self._spares = self._used, False
-                self._used = before[0] or used[0], before[1] or used[1], before[2] or used[2]
-                missed = self._used != before
-            if saved:
-                for each, state in zip(self._owned or (), saved, strict=False):
-                    each.restore(state)
-        _current.key, _current.generator, _current.used = self._outer
-        return missed
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self.begin()
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
+        saved, self._saved = self._saved, None
+        drawn, before = self._globals.touched_each() if self._used is _UNKNOWN else None, self._used
+        used = self._globals.give_back()
+        if self._devices is not None:
+            self._devices.give_back()
+        if saved:
+            self._restore(saved)
+        _current.streams = self._outer
+        if drawn is not None:
+            self._used = drawn
+            return False
+        if used == before:
+            return False
+        self._used = before[0] or used[0], before[1] or used[1], before[2] or used[2]
+        return self._used != before
 
     @contextlib.contextmanager
     def under(self, key: int) -> Iterator[None]:
@@ -303,16 +318,20 @@ class Streams:
     def note(self) -> None:
         """From now on, `noted` tells whether code has drawn. Call it after seeding."""
         self._globals.watch()
+        if self._devices is not None:
+            self._devices.watch()
 
     def noted(self) -> bool:
         """Whether code has drawn from the global generators, or by `sample_generator`, since `note`."""
-        return bool(_current.used) or self._globals.touched()
+        if self.asked or self._globals.touched():
+            return True
+        return self._devices is not None and self._devices.touched()
 
     def start_noted(self, key: int) -> None:
         """`start`, then `note`; nothing if the last call had the same key, and no code has drawn since."""
-        drawn = _current.key is not None and self.noted()
+        drawn = self.key is not None and self.noted()
         self._drawn = self._drawn or drawn
-        if _current.key == key and not drawn and not self._owned:
+        if self.key == key and not drawn and not self._owned:
             return
         self.start(key)
         self.note()
@@ -321,22 +340,22 @@ class Streams:
 
     def look(self) -> None:
         """Start watching for draws. Only while `unused`."""
-        self._enter(self)
-        self.asked = False
+        self._enter(borrows=not self._lent)
+        self.watches = True
         if self._lent:
-            self._globals.retake()
-            self._globals.watch()
-        else:
-            self._globals.borrow()
+            self.note()
 
     def leave(self) -> bool:
         """Stop watching. Returns whether any generator was used since `look`. The caller's generators are restored."""
-        drawn = self.asked or self._globals.touched()
+        devices = self._devices
+        drawn = self.asked or self._globals.touched() or (devices is not None and devices.touched())
         if not self._lent:
             self._globals.give_back(drawn)
-        drawn = drawn or (self._devices is not None and self._devices.late)
-        self.unused = not drawn
-        _current.key, _current.generator, _current.used = self._outer
+            if devices is not None:
+                devices.give_back()
+                drawn = drawn or devices.late
+        self.unused, self.watches = not drawn, False
+        _current.streams = self._outer
         return drawn
 
     def warn_of_kept(self, reader: object, what: object) -> None:
@@ -353,10 +372,15 @@ class Streams:
                 stacklevel=3,
             )
 
-    def _enter(self, key: object) -> None:
-        outer = _current.__dict__
-        self._outer = outer.get("key"), outer.get("generator"), outer.get("used")
-        _current.key, _current.generator, _current.used = key, None, False
+    def _enter(self, borrows: bool = True) -> None:
+        self._outer = getattr(_current, "streams", None)
+        _current.streams, self.key, self.generator, self.asked = self, None, None, False
+        if not borrows:
+            self._globals.retake()
+            return
+        self._globals.borrow()
+        if self._devices is not None:
+            self._devices.borrow()
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.

@@ -220,7 +220,7 @@ class _Pending:
         first_name, first_size = self.name, self.size
         if kind == _LONG_NAME:
             self.name = blocks.partition(b"\0")[0]
-        elif kind != tarfile.GNUTYPE_LONGLINK and any(word in blocks for word in _TELLING):
+        elif kind != tarfile.GNUTYPE_LONGLINK and (b"path=" in blocks or b"size=" in blocks or b"GNU.sparse" in blocks):
             records = _pax_records(blocks[:size])
             if kind == tarfile.XGLTYPE and (b"path" in records or b"size" in records):
                 raise ValueError("a header sets the name or the size of all files that follow")

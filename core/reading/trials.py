@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from midepoch.copying import Apart, private_copy
+from midepoch.copying import Apart, directly_held, private_copy
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.checksum import checksum_of
@@ -30,7 +30,8 @@ from midepoch.state.witness import Look, is_inert, look_at
 from .private import let_go
 
 __all__ = [
-    "Beginning", "Trial", "passes_differ", "reading_threads", "standing", "started_threads",
+    "Beginning", "Trial", "of_kept_workers", "passes_differ", "reading_threads", "reads_a_loader", "standing",
+    "started_threads",
     "undisturbed", "used_differs",
 ]  # fmt: skip
 
@@ -59,12 +60,14 @@ class Beginning(NamedTuple):
     Attributes:
         seed, epoch, own: of its streams.
         look: at its first unit.
+        kept: what the source keeps behind that unit.
     """
 
     seed: int
     epoch: int
     own: tuple[int, ...]
     look: Look
+    kept: str
 
 
 def passes_differ(
@@ -81,7 +84,7 @@ def passes_differ(
         What came of it, and how the first pass began if both were equal.
     """
     try:
-        one, other = _beginnings(copied, open_source, seed, epoch, own, 2)
+        (one, kept), (other, _) = _beginnings(copied, open_source, seed, epoch, own, 2)
     except Exception as error:  # noqa: BLE001  # the original has been read without
         return Trial(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}"), None
     if one is None or other is None:
@@ -89,36 +92,41 @@ def passes_differ(
     differing = one.differing(other)
     if differing:
         return Trial(differs=f"they differ in {one.names(differing)}"), None
-    return Trial(), Beginning(seed, epoch, own, one)
+    return Trial(), Beginning(seed, epoch, own, one, kept)
 
 
-def used_differs(copied: Apart, open_source: Callable[[], Iterator[Any]], beginning: Beginning) -> Trial:
+def used_differs(copied: Apart, open_source: Callable[[], Iterator[Any]], beginning: Beginning, unread: str) -> Trial:
     """Compare how a pass begins over a copy of a source that was read to its end with how its first pass began.
 
     Args:
         copied: the copy.
         open_source: begins a pass over it.
         beginning: of the first pass.
+        unread: `standing` of the source before that pass.
     """
-    seed, epoch, own, one = beginning
+    seed, epoch, own, one, kept_at_first = beginning
     try:
-        (other,) = _beginnings(copied, open_source, seed, epoch, own, 1)
+        ((other, kept),) = _beginnings(copied, open_source, seed, epoch, own, 1)
     except Exception:  # noqa: BLE001  # so would the original, if it is read again
         return Trial()
     differs = "the later one is empty" if other is None else ""
     if other is not None and (differing := one.differing(other)):
         differs = f"they differ in {one.names(differing)}"
-    return Trial(differs=differs)
+    counts = unread != kept_at_first != kept  # it changes with the units of a pass, and goes on in the next one
+    return Trial(_COUNTS if counts and not differs else "", differs)
+
+
+_COUNTS = "it counts its units through all passes, or keeps them, and of a later pass only the first was compared"
 
 
 def _beginnings(
     copied: Apart, open_source: Callable[[], Iterator[Any]], seed: int, epoch: int, own: tuple[int, ...], passes: int
-) -> list[Look | None]:
-    """The first units of so many passes over a copy, each under the same streams."""
+) -> list[tuple[Look | None, str]]:
+    """The first units of so many passes over a copy, each under the same streams, and what it keeps behind them."""
     for loader in copied.loaders:
         loader.num_workers = min(loader.num_workers, 1)  # one starts sooner; all passes have as many
     streams = Streams(copied.value)
-    looks: list[Look | None] = []
+    looks: list[tuple[Look | None, str]] = []
     try:
         with warnings.catch_warnings(action="ignore"):  # the original has its own
             for _ in range(passes):
@@ -130,7 +138,8 @@ def _beginnings(
                         tell(epoch)
                     iterator = iter(open_source())
                     start(extend_key(derive_key(Purpose.SAMPLE, seed, epoch, *own), 0))
-                    looks.append(_first(iterator))
+                    look = _first(iterator)
+                looks.append((look, standing(copied.value)))
                 if isinstance(iterator, types.GeneratorType):
                     iterator.close()
                 del iterator
@@ -141,9 +150,24 @@ def _beginnings(
 
 
 def standing(source: Any) -> str:
-    """A checksum of what a source keeps in its attributes, or a function in its closure: a bounded part of it."""
-    kept = [each.cell_contents for each in source.__closure__ or ()] if hasattr(source, "__closure__") else source
-    return checksum_of(kept)
+    """A checksum of what a source keeps in its attributes and in closures: a bounded part of it."""
+    if isinstance(source, types.FunctionType):
+        return checksum_of(_closed_over(source))
+    functions = [each for each in getattr(source, "__dict__", {}).values() if isinstance(each, types.FunctionType)]
+    return checksum_of([source, *map(_closed_over, functions)])
+
+
+_DEEPEST_FUNCTION = 4  # in closures of one another
+
+
+def _closed_over(function: types.FunctionType, depth: int = 0) -> list[Any]:
+    kept: list[Any] = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            held = cell.cell_contents
+            inner = isinstance(held, types.FunctionType) and depth < _DEEPEST_FUNCTION
+            kept.append(_closed_over(held, depth + 1) if inner else held)
+    return kept
 
 
 def _first(iterator: Iterator[Any]) -> Look | None:
@@ -159,6 +183,24 @@ def undisturbed(batch: Any, read: Callable[[], _Read]) -> tuple[Any, _Read]:
     if kept is not None and look_at(kept).differing(look_at(batch)):
         batch = kept
     return batch, result
+
+
+# --- DataLoaders inside -----------------------------------------------------------------------------------------------
+
+
+def reads_a_loader(source: Any) -> bool:
+    """Whether it holds a DataLoader, or is a function that uses one."""
+    return any(isinstance(each, DataLoader) for each in directly_held(source).values())
+
+
+def of_kept_workers(source: Any) -> str:
+    """What to write in place of a source that reads a DataLoader, whose workers may be kept; empty for others."""
+    if not reads_a_loader(source):
+        return ""
+    return (
+        "; a DataLoader inside that keeps its workers draws other seeds in later passes: wrap that DataLoader itself, "
+        "with what is done to its batches as then=, or leave out persistent_workers"
+    )
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

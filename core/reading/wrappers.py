@@ -5,7 +5,8 @@ the DataLoader's own adapter, which jumps. While the wrapper works on a batch, t
 that batch's key. So what it makes of a batch follows from the batch alone, also where it works ahead.
 
 Nothing but a trial can tell whether a wrapper does pass batches on one for one and keeps nothing from one to the next.
-So its second batch in a row must be what it makes first after a jump to it, and it must keep the same then.
+So its second batch in a row must be what it makes first after a jump to it, and it must keep the same then. Modules are
+the user's own in every copy: a trial begins with what they hold, and gives it back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import functools
 import gc
 import itertools
 import threading
@@ -20,13 +22,13 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from midepoch.copying import copy_with
+from midepoch.copying import copy_with, shared_modules
 from midepoch.dividing import attributes_of
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Run, Seen, Session
@@ -34,7 +36,7 @@ from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of, repeated
-from midepoch.state.witness import look_at
+from midepoch.state.witness import Look, look_at
 
 from .private import (
     attributes_of_torch,
@@ -46,10 +48,11 @@ from .private import (
 )
 from .trials import started_threads
 
-__all__ = ["Inside", "NotOneForOneError", "Through", "inside_of"]
+__all__ = ["Inside", "NotOneForOneError", "Through", "held_in", "inside_of"]
 
 _DEEPEST = 8  # wrappers in one another
 _MOST_AHEAD = 2  # batches inside that a wrapper has asked for and not yet handed out
+_LARGEST_BUFFER = 1 << 20  # bytes; a larger one of a module is a table that does not change
 
 
 class NotOneForOneError(Exception):
@@ -57,16 +60,42 @@ class NotOneForOneError(Exception):
 
 
 class Inside(NamedTuple):
-    """The DataLoader inside a wrapper.
+    """The DataLoader, or the iterator of another backend, inside a wrapper.
 
     Attributes:
-        loader: as torch's own class would iterate it.
+        loader: as torch's own class would iterate it; or that iterator.
         chain: the wrapper, the one in it, and so on, each with the name of the attribute that leads on; the last name
             is empty if the wrapper itself is a DataLoader, with an ``__iter__`` of its own.
+        idle: names of methods that do nothing while midepoch gives the batches, such as a reset at an epoch's end.
     """
 
-    loader: DataLoader[Any]
+    loader: Any
     chain: tuple[tuple[Any, str], ...]
+    idle: frozenset[str] = frozenset()
+
+
+def held_in(
+    source: Any, is_wanted: Callable[[Any], bool], idle: frozenset[str] = frozenset(), depth: int = 0
+) -> Inside | None:
+    """The one object that `is_wanted` in an attribute of `source`, or of an object there; None if there is not one.
+
+    `depth`: wrappers around this one.
+    """
+    attributes = getattr(source, "__dict__", {})
+    if not attributes or depth == _DEEPEST or not callable(getattr(type(source), "__iter__", None)):
+        return None
+    found: dict[int, tuple[str, Inside]] = {}
+    for name, each in attributes.items():
+        if is_wanted(each):
+            found[id(each)] = name, Inside(each, (), idle)
+        elif not isinstance(each, type | Dataset | torch.nn.Module):
+            further = held_in(each, is_wanted, idle, depth + 1)
+            if further is not None:
+                found[id(each)] = name, further
+    if len(found) != 1:
+        return None
+    ((name, further),) = found.values()
+    return further._replace(chain=((source, name), *further.chain))
 
 
 def inside_of(source: Any, depth: int = 0) -> Inside | None:
@@ -118,10 +147,10 @@ class _Feed:
     It refers weakly to all that it uses: whoever searches the wrapper for random generators finds nothing in it.
     """
 
-    __slots__ = ("__weakref__", "_loader", "iterator", "reading")
+    __slots__ = ("__weakref__", "_idle", "_loader", "iterator", "reading")
 
-    def __init__(self, loader: DataLoader[Any] | None = None) -> None:
-        self._loader = None if loader is None else weakref.ref(loader)
+    def __init__(self, loader: Any = None, idle: frozenset[str] = frozenset()) -> None:
+        self._loader, self._idle = None if loader is None else weakref.ref(loader), idle
         self.iterator = self if loader is None else _Feed()
         self.reading: Callable[[], _Reading | None] = _nothing
 
@@ -147,7 +176,7 @@ class _Feed:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._theirs(), name)
+        return _nothing if name in self._idle else getattr(self._theirs(), name)
 
     def _theirs(self) -> Any:
         loader = None if self._loader is None else self._loader()
@@ -203,12 +232,14 @@ class Through:
     Attributes:
         name: of the wrapper's class, for messages.
         lead: batches inside that the wrapper asks for ahead; None if that has not been proved yet.
+        statistics: names of what its modules change as it makes batches.
     """
 
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
         self.name = type(inside.chain[0][0]).__name__
         self.lead: int | None = None
+        self.statistics: tuple[str, ...] = ()
 
     def copied(self, batches: int | None) -> _Copied:
         """A new copy of the wrapper. `batches`: that it will be given; None if nobody knows.
@@ -216,10 +247,10 @@ class Through:
         Raises:
             NotOneForOneError: there is none.
         """
-        loader, chain = self._inside
+        chain = self._inside.chain
         theirs, last = chain[-1]
         loader = getattr(theirs, last) if last else theirs
-        feed = _Feed(loader)
+        feed = _Feed(loader, self._inside.idle)
         instead: dict[int, Any] = {id(loader): feed} if last else {}
         shared: list[Any] = []
         for each, _ in chain:
@@ -261,6 +292,7 @@ class _Reading:
         take: returns the next batch inside.
         first: the number of that batch in the session.
         key_of: from a batch's number to the key of its stream.
+        mark: called before each batch inside; None where no marks are kept.
 
     Attributes:
         first: the number of the first batch.
@@ -268,12 +300,17 @@ class _Reading:
         ready: at most one batch, which was read before the wrapper asks for it.
         ended, error: how the batches inside have ended.
         kept: copies of the batches inside behind the first; None if none are kept.
+        marks: of the batches inside that are still to be handed out, by number.
         begins: how often the wrapper has begun to iterate the DataLoader inside.
         trouble: what shows that it is not one for one; empty if nothing does.
     """
 
-    def __init__(self, copied: _Copied, take: Callable[[], Any], first: int, key_of: Callable[[int], int]) -> None:
-        self._take, self._key_of = take, key_of
+    def __init__(
+        self, copied: _Copied, take: Callable[[], Any], first: int, key_of: Callable[[int], int],
+        mark: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._take, self._key_of, self._mark = take, key_of, mark
+        self.marks: dict[int, Any] = {}
         self._key = -1, 0  # a batch's number, and the key of its stream
         self.first = self.asked = self.handed = first
         self.ready: deque[Any] = deque()
@@ -296,6 +333,8 @@ class _Reading:
         if self.ready or self.ended or self.error is not None:
             return
         try:
+            if self._mark is not None:
+                self.marks[self.asked] = self._mark()
             batch = self._take()
         except StopIteration:
             self.ended = True
@@ -375,6 +414,10 @@ class _Reading:
         self._next = self._iterator.__next__
         return self._next()
 
+    def modules(self) -> _Modules:
+        """The modules that the wrapper holds, as they are now."""
+        return _Modules(shared_modules(self._copied.wrapper))
+
     def late(self) -> bool:
         """Whether the first batch made generators, or used those of a device for the first time. They had no stream."""
         return self.streams.made_late(*self._copied.own().values())
@@ -407,6 +450,62 @@ class _Reading:
         if isinstance(iterator, types.GeneratorType):
             with contextlib.suppress(Exception):  # what a user's clean-up raises has no place to go
                 iterator.close()
+
+
+class _Modules:
+    """What modules hold besides their parameters, such as the running statistics of a BatchNorm, at one moment."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        parts = {id(part): part for module in modules for part in module.modules()}
+        own = [part for part in parts.values() if not isinstance(part, torch.jit.ScriptModule)]
+        self._held = [(part, {**vars(part), "_buffers": dict(part._buffers)}) for part in own]
+        self._containers = [
+            (each, copy.copy(each))
+            for part in own
+            for name, each in vars(part).items()
+            if name not in _of_torch() and type(each) in (list, dict, set, deque)
+        ]
+        self._buffers = [
+            (f"{type(part).__name__}.{name}", buffer, buffer.detach().clone())
+            for part in parts.values()
+            for name, buffer in part.named_buffers(recurse=False)
+            if buffer.nbytes <= _LARGEST_BUFFER
+        ]
+
+    def put_back(self) -> None:
+        """Make them hold this again."""
+        for part, held in self._held:
+            vars(part).clear()
+            vars(part).update({**held, "_buffers": dict(held["_buffers"])})
+        for container, former in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(former)
+        with torch.no_grad():
+            for _, buffer, value in self._buffers:
+                buffer.copy_(value)
+
+    def statistics(self) -> tuple[str, ...]:
+        """The names of buffers that hold something else now. They are saved with a model."""
+        names = dict.fromkeys(name for name, buffer, value in self._buffers if not torch.equal(buffer, value))
+        for part, held in self._held:
+            others = (name for name, buffer in held["_buffers"].items() if part._buffers.get(name) is not buffer)
+            names.update(dict.fromkeys(f"{type(part).__name__}.{name}" for name in others))
+        return tuple(names)
+
+    def looks(self) -> dict[tuple[int, str], Look]:
+        """What they hold now that is not saved with a model, by part and name."""
+        return {
+            (number, f"{type(part).__name__}.{name}"): look_at(each)
+            for number, (part, _) in enumerate(self._held)
+            for name, each in (*vars(part).items(), *part._buffers.items())
+            if name not in (part._non_persistent_buffers_set ^ part._buffers.keys()) | _of_torch()
+        }
+
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """The attributes of every module."""
+    return frozenset(vars(torch.nn.Module()))
 
 
 def _copy_of(batch: Any) -> Any:
@@ -498,6 +597,7 @@ class _WrapperSession(Session):
         self._seen: Seen | None = None
         self._made: deque[Any] = deque()  # batches that the trial has made
         self._watches = False
+        self.marks = inner.marks
         try:
             self._reading = self._read_from(0)
         except NotOneForOneError:
@@ -506,7 +606,7 @@ class _WrapperSession(Session):
         try:
             if through.lead is None:
                 self._try()
-            self._watches = self._reading.streams.unused
+            self._watches = self._may_watch()
         except BaseException:
             self.close()
             raise
@@ -518,9 +618,19 @@ class _WrapperSession(Session):
         """The inner session's."""
         return self._seen or self._inner.seen
 
+    def mark(self) -> Any:
+        """The inner session's, before the batch that is to be handed out."""
+        if not self.marks:
+            return None
+        reading = self._reading
+        number = reading.handed - len(self._made)
+        while (oldest := next(iter(reading.marks), number)) < number:
+            del reading.marks[oldest]
+        return reading.marks[number] if number in reading.marks else self._inner.mark()
+
     def detail(self, mark: Any) -> str:
-        """The inner session's, which does not depend on the place."""
-        return self._inner.detail(None)
+        """The inner session's. Without marks, it does not depend on the place."""
+        return self._inner.detail(mark)
 
     def following(self) -> str:
         """The inner session's."""
@@ -553,7 +663,7 @@ class _WrapperSession(Session):
                 batch = reading.give()
                 if reading.handed == reading.first + 1:
                     reading.late()
-                    self._watches = reading.streams.unused
+                    self._watches = self._may_watch()
         except StopIteration:
             raise self._early_end(reading) from None
         except NotOneForOneError as error:
@@ -561,6 +671,10 @@ class _WrapperSession(Session):
         if reading.asked - reading.handed != self._through.lead:
             self._check(reading)
         return batch
+
+    def _may_watch(self) -> bool:
+        """A batch that is only watched may have to be made again, which statistics would count twice."""
+        return self._reading.streams.unused and not self._through.statistics
 
     def _early_end(self, reading: _Reading) -> Exception:
         """What the end of the wrapper's iterator means while there are batches inside."""
@@ -592,19 +706,21 @@ class _WrapperSession(Session):
 
     def _read_from(self, number: int) -> _Reading:
         left = None if self._run.share is None else self._run.share.steps - number
-        return _Reading(self._through.copied(left), self._inner.take, number, self._key_of)
+        mark = self._inner.mark if self.marks else None
+        return _Reading(self._through.copied(left), self._inner.take, number, self._key_of, mark)
 
     def _restart(self, number: int) -> None:
         """Read on with another copy, from this batch of the session on."""
         run, adapter = self._run, self._adapter
         self._seen, self._watches = self.seen, False
+        detail = self._inner.detail(self._reading.marks.get(number)) if self.marks and number else run.detail
         self._made.clear()
         self._reading.close()
         with adapter.holding():
             self._inner.close()
         position = run.position + number * self._global_batch
-        share = adapter.share(run.seed, run.epoch, position, run.world, run.detail)
-        self._inner = adapter.open(Run(run.epoch, position, run.seed, run.world, share, run.tail, run.detail))
+        share = adapter.share(run.seed, run.epoch, position, run.world, detail)
+        self._inner = adapter.open(Run(run.epoch, position, run.seed, run.world, share, run.tail, detail))
         self._reading = self._read_from(number)
 
     # --- the trial ---
@@ -617,10 +733,19 @@ class _WrapperSession(Session):
         Raises:
             NotOneForOneError: they show that this wrapper has to be read from its start.
         """
+        start = self._reading.modules()
+        try:
+            self._try_from(start)
+        except NotOneForOneError:
+            start.put_back()
+            raise
+
+    def _try_from(self, start: _Modules) -> None:
         if not self._make():
             return
         reading = self._reading
         if reading.late():
+            start.put_back()
             self._restart(0)  # it drew from generators that did not exist yet
             if not self._make():
                 return
@@ -633,10 +758,15 @@ class _WrapperSession(Session):
         reading.fetch()  # it may know by their number that there are no more
         if not 0 <= lead <= _MOST_AHEAD or (lead != reading.asked - reading.handed and not reading.ended):
             raise NotOneForOneError(f"for {len(self._made)} batches it asks for {reading.asked}")
-        self._jump(reading, (reading.kept or [])[: reading.asked - 1])
+        self._through.statistics = start.statistics()
+        looks = start.looks()
+        start.put_back()
+        self._jump(reading, (reading.kept or [])[: reading.asked - 1], start, looks)
         self._through.lead = lead
-        if look_at(self._made[0]).differing(look):
-            self._restart(0)  # it hands out one and the same object each time
+        start.put_back()
+        # It hands out one and the same object each time, or statistics would be ahead of what is handed out.
+        if self._through.statistics or look_at(self._made[0]).differing(look):
+            self._restart(0)
         reading.kept = None
 
     def _make(self) -> bool:
@@ -659,10 +789,15 @@ class _WrapperSession(Session):
             raise NotOneForOneError(f"a copy of it raised {type(error).__name__}: {error!s:.200}") from None
         return reading.error is None
 
-    def _jump(self, reading: _Reading, batches: list[Any]) -> None:
-        """Compare what another copy makes first of these batches with what was made of them in a row."""
+    def _jump(
+        self, reading: _Reading, batches: list[Any], start: _Modules, looks: dict[tuple[int, str], Look]
+    ) -> None:
+        """Compare what another copy makes first of these batches with what was made of them in a row.
+
+        `start`, `looks`: the modules before the first batch, and what they have kept of the batches in a row.
+        """
         other, batch = self._made_of(copy.deepcopy(batches))
-        kept = other.keeps()
+        kept, others = other.keeps(), start.looks()
         made = look_at(self._made[1])
         if differing := made.differing(look_at(batch)):
             raise NotOneForOneError(f"after a jump it makes something else of a batch ({made.names(differing)})")
@@ -670,6 +805,9 @@ class _WrapperSession(Session):
             again = kept.get(name)
             if value is not again and look_at(value).differing(look_at(again)):
                 raise NotOneForOneError(f"it keeps something of earlier batches, in {name}")
+        for key, look in looks.items():
+            if key not in others or look.differing(others[key]):
+                raise NotOneForOneError(f"it keeps something of earlier batches, in {key[1]}")
         if find_generators(*(value for name, value in kept.items() if name not in other.own()))[0]:
             raise NotOneForOneError("it makes a generator of random numbers in each pass")
         self._to_the_end(other, len(batches) - 1)

@@ -30,6 +30,7 @@ from .witness import LONGEST
 __all__ = [
     "FIELDS",
     "FIELDS_OF_VERSION_1",
+    "PIECES",
     "VERSION",
     "State",
     "build",
@@ -44,6 +45,12 @@ State = dict[str, Any]
 """What `state_dict()` returns: built-in types only, JSON-serialisable. The table above has the keys."""
 
 VERSION = 2
+
+PIECES = " in pieces"
+"""Ends the name of a part of a fingerprint that says what another part consists of: "NAME=DIGEST NAME=DIGEST".
+
+It is not compared. If the other part differs, the message names the pieces that do.
+"""
 
 _LARGEST_INTEGER = 1 << 62  # leaves room for the epoch after the largest one
 _LARGEST_DETAIL = 64 << 20
@@ -193,11 +200,30 @@ def compare_fingerprints(saved: str, current: str) -> None:
     if saved == current:
         return
     before, now = _parsed(saved), _parsed(current)
-    differing = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    names = sorted(name for name in before.keys() | now.keys() if PIECES not in name)
+    differing = [name for name in names if before.get(name) != now.get(name)]
+    if not differing and len(names) < len(before.keys() | now.keys()):
+        return
     name = differing[0] if differing else "fingerprint"
     # A name that only the state has may contain a stranger's terminal escapes.
     told = name if name in now or not differing else repr(name)[:80]
     raise StateMismatchError(
         f"{told} differs: the state was saved with {repr(before.get(name, 'none'))[:200]}, this loader has "
-        f"{now.get(name, 'none')!r}; make the loader as in the run that saved it, or start over with this data"
+        f"{now.get(name, 'none')!r}{_differing_pieces(name, before, now)}; make the loader as in the run that saved "
+        "it, or start over with this data"
     )
+
+
+def _differing_pieces(name: str, before: dict[str, str], now: dict[str, str]) -> str:
+    """In which pieces a part of two fingerprints differs, where both tell them."""
+    told = [each.get(f"{name}{PIECES}") for each in (before, now)]
+    if None in told:
+        return ""
+    saved, here = ({piece for piece in str(text).split() if "=" in piece} for text in told)
+    kinds = [{piece.partition("=")[0] for piece in pieces} for pieces in (saved - here, here - saved)]
+    found = {
+        "other": kinds[0] & kinds[1], "only in the state:": kinds[0] - kinds[1], "only here:": kinds[1] - kinds[0]
+    }  # fmt: skip
+    words = [f"{what} {', '.join(sorted(names))}" for what, names in found.items() if names]
+    # What a state says may contain a stranger's terminal escapes.
+    return f" ({repr('; '.join(words))[1:-1][:400]})" if words else " (the same pieces, in another place)"

@@ -294,7 +294,7 @@ class Examination:
         """An uninterrupted run in process 0, without asking for states: one epoch more than are cut."""
         trial = self.trial(self.options(), passes=self.settings.epochs + 1)
         recording: Recording = self._once("whole", lambda: self.record([trial])[0])
-        self.sound(recording, "an uninterrupted run")
+        self.sound(recording, "an uninterrupted run", **_reached(recording))
         if not recording.passes[0].batches:
             raise ValueError(
                 "make_loader gives a loader without a single batch, so there is nothing to resume; make it larger"
@@ -339,7 +339,8 @@ class Examination:
 
         recordings: list[Recording] = self._once(("heads", world_size, group), run)
         for rank, recording in enumerate(recordings):
-            self.sound(recording, f"an uninterrupted run that asks for states, on rank {rank} of {world_size}")
+            what = f"an uninterrupted run that asks for states, on rank {rank} of {world_size}"
+            self.sound(recording, what, **_reached(recording))
         return recordings
 
     def interior(self, recording: Recording, epoch: int, *, few: bool = False) -> list[int]:
@@ -490,3 +491,10 @@ class Examination:
             self._memory[key] = make()
         result: Result = self._memory[key]
         return result
+
+
+def _reached(recording: Recording) -> dict[str, int]:
+    """The epoch and the batch that a recording ends before."""
+    if not recording.passes:
+        return {}
+    return {"epoch": len(recording.passes) - 1, "batch": len(recording.passes[-1].batches)}

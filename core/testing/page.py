@@ -1,4 +1,4 @@
-"""The report of an examination as an HTML page: the laws, and which samples each rank received around each cut.
+"""The report of an examination as an HTML page: the finding, which samples each rank received, the laws.
 
 Needs jinja2, which the extra `midepoch[cli]` brings.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
+from .diagnosis import Diagnosis
 from .examine import Examination
 from .record import Recording
 from .report import LawError, Report
+from .sides import Comparison
 
 __all__ = ["Picture", "make_page", "take_pictures"]
 
@@ -66,17 +68,17 @@ class Picture:
         return tuple(sample for sample, count in self.counts.items() if count > expected[sample])
 
 
-def take_pictures(examination: Examination) -> list[Picture]:
+def take_pictures(examination: Examination, *, few: bool = False) -> list[Picture]:
     """One picture for each cut inside each epoch and each possible change of the number of ranks.
 
-    If an epoch can be cut in very many places, some are chosen, evenly spaced.
+    If an epoch can be cut in very many places, some are chosen, evenly spaced. ``few``: only one rank before and after.
     """
     examination.begin("picture", "", "")
     try:
         whole = examination.whole()
     except LawError:
         return []
-    sizes = examination.worlds
+    sizes = (1,) if few else examination.worlds
     found = []
     for worlds in [(one, other) for one in sizes for other in sizes]:
         for epoch in range(examination.settings.epochs):
@@ -139,13 +141,22 @@ class _Section:
     drawings: tuple[_Drawing, ...]
 
 
-def make_page(target: str, report: Report, pictures: Sequence[Picture], versions: str) -> str:
+def make_page(
+    target: str,
+    diagnosis: Diagnosis,
+    comparison: Comparison,
+    report: Report,
+    pictures: Mapping[str, Sequence[Picture]],
+    versions: str,
+) -> str:
     """The page as HTML. It is self-contained: no script, no font, no link.
 
     Args:
         target: the name of the loader.
+        diagnosis: the finding, with which the page opens.
+        comparison: what happens with midepoch and without.
         report: the laws' verdicts.
-        pictures: the result of `take_pictures`.
+        pictures: heading of a side -> the result of `take_pictures`.
         versions: of midepoch and its environment, as text.
     """
     failed = sum(verdict.error is not None for verdict in report.verdicts)
@@ -154,6 +165,8 @@ def make_page(target: str, report: Report, pictures: Sequence[Picture], versions
     words = f"{unkept} of {len(report.trials)} trials find a promise that is not kept; {words}" if unkept else words
     return _PAGE.render(
         target=target,
+        diagnosis=diagnosis,
+        comparison=comparison,
         verdict=words,
         tone="bad" if failed or unkept else "good",
         trials=sorted(report.trials, key=lambda verdict: verdict.error is None),
@@ -161,7 +174,7 @@ def make_page(target: str, report: Report, pictures: Sequence[Picture], versions
         versions=versions,
         date=time.strftime("%Y-%m-%d %H:%M"),
         verdicts=report.verdicts,
-        sections=[_section(cuts) for cuts in _together(pictures)],
+        sides={heading: [_section(cuts) for cuts in _together(taken)] for heading, taken in pictures.items()},
         labels=_LABELS,
         height=_HEIGHT,
         width=_WIDTH,
@@ -282,7 +295,8 @@ th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.6rem; text-align: left
 th[scope=row] { white-space: nowrap; }
 dl { margin: 0; } dt { float: left; clear: left; width: 5.5rem; color: #666; }
 dd { margin-left: 6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-h3 { font-size: 1rem; margin: 2rem 0 0; }
+h3 { margin: 2rem 0 0; } h4 { font-size: 1rem; margin: 1rem 0 0; }
+p.finding { font-size: 1.3rem; }
 figure { margin: 0.6rem 0 1rem; } figcaption { margin-bottom: 0.3rem; }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #555; }
 .good td:nth-child(2), span.good { color: #17702e; }
@@ -294,29 +308,39 @@ rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 </head>
 <body>
 <h1>{{ target }}</h1>
-<p class="{{ tone }}"><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
-{% if promises %}
-{{ verdicts_of('trial', trials) }}
+<p class="finding"><span class="{{ diagnosis.tone }}">{{ diagnosis.title }}</span></p>
+{% if diagnosis.facts %}
+<dl>
+{% for label, text in diagnosis.facts %}
+<dt>{{ label }}</dt><dd>{{ text[:4000] }}</dd>
+{% endfor %}
+</dl>
+{% endif %}
+{% if diagnosis.together %}
+<p>{{ diagnosis.together }}. Mend this first, then check again.</p>
+{% endif %}
+{% for error in diagnosis.others %}
+<p>Also: the law '{{ error.law }}' is broken{{ ' at ' + error.place if error.place }}: {{ error.got[:1000] }}</p>
+{% endfor %}
 <table>
-<thead><tr><th>promise</th><th>rests on</th><th></th></tr></thead>
+<thead><tr><th></th>{% for heading in comparison.headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead>
 <tbody>
-{% for promise in promises %}
-<tr class="{{ {'proved at each resume': 'good', 'tried': 'good', 'not kept': 'bad'}.get(promise.standing, 'other') }}">
-<th scope="row">{{ promise.name }}</th><td>{{ promise.standing }}</td><td>{{ promise.reason }}</td></tr>
+{% for question, answers in comparison.rows %}
+<tr><th scope="row">{{ question }}</th>
+{%- for answer in answers %}<td><span class="{{ answer.tone }}">{{ answer.text }}</span></td>{% endfor %}</tr>
 {% endfor %}
 </tbody>
 </table>
-<p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
-whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>
-{% endif %}
-{{ verdicts_of('law', verdicts) }}
 <h2>Which samples each rank received</h2>
 <p>Each column is a sample, in the order of a run on one rank. Dark blue: before the cut; light blue: after it; red:
 never; orange: too often. If other numbers of ranks have another order, dark and light are mixed. If all ranks must
 have equally many batches, some samples are repeated at an epoch's end
 (<code>tail="pad"</code>).</p>
+{% for heading, sections in sides.items() %}
+<h3>{{ heading }}</h3>
 {% for section in sections %}
-<h3>{{ section.title }}</h3>
+{% if loop.index == 2 %}<details><summary>Other epochs and numbers of ranks</summary>{% endif %}
+<h4>{{ section.title }}</h4>
 {% for problem in section.problems %}
 <p class="other">{{ problem }}</p>
 {% endfor %}
@@ -334,9 +358,28 @@ have equally many batches, some samples are repeated at an epoch's end
 {% endfor %}
 </svg></figure>
 {% endfor %}
+{% if loop.last and loop.index > 1 %}</details>{% endif %}
 {% else %}
 <p>There is nothing to draw: the loader did not complete an uninterrupted run.</p>
 {% endfor %}
+{% endfor %}
+<h2>What it rests on</h2>
+<p><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
+{% if promises %}
+{{ verdicts_of('trial', trials) }}
+<table>
+<thead><tr><th>promise</th><th>rests on</th><th></th></tr></thead>
+<tbody>
+{% for promise in promises %}
+<tr class="{{ {'proved at each resume': 'good', 'tried': 'good', 'not kept': 'bad'}.get(promise.standing, 'other') }}">
+<th scope="row">{{ promise.name }}</th><td>{{ promise.standing }}</td><td>{{ promise.reason }}</td></tr>
+{% endfor %}
+</tbody>
+</table>
+<p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
+whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>
+{% endif %}
+{{ verdicts_of('law', verdicts) }}
 </body>
 </html>
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import multiprocessing
 import pickle
 import pickletools
@@ -255,6 +256,8 @@ def _start_method() -> str:
 def _serve(connection: Connection, start_method: str) -> None:
     import torch
 
+    # What a loader logs of its resumes is no finding: thousands are tried here. A handler keeps it from standard error.
+    logging.getLogger("midepoch").addHandler(logging.NullHandler())
     # A spawned process would spawn its own, which takes seconds for each worker. Use the caller's start method instead.
     multiprocessing.set_start_method(start_method, force=True)
 

@@ -2,211 +2,336 @@
 
 from __future__ import annotations
 
-import atexit
-import importlib
+import contextlib
 import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
+from midepoch.testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
 from midepoch.testing.examine import Examination
 from midepoch.testing.laws import LAWS, judge
 from midepoch.testing.page import make_page, take_pictures
-from midepoch.testing.record import Settings, open_loader
+from midepoch.testing.record import Settings, experiment
 from midepoch.testing.report import LawError, Report, Verdict
+from midepoch.testing.sides import Answer, Comparison, answer_all
 from midepoch.testing.standing import stand
+from midepoch.testing.subjects import Nature, Subject, possible_variations, recognise
 from midepoch.testing.trials import TRIALS, try_promises
 
 from .inspection import Contents, FoundState
+from .targets import TargetError
 
-__all__ = ["TargetError", "as_json", "examine", "find_target", "printable", "show_contents"]
+__all__ = ["as_json", "examine", "printable", "show_contents"]
 
-
-class TargetError(Exception):
-    """The function to check cannot be loaded. The message says why, and what to name instead."""
-
-
-def find_target(target: str) -> Callable[..., Any]:
-    """Find the function of ``package.module:name`` or ``folder/file.py:name``, seen from the current folder.
-
-    Raises:
-        TargetError: it does not exist, it cannot be called, or its module fails.
-    """
-    module_name, colon, name = target.rpartition(":")
-    if not (colon and module_name and name):
-        raise TargetError(f"{target!r} names no function: write package.module:make_loader, or file.py:make_loader")
-    file = None
-    folder = Path.cwd()
-    if module_name.endswith(".py"):
-        file = Path(module_name).resolve()
-        if not file.is_file():
-            raise TargetError(f"there is no file {module_name}: name one, or package.module:make_loader")
-        folder, module_name = file.parent, file.stem
-    # The spawned processes also import it by this name and path, so the folder must come first there.
-    sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise TargetError(
-            f"{target!r} cannot be imported ({error}): run this in the module's folder, or install the module"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise TargetError(
-            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; fix it, and put what a script "
-            'does under `if __name__ == "__main__":`'
-        ) from error
-    imported = getattr(found, "__file__", None)
-    if file is not None and (imported is None or Path(imported).resolve() != file):
-        raise TargetError(
-            f"there is another module {module_name!r} ({imported or 'of Python itself'}), which Python imports instead "
-            f"of {file}: give the file another name"
-        )
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise TargetError(f"{module_name} has no function {name!r}: name one that builds a new loader at each call")
-    function: Callable[..., Any] = found
-    return function
+_HEADINGS = {"bare": "without midepoch", "wrapped": "with midepoch.wrap(..., seed=0)", "given": "as it is"}
+_OF_OURS = "with midepoch"  # the heading of what is wrapped already
+_SHOWN = 240  # characters of a fact on a terminal
 
 
 def examine(
-    settings: Settings, target: str, laws: list[str] | None, page: Path | None, seconds: float = 0.0
+    settings: Settings,
+    target: str,
+    laws: list[str] | None,
+    page: Path | None,
+    trials: float = 0.0,
+    seconds: float = 0.0,
+    verbose: bool = False,
 ) -> Report:
-    """Examine a loader, with a progress bar and tables. Write the page if one is asked for.
+    """Examine a loader, wrapped and bare, with a progress bar. Print the finding first, and write the page if asked.
 
     Args:
         settings: of the examination.
         target: the loader's name.
         laws: to be examined; None for all. Trials belong to the law 'honesty'.
         page: where to write the page; None for none.
-        seconds: that trials may take; 0 for no trials.
+        trials: seconds that trials may take; 0 for no trials.
+        seconds: after which no other trial or law is begun; 0 for no limit.
+        verbose: print each law's verdict and error too.
 
     Raises:
         ValueError: a law is unknown, or the loader has no batch.
-        TargetError: the function builds no loader, or one without a state.
+        TargetError: the function builds no loader.
         OSError: the page cannot be written.
     """
     console = _console()
-    examination = Examination(settings)
-    _try_out(examination, target)
-    draft = None if page is None else _draft(page)  # find out before the long examination whether it can be written
-    verdicts: list[Verdict] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    trials: list[Verdict] = []
     names = [name for name in LAWS if laws is None or name in laws]
-    tries = [each.name for each in TRIALS] if seconds > 0 and "honesty" in names else []
-    reached = judge(examination, laws)
-    trying = try_promises(examination, seconds)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(_WHOLE, total=1 + len(tries) + len(names))
-        failed = _run_through(examination)
-        progress.advance(task)
-        if failed is not None:
-            verdicts, names, tries = [failed], [], []
-        for group, source, into in ((tries, trying, trials), (names, reached, verdicts)):
-            for name in group:
-                progress.update(task, description=name)
-                into.append(next(source))
-                progress.advance(task)
-        promises = stand(examination, trials, verdicts) if trials else ()
-        report = Report(tuple(verdicts), tuple(trials), promises)
-    for verdict in [each for each in report.trials if each.error is not None][:1]:  # others follow from the first
-        console.print(_text(f"{target} does not keep what it promises ({verdict.law})", "bold red"), soft_wrap=True)
-        console.print(_text(str(verdict.error)), soft_wrap=True)
-    if report.promises:
-        console.print(_promises_table(target, report))
-        console.print(_verdicts_table("", "trial", report.trials))
-    console.print(_verdicts_table("" if report.promises else target, "law", report.verdicts))
-    for verdict in report.verdicts:
-        if verdict.error is not None:
-            console.print(_text(str(verdict.error)), soft_wrap=True)
-    if page is not None and draft is not None:
-        with console.status("drawing what each rank received"):
-            text = make_page(target, report, take_pictures(examination), _versions())
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        draft.replace(page)
-        told = f"The laws, and which samples each rank received around each cut: {page}"
-        console.print(_text(told), soft_wrap=True)
+    tries = [each.name for each in TRIALS] if trials > 0 and "honesty" in names else []
+    if laws is not None:
+        judge(Examination(settings), laws)  # names an unknown law
+    with _draft(page) as draft:  # find out before the long examination whether it can be written
+        with _Bar(4 + len(tries) + len(names)) as bar:
+            bar.begin("what it is")
+            nature = _recognise(settings, target)
+            sides = _sides(settings, nature)
+            if nature.refusal and nature.side == "bare":
+                report = Report((_refused(nature),))
+                bar.begin("how it is resumed today")
+                comparison = Comparison.of({heading: answer_all(each) for heading, each in sides.items()})
+                diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
+            else:
+                report, comparison = _examine(sides, names, tries, trials, seconds, bar)
+                bar.begin("which cause")
+                diagnosis = diagnose(next(iter(sides.values())), report)
+        for part in _told(target, nature, diagnosis, comparison, report, verbose):
+            console.print(part, soft_wrap=isinstance(part, Text))
+        if page is not None and draft is not None:
+            # Of the other side, one picture is enough to see what is lost.
+            pictures = {
+                heading: take_pictures(each, few=number > 0) for number, (heading, each) in enumerate(sides.items())
+            }
+            text = make_page(target, diagnosis, comparison, report, pictures, _versions())
+            draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+            draft.replace(page)
+            told = f"The laws, and which samples each rank received around each cut: {page}"
+            console.print(_text(told), soft_wrap=True)
     return report
 
 
-def _draft(page: Path) -> Path:
-    """A temporary file beside the page, which shows that the page can be written."""
+class _Bar:
+    """A progress bar that names what is being tried. Only on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, disable=None, leave=False, bar_format="{desc:<24} {bar} {n_fmt}/{total_fmt}")
+        self._begun = False
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def begin(self, name: str) -> None:
+        """Name what is tried now; what was tried before is done."""
+        if self._begun:
+            self._bar.update()
+        self._begun = True
+        self._bar.set_description_str(name)
+
+
+def _recognise(settings: Settings, target: str) -> Nature:
+    examination = Examination(settings)
+    examination.begin("", "", "")
+    try:
+        nature: Nature = examination.run([(0, recognise, (settings, examination.options()))])[0]
+    except LawError as error:
+        raise TargetError(f"{target} builds no loader: fix it, or give its parameters defaults\n{error.got}") from None
+    return nature
+
+
+def _sides(settings: Settings, nature: Nature) -> dict[str, Examination]:
+    """Heading -> examination; the side whose laws are examined comes first."""
+    sides = [side for side in (nature.side, nature.other) if side is not None]
+    subjects = [Subject(settings.make_loader, side, nature.derived) for side in sides]
+    calls = [(process, experiment, (possible_variations, (settings, each))) for process, each in enumerate(subjects)]
+    examination = Examination(settings)
+    examination.begin("", "", "")
+    found: dict[str, Examination] = {}
+    for side, subject, possible in zip(sides, subjects, examination.run(calls), strict=True):
+        # What fails altogether is told by an uninterrupted run.
+        subject = possible if isinstance(possible, Subject) else replace(subject, derived=())
+        own = replace(settings, make_loader=subject)
+        if len(found):
+            own = replace(own, quick=True, epochs=1)
+        heading = _OF_OURS if side == "given" and nature.other == "bare" else _HEADINGS[side]
+        found[heading] = Examination(own)
+    return found
+
+
+def _examine(
+    sides: dict[str, Examination], names: list[str], tries: list[str], trials: float, seconds: float, bar: _Bar
+) -> tuple[Report, Comparison]:
+    """The verdicts of trials and laws about the first side, and what happens on each side."""
+    examination = next(iter(sides.values()))
+    begun = time.monotonic()
+    bar.begin("an uninterrupted run")
+    failed = _run_through(examination, seconds)
+    bar.begin("cut, and continued")
+    answers = {heading: answer_all(each) for heading, each in sides.items()}
+    # The table reads from the left to the right: today, and with midepoch.
+    comparison = Comparison.of(dict(sorted(answers.items(), key=lambda side: side[0].startswith("with midepoch"))))
+    if failed is not None:
+        return Report((failed,)), comparison
+    tried: list[Verdict] = []
+    verdicts: list[Verdict] = []
+    reached, trying = judge(examination, names), try_promises(examination, trials)
+    for group, source, into in ((tries, trying, tried), (names, reached, verdicts)):
+        for name in group:
+            if seconds and time.monotonic() - begun > seconds:
+                into.append(Verdict(name, "not applicable", f"{_NOT_REACHED} {seconds:g} s", None, 0.0))
+                continue
+            bar.begin(name)
+            into.append(next(source))
+    promises = stand(examination, tried, verdicts) if tried else ()
+    return Report(tuple(verdicts), tuple(tried), promises), comparison
+
+
+_NOT_REACHED = "not reached within"
+
+
+@contextlib.contextmanager
+def _draft(page: Path | None) -> Iterator[Path | None]:
+    """A temporary file beside the page, which shows that the page can be written. None for no page."""
+    if page is None:
+        yield None
+        return
     if page.is_dir():
         raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
     draft = page.with_name(f".{page.name}.draft")
     draft.touch()
-    atexit.register(draft.unlink, missing_ok=True)
-    return draft
-
-
-def _try_out(examination: Examination, target: str) -> None:
-    examination.begin("", "", "")
     try:
-        kind, lacks = examination.run([(0, _methods_lacking, (examination.settings, examination.options()))])[0]
-    except LawError as error:
-        raise TargetError(f"{target} builds no loader: fix it, or give its parameters defaults\n{error.got}") from None
-    if lacks:
-        raise TargetError(
-            f"{target} builds a {kind}, which has no {' and no '.join(lacks)}: return midepoch.wrap(loader, seed=0), "
-            "or a loader with its own state"
-        )
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-_WHOLE = "uninterrupted"
+def _run_through(examination: Examination, seconds: float) -> Verdict | None:
+    """None, unless the loader fails in an uninterrupted run: then every law would fail in the same way.
 
-
-def _run_through(examination: Examination) -> Verdict | None:
-    """None, unless the loader fails in an uninterrupted run: then every law would fail in the same way."""
+    If cutting its epochs everywhere would take more than an eighth of the time, they are cut at three places.
+    """
     begun = time.perf_counter()
     examination.begin(
-        _WHOLE,
+        UNINTERRUPTED,
         "an error of the loader or of its dataset, which has nothing to do with resuming",
         "fix it until whole epochs run, also with a state_dict() after each batch; then check again",
     )
     try:
         examination.whole()
-        examination.observed()
+        asked = time.perf_counter()
+        head = examination.observed()
     except LawError as error:
-        return Verdict(_WHOLE, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
+        return Verdict(UNINTERRUPTED, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
+    cuts = sum(len(part.batches) + 1 for part in head.passes[:-1])
+    if seconds and cuts * (time.perf_counter() - asked) / len(head.passes) > seconds / 8:
+        examination.settings = replace(examination.settings, quick=True)
     return None
 
 
-def _methods_lacking(settings: Settings, options: dict[str, Any]) -> tuple[str, list[str]]:
-    with open_loader(settings, options) as loader:
-        methods = ("__iter__", "state_dict", "load_state_dict")
-        return type(loader).__name__, [name for name in methods if not callable(getattr(loader, name, None))]
+def _refused(nature: Nature) -> Verdict:
+    error = LawError(
+        UNINTERRUPTED, None, None, "a source that can be wrapped", nature.refusal, "of what kind it is", "see above"
+    )
+    return Verdict(UNINTERRUPTED, "failed", nature.refusal, error, 0.0)
 
 
+# --- what is printed ----------------------------------------------------------------------------------------------
+
+
+_TONES = {"good": "green", "warn": "bold yellow", "bad": "bold red", "other": ""}
 _COLOURS = {
     "holds": "green", "failed": "bold red", "proved at each resume": "green", "tried": "green", "not kept": "bold red",
 }  # fmt: skip
 
 
-def _promises_table(target: str, report: Report) -> Table:
-    table = Table(title=_text(target), box=box.SIMPLE, title_justify="left")
-    for name in ("promise", "rests on", ""):
-        table.add_column(name, no_wrap=bool(name))
-    for promise in report.promises:
-        table.add_row(
-            promise.name, Text(promise.standing, _COLOURS.get(promise.standing, "")), _text(promise.reason)
-        )
+def _told(
+    target: str, nature: Nature, diagnosis: Diagnosis, comparison: Comparison, report: Report, verbose: bool
+) -> list[Text | Table]:
+    """The finding, the table of both sides, and in a few lines what the verdict rests on."""
+    parts: list[Text | Table] = [
+        _text(f"{target} ({nature.kind})"), _text(diagnosis.title, _TONES[diagnosis.tone])
+    ]  # fmt: skip
+    if diagnosis.facts:
+        parts.append(_facts_table(diagnosis))
+    if diagnosis.together:
+        parts.append(_text(f"{diagnosis.together}. Mend this first, then check again."))
+    parts += [_text(_briefly(error)) for error in diagnosis.others]
+    parts.append(_comparison_table(comparison))
+    parts += [_text(line) for line in _summary(report)]
+    if verbose:
+        if report.promises:
+            parts += [_promises_table(report), _verdicts_table("trial", report.trials)]
+        parts.append(_verdicts_table("law", report.verdicts))
+        parts += [_text(str(error)) for error in report.failures]
+    return parts
+
+
+def _briefly(error: LawError) -> str:
+    where = f" at {error.place}" if error.place else ""
+    return f"Also: the law '{error.law}' is broken{where}: {error.got.splitlines()[0]}; {error.cure}"[: 2 * _SHOWN]
+
+
+def _facts_table(diagnosis: Diagnosis) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for label, text in diagnosis.facts:
+        table.add_row(label, _text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."))
     return table
 
 
-def _verdicts_table(title: str, kind: str, verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title=_text(title) if title else None, box=box.SIMPLE, title_justify="left")
+def _comparison_table(comparison: Comparison) -> Table:
+    table = Table(box=box.SIMPLE)
+    for heading in ("", *comparison.headings):
+        table.add_column(_text(heading))
+    for question, answers in comparison.rows:
+        table.add_row(question, *(_answer(each) for each in answers))
+    return table
+
+
+def _answer(answer: Answer) -> Text:
+    return _text(answer.text, _TONES[answer.tone])
+
+
+def _summary(report: Report) -> list[str]:
+    """How many laws hold, and what the promises rest on."""
+    told = []
+    by_status: dict[str, list[str]] = {}
+    for verdict in (*report.trials, *report.verdicts):
+        late = verdict.reason.startswith(_NOT_REACHED)
+        by_status.setdefault("not reached" if late else verdict.status, []).append(verdict.law)
+    counts = [
+        f"{len(found)} {words}{'' if status in ('holds', 'failed') else f' ({_listed(found)})'}"
+        for status, words in _WORDS.items()
+        if (found := by_status.get(status))
+    ]
+    if UNINTERRUPTED not in by_status.get("failed", ()):
+        told.append(f"Laws and trials: {'; '.join(counts)}.")
+    if "not reached" in by_status:
+        told.append("Give more time (--seconds 300, or 0 for no limit) to have the others examined.")
+    standings: dict[str, list[str]] = {}
+    for promise in report.promises:
+        standings.setdefault(promise.standing, []).append(promise.name)
+    if standings:
+        told.append("Promises: " + "; ".join(f"{each}: {_listed(of)}" for each, of in standings.items()) + ".")
+    if told or report.failures:
+        told.append("--verbose shows each law with its reason, and tracebacks; --report FILE.html draws them.")
+    return told
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+_WORDS = {
+    "holds": "hold", "failed": "fail", "refused clearly": "are refused clearly", "not applicable": "do not apply",
+    "not reached": "were not reached",
+}  # fmt: skip
+
+
+def _promises_table(report: Report) -> Table:
+    table = Table(box=box.SIMPLE)
+    for name in ("promise", "rests on", ""):
+        table.add_column(name, no_wrap=bool(name))
+    for promise in report.promises:
+        table.add_row(promise.name, Text(promise.standing, _COLOURS.get(promise.standing, "")), _text(promise.reason))
+    return table
+
+
+def _verdicts_table(kind: str, verdicts: Sequence[Verdict]) -> Table:
+    table = Table(box=box.SIMPLE)
     for name in (kind, "verdict", "epoch", "batch", ""):
         table.add_column(name, no_wrap=name in (kind, "verdict"))
     for verdict in verdicts:

@@ -44,7 +44,12 @@ def main() -> None:
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="package.module:make_loader, or file.py:make_loader.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:name or file.py:name, of a loader or of a function that builds one; or file.py alone."
+        ),
+    ],
     world_sizes: Annotated[str, typer.Option(help="Numbers of ranks to examine.")] = "1,2,3",
     num_workers: Annotated[str, typer.Option(help="Numbers of workers to change between.")] = "0,2",
     epochs: Annotated[int, typer.Option(help="In how many epochs to cut.")] = 2,
@@ -72,6 +77,9 @@ def check(
     trials: Annotated[
         float,
         typer.Option(help="Seconds that trials of the promises may take; 0: none. They belong to the law 'honesty'."),
+    ] = 15.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds after which no other trial or law is begun; 0: no limit.")
     ] = 60.0,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
     options: Annotated[
@@ -79,21 +87,23 @@ def check(
         typer.Option(help="The parameters of make_loader that may be used, separated by commas; default: all known."),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show each law with its reason, and tracebacks.")] = False,
 ) -> None:
     """Examine your own loader: is it resumed exactly, wherever it is cut, on any number of processes?
 
-    make_loader builds a fresh loader of a small dataset at each call. If it takes rank and world_size, it is examined
-    on several ranks. It may also take num_workers, batch_size, seed, size, and others listed in docs/testing.md.
-
-    Trials come first: they try at length what a job tries once, and say what each promise rests on.
+    Name a loader of a small dataset, or a function that builds one anew at each call; wrapped by midepoch or not. It is
+    examined as it is resumed today, and with midepoch, side by side. What is found comes first: one cause, where it
+    showed first, and what to write instead. Ranks, workers and batch sizes are derived from a DataLoader. A function
+    may take rank and world_size, num_workers, batch_size, seed, size, and others listed in docs/testing.md.
 
     Exit status: 0 if all laws that apply hold, and all promises are kept; 1 if not, or if an uninterrupted epoch fails;
     2 if the loader could not be examined.
     """
-    require("cli", "jinja2", "rich")
+    require("cli", "jinja2", "rich", "tqdm")
     from midepoch.testing.record import Settings
 
-    from .check import TargetError, examine, find_target, printable
+    from .check import examine, printable
+    from .targets import TargetError, find_function, find_target
 
     try:
         settings = Settings(
@@ -106,13 +116,14 @@ def check(
             tail=tail,  # type: ignore[arg-type]  # Settings checks it
             drop_last=drop_last,
             cuts=None if cuts is None else integers(cuts),
-            identify=None if identify is None else find_target(identify),
+            identify=None if identify is None else find_function(identify),
             elastic_content=elastic_content,
             timeout=timeout,
             options=None if options is None else tuple(names(options)),
         )
         with sigterm_unwinds():
-            found = examine(settings, target, None if laws is None else names(laws), report, trials)
+            chosen = None if laws is None else names(laws)
+            found = examine(settings, target, chosen, report, trials, seconds, verbose)
     except (TargetError, TypeError, ValueError, OSError) as error:
         fail(printable(str(error)))
     except KeyboardInterrupt:
@@ -140,7 +151,7 @@ def inspect(
 
     Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or moved.
     """
-    require("cli", "jinja2", "rich")
+    require("cli", "jinja2", "rich", "tqdm")
     from midepoch.errors import MidepochError
 
     from . import check as checking

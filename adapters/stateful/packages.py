@@ -1,0 +1,92 @@
+"""Sources of other packages that keep their own state: Hugging Face's IterableDataset, Grain."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+from midepoch.adapters.stateful import private
+from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
+from midepoch.loader.adapter import Options, Run
+from midepoch.loader.capabilities import Capabilities
+
+__all__ = ["DatasetsAdapter", "GrainAdapter"]
+
+
+class DatasetsAdapter(StatefulAdapter):
+    """Hugging Face's IterableDataset.
+
+    Once it has loaded a state, every later pass also starts there. The content of a shuffle buffer is not in its state,
+    so a dataset with one is replayed instead.
+    """
+
+    name: ClassVar[str] = "datasets"
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A dataset without a shuffle buffer, as far as can be determined."""
+        if not is_of("datasets", source) or not hasattr(source, "load_state_dict"):
+            return False
+        return private.has_shuffle_buffer(source) is False  # a replay is exact
+
+    def describe(self) -> dict[str, str]:
+        """The processing steps and the amount of data, as far as they can be determined."""
+        described = f"{self.source.column_names} of {self.source.num_shards} shards "
+        described += private.hugging_face_steps(self.source)
+        return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
+
+    def capabilities(self) -> Capabilities:
+        """What its own state can restore. It does not cover what mapped functions draw."""
+        return dataclasses.replace(super().capabilities(), exact_augmentations=NOT_RESTORED)
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
+
+    @property
+    def begins_anew(self) -> bool:
+        """Yes: it is told the epoch, and led back to its beginning."""
+        return True
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """Start in the epoch's own shuffle of the shards."""
+        self.source.set_epoch(run.epoch)
+        if state is None:
+            state = self._first_state
+        self._used = True
+        self.source.load_state_dict(state)
+        return iter(self.source)
+
+
+class GrainAdapter(StatefulAdapter):
+    """Grain's DataLoader and IterDataset, whose iterators keep the state."""
+
+    name: ClassVar[str] = "grain"
+    rewinds = True
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """An object whose iterators have ``get_state`` and ``set_state``."""
+        return is_of("grain", source) and hasattr(source, "__iter__") and not hasattr(source, "__getitem__")
+
+    def describe(self) -> dict[str, str]:
+        """The transformations and the amount of data, as far as they can be determined."""
+        described = private.grain_steps(self.source)
+        return {**super().describe(), "data": f"{zlib.crc32(described.encode()):08x}"}
+
+    def capabilities(self) -> Capabilities:
+        """What Grain's state can restore: the generators given to its random transformations, and no others."""
+        return dataclasses.replace(super().capabilities(), exact_augmentations=NOT_RESTORED)
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """Grain's iterator, after its state is loaded."""
+        iterator: Any = iter(self.source)
+        if state is not None:
+            iterator.set_state(state)
+        return cast(Iterator[Any], iterator)
+
+    def current(self, iterator: Any) -> Any:
+        """The iterator's state."""
+        return iterator.get_state()

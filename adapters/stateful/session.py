@@ -1,0 +1,175 @@
+"""A session over a source with a state of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from midepoch.adapters.stateful.trial import Outcome
+from midepoch.errors import SourceError, StateError
+from midepoch.loader.adapter import Run, Session
+from midepoch.order.keys import derive_key
+from midepoch.randomness.streams import Purpose
+from midepoch.state.codec import decode, encode
+
+if TYPE_CHECKING:
+    from midepoch.adapters.stateful.adapter import StatefulAdapter
+
+__all__ = ["ENDED", "StatefulSession"]
+
+ENDED = "ended:"
+"""Before the detail of a pass that was read to its end; a source would begin anew from its own state."""
+
+
+class StatefulSession(Session):
+    """Batches of a source with a state of its own, which is asked for only when somebody asks."""
+
+    def __init__(self, adapter: StatefulAdapter, run: Run) -> None:
+        self._adapter, self._run = adapter, run
+        self._steps = None if run.share is None else run.share.steps
+        self._iterator: Any = None
+        self._next: Callable[[], Any] | None = None
+        self._advance: Callable[[], Any] | None = None
+        self._trial: Callable[[str, int], Outcome | None] | None = None
+        self._handed_out = 0
+        self._failed = self._finished = False
+        self._over = run.detail.startswith(ENDED)  # the source has ended
+        self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
+
+    def take(self) -> Any:
+        """The source's next batch."""
+        if self._over:
+            if self._next is None:
+                self._begin_at_the_end()
+            raise StopIteration
+        try:
+            batch = self._first() if self._next is None else self._next()
+        except StopIteration:
+            self._over = self._finished = True
+            raise
+        except BaseException:
+            self._failed = True
+            raise
+        self._handed_out += 1
+        return batch
+
+    def _first(self) -> Any:
+        adapter, run = self._adapter, self._run
+        if adapter.opening is None:
+            advance = self._started()
+            batch = advance()
+        else:
+            # torch's loaders draw the workers' seed here, which must not change the caller's generator.
+            with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+                advance = self._started()
+                batch = advance()
+        self._trial, self._advance = adapter.trial(run), advance
+        self._next = advance if self._trial is None else self._second
+        return batch
+
+    def _begin_at_the_end(self) -> None:
+        """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
+        own = self._run.detail.removeprefix(ENDED)
+        if own:
+            self._adapter.begin()
+            self._loading(lambda: self._adapter.restore(decode(own)))
+
+    def _second(self) -> Any:
+        """The next batch, behind a trial of the state before it."""
+        try:
+            self.mark()
+        except Exception:  # noqa: BLE001  # whoever asks for the state will be told
+            self._trial = None
+        if self._next == self._second:
+            self._next = self._advance
+        assert self._next is not None
+        return self._next()
+
+    def _try(self) -> None:
+        """Compare the batch that comes next with the one that a copy of the source gives from the state on."""
+        trial, self._trial = self._trial, None
+        advance, self._next = self._advance, self._advance
+        assert trial is not None and advance is not None
+        outcome = trial(self._asked[1], self._handed_out)
+        if outcome is None:
+            return
+        try:
+            batch = advance()
+        except Exception as error:  # noqa: BLE001  # raised where the batch is asked for
+            self._next = functools.partial(self._held, Outcome(error=error))
+            return
+        self._next = functools.partial(self._held, Outcome(batch))
+        self._adapter.conclude(outcome, batch, self._run, self._handed_out)
+
+    def _held(self, held: Outcome) -> Any:
+        self._next = self._advance
+        if held.error is not None:
+            raise held.error
+        return held.batch
+
+    def _started(self) -> Callable[[], Any]:
+        adapter, run = self._adapter, self._run
+        adapter.begin()
+        if not run.detail:
+            self._iterator = adapter.start(run, None)
+        else:
+            self._iterator = self._loading(lambda: adapter.start(run, decode(run.detail)))
+        return adapter.reading(run, self._iterator)
+
+    def _loading(self, load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except Exception as error:
+            raise StateError(
+                f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
+                "make the source as it was when the state was saved"
+            ) from error
+
+    def mark(self) -> str:
+        """The source's current state."""
+        if self._over and self._steps is None:
+            return ENDED + self.following()
+        if self._asked[0] != self._handed_out:
+            if self._failed:
+                raise StateError(
+                    "a batch failed, and the source's state is already past it: load an older state to continue"
+                )
+            self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
+            if self._trial is not None:
+                self._try()
+        return self._asked[1]
+
+    def detail(self, mark: str | None) -> str:
+        """The source's own state, if `mark` was called then. It is not called after each batch."""
+        if mark is None:
+            raise StateError(
+                "the source only has its current state, not that of earlier batches: save when no batch is in flight, "
+                "or pass remember=, the number of batches in flight, to midepoch.wrap"
+            )
+        return mark
+
+    def following(self) -> str:
+        """The source's own state at its end; nothing if iterating it begins an epoch."""
+        if self._adapter.rewinds:
+            if self._steps is not None and self._iterator is not None:
+                self._finish()
+            return ""
+        if self._over and self._iterator is None:
+            return self._run.detail.removeprefix(ENDED)
+        self._finish()
+        return encode(self._adapter.current(self._iterator))
+
+    def _finish(self) -> None:
+        """Read past the last batch. Until then, the source's state says that nothing is left, not that it has ended."""
+        if self._finished:
+            return
+        self._finished = True
+        try:
+            next(self._iterator)
+        except StopIteration:
+            return
+        raise SourceError(
+            f"{type(self._adapter.source).__name__} continues after the {self._steps} batches that its len() leaves: "
+            "fix its __len__"
+        )

@@ -1,0 +1,173 @@
+"""From many broken laws to one cause: what is wrong, where it showed first, and what to write instead."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from .examine import Examination
+from .laws import LAWS
+from .record import Settings, open_loader
+from .report import LawError, Report
+
+__all__ = ["UNINTERRUPTED", "Diagnosis", "diagnose", "entropy"]
+
+_READ = 64  # batches that are read to find where random numbers come from
+_SHOWN = 3  # lines of the user's that are shown
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One cause.
+
+    Attributes:
+        title: what is wrong, in a sentence.
+        tone: "good" if nothing is, "warn" if no law is broken but something is not exact.
+        facts: (label, text) to be shown below the title, in this order.
+        counted: the laws and trials that fail for the same cause.
+        others: laws that fail for another one.
+    """
+
+    title: str
+    tone: Literal["good", "warn", "bad"]
+    facts: tuple[tuple[str, str], ...] = ()
+    counted: tuple[str, ...] = ()
+    others: tuple[LawError, ...] = ()
+
+    @property
+    def together(self) -> str:
+        """One sentence on what fails for the same cause; '' if nothing else does."""
+        if not self.counted:
+            return ""
+        return f"{len(self.counted)} more fail with it: {', '.join(self.counted)}"
+
+
+# What fails together. A loader that does not repeat itself fails in every comparison; one that does not continue where
+# it was cut cannot share the rest either.
+UNINTERRUPTED = "uninterrupted"
+_REPEATS = frozenset({"determinism", "lists", "samples", "passes"})
+_CONTINUES = frozenset(
+    {"tail", "next epoch", "boundary", "round trip", "isolation", "transport", "chain", "delivery", "states"}
+)
+_SHARES = frozenset({"partition", "topology", "reshard", "rollback"})
+_GROUPS = (
+    (_REPEATS, "It does not repeat itself, so no state can lead back to the same batches"),
+    (_CONTINUES, "A resumed run is not the run that was cut"),
+    (_SHARES, "Several ranks do not share an epoch as stated"),
+)
+
+
+def diagnose(examination: Examination, report: Report) -> Diagnosis:
+    """The one cause that explains most of what failed; or that nothing failed."""
+    failed = {each.law: each.error for each in (*report.trials, *report.verdicts) if each.error is not None}
+    if UNINTERRUPTED in failed:
+        return _unreadable(examination, failed[UNINTERRUPTED])
+    declared, reason = _declared(examination)
+    if not failed and declared is not False:
+        continues = any(each.law == "tail" and each.status == "holds" for each in report.verdicts)
+        title = "It continues exactly where it was cut" if continues else "No law that was examined is broken"
+        return Diagnosis(title, "good")
+    if not failed:
+        return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", _drawn(examination))
+    lead = next((name for group, _ in _GROUPS for name in failed if name in group), next(iter(failed)))
+    repeats = lead in _REPEATS or declared is False
+    error = failed[lead]
+    title = next((title for group, title in _GROUPS if lead in group), "")
+    if repeats and lead not in _REPEATS:
+        title = f"{_GROUPS[0][1]}: {reason}"
+    drawn = _drawn(examination) if repeats else ()
+    facts = (
+        ("first seen", error.place or "before the first batch"),
+        ("expected", error.expected),
+        ("got", error.got.splitlines()[0]),
+        *(drawn or [("usually", error.cause)]),
+        ("instead", _SEEDED if drawn else error.cure),
+    )
+    same = tuple(name for name in failed if name != lead and (repeats or _together(lead, name)))
+    others = tuple(each for name, each in failed.items() if name != lead and name not in same)
+    return Diagnosis(title or f"The law '{lead}' is broken: {LAWS[lead].sentence}", "bad", facts, same, others)
+
+
+def _unreadable(examination: Examination, error: LawError) -> Diagnosis:
+    """Not even an uninterrupted run succeeds. What midepoch raises says what to write instead."""
+    title, ours = error.got.splitlines()[0], "\nmidepoch.errors." in error.got
+    if ours:
+        title = title.partition(": ")[2]
+    facts = (("first seen", f"{error.place or 'when it is made'}, in a run that nothing interrupts"),)
+    return Diagnosis(title, "bad", (*facts, *(_drawn(examination) if ours else [("instead", error.cure)])))
+
+
+_SEEDED = (
+    "draw from the global generators of random, numpy or torch, or from midepoch.sample_generator(): they are seeded "
+    "for each sample; a sampler derives its order from the epoch that set_epoch gives"
+)
+
+
+def _declared(examination: Examination) -> tuple[bool | None, str]:
+    with contextlib.suppress(LawError):
+        return examination.capability("exact_order")
+    return None, ""
+
+
+def _together(lead: str, name: str) -> bool:
+    """Whether both are of one group. What is not continued cannot be shared either."""
+    return any(lead in group and (name in group or (group is _CONTINUES and name in _SHARES)) for group, _ in _GROUPS)
+
+
+# --- where random numbers come from -----------------------------------------------------------------------------------
+
+
+def _drawn(examination: Examination) -> tuple[tuple[str, str], ...]:
+    examination.begin("entropy", "", "")
+    with contextlib.suppress(LawError):
+        lines: list[str] = examination.investigate(entropy, examination.options())
+        return tuple(("drawn at", line) for line in lines)
+    return ()
+
+
+def entropy(settings: Settings, options: Mapping[str, Any]) -> list[str]:
+    """The lines of the user's own files that ask the operating system for random numbers, in two passes."""
+    found: dict[str, None] = {}
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        drawn = event == "c_call" and argument is os.urandom
+        unseeded = event == "call" and frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a") is None
+        if (drawn or unseeded) and (line := _users_line(frame)):
+            found[line] = None
+
+    with contextlib.suppress(Exception), open_loader(settings, options) as loader:  # the laws report what fails
+        sys.setprofile(watch)
+        try:
+            for _ in range(2):
+                for _ in itertools.islice(loader, _READ):
+                    pass
+        finally:
+            sys.setprofile(None)
+    return list(found)[:_SHOWN]
+
+
+_LIBRARIES = tuple(
+    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """File, number and text of the innermost line that is neither a library's nor midepoch's; '' if there is none."""
+    while frame is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        ours = frame.f_globals.get("__name__", "").partition(".")[0] == "midepoch"
+        if not ours and not file.startswith(_LIBRARIES) and Path(file).is_file():
+            line = linecache.getline(file, frame.f_lineno).strip()
+            return f"{Path(file).name}:{frame.f_lineno}: {line}"
+        frame = frame.f_back
+    return ""

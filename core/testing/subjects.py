@@ -1,0 +1,229 @@
+"""What is examined: the loader as it was given, wrapped with one line, or bare, as programs resume it by counting.
+
+A subject is a picklable function that builds a fresh loader, like the user's own; it also takes the parameters that the
+user's function lacks and a DataLoader shows how to vary: ranks, workers, batch size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from midepoch.errors import UnsupportedSourceError
+from midepoch.loader.lending import loader_of
+from midepoch.loader.loader import Loader
+from midepoch.loader.part import Part
+from midepoch.world import World
+
+from .record import Settings, from_midepoch, open_loader
+
+__all__ = ["ByCount", "Imported", "Nature", "Side", "Subject", "possible_variations", "recognise"]
+
+Side = Literal["given", "wrapped", "bare"]
+_WORLD = ("rank", "world_size")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The object ``name`` of a module that is executed anew at each call, as in a new process.
+
+    Args:
+        module: its name.
+        folder: where Python finds it first.
+        name: dotted, from the module on.
+    """
+
+    module: str
+    folder: str
+    name: str
+
+    def __call__(self) -> Any:
+        """The object, made anew."""
+        sys.path[:] = [self.folder, *(path for path in sys.path if path != self.folder)]
+        specification = importlib.util.find_spec(self.module)
+        if specification is None or specification.loader is None:
+            raise ModuleNotFoundError(f"there is no module {self.module!r} in {self.folder}")
+        found: Any = importlib.util.module_from_spec(specification)
+        sys.modules[self.module] = found
+        specification.loader.exec_module(found)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+class ByCount:
+    """A source without a state, resumed as programs do that save a number of batches: begin anew, and skip so many.
+
+    ``set_epoch`` of the source or its sampler is called before each pass, as trainers do.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._epoch = self._done = 0
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in (self._source, getattr(self._source, "sampler", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self._epoch)
+        batches = iter(self._source() if inspect.isfunction(self._source) else self._source)
+        for _ in itertools.islice(batches, self._done):
+            pass
+        for batch in batches:
+            self._done += 1
+            yield batch
+        self._epoch, self._done = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were handed out."""
+        return {"epoch": self._epoch, "batches": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Skip so many batches at the next pass."""
+        self._epoch, self._done = state["epoch"], state["batches"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function that builds one side of what a user gave.
+
+    Args:
+        origin: the user's function, or an `Imported`.
+        side: "given" as it is; "wrapped" by ``midepoch.wrap(..., seed=0)``; "bare", without midepoch.
+        derived: parameter -> default, for those that the user's function lacks.
+    """
+
+    origin: Callable[..., Any]
+    side: Side = "given"
+    derived: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = list(inspect.signature(self.origin).parameters.values())
+        end = next((index for index, each in enumerate(own) if each.kind is each.VAR_KEYWORD), len(own))
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in self.derived]
+        return inspect.Signature([*own[:end], *more, *own[end:]])
+
+    def __call__(self, **options: Any) -> Any:
+        """A fresh loader of this side."""
+        derived = dict(self.derived)
+        made = self.origin(**{name: value for name, value in options.items() if name not in derived})
+        loader = made if isinstance(made, Loader) else None
+        source = made if loader is None else loader.source
+        varied = {name: options.get(name, default) for name, default in derived.items() if name not in _WORLD}
+        if type(source) is DataLoader and any(getattr(source, name) != value for name, value in varied.items()):
+            source = _rebuilt(source, **varied)
+        if self.side == "bare":
+            return source if _has_state(source) else ByCount(source)
+        stated: dict[str, Any] = {"seed": 0} if loader is None else Part("", loader).options
+        if "rank" in derived:
+            stated["world"] = World(options.get("rank", 0), options.get("world_size", 1))
+        if self.side == "given" and (loader is None or (source is loader.source and "rank" not in derived)):
+            return made
+        return from_midepoch("wrap")(source, **stated)
+
+
+def _rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None = None) -> DataLoader[Any]:
+    """The same DataLoader with another number of workers, and if given with another batch size."""
+    keywords: dict[str, Any] = {
+        "num_workers": num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+    }
+    if num_workers:
+        keywords |= {
+            "timeout": loader.timeout,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+    if not isinstance(loader.dataset, IterableDataset):
+        if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+            return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **keywords)
+        keywords["sampler"] = loader.sampler
+    size = loader.batch_size if batch_size is None else batch_size
+    return DataLoader(loader.dataset, size, drop_last=loader.drop_last, **keywords)
+
+
+def _has_state(made: Any) -> bool:
+    return all(callable(getattr(made, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
+
+
+@dataclass(frozen=True)
+class Nature:
+    """What a user's function builds.
+
+    Attributes:
+        kind: the name of its class.
+        side: the one to examine: "given" if it has a state.
+        other: the one to compare it with; None for none.
+        refusal: why midepoch does not wrap it; then only the bare side can be examined.
+        derived: as of `Subject`, for both sides; none have been tried.
+    """
+
+    kind: str
+    side: Side
+    other: Side | None
+    refusal: str = ""
+    derived: tuple[tuple[str, int], ...] = ()
+
+
+def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
+    """What ``settings.make_loader`` builds, without reading from it."""
+    taken = inspect.signature(settings.make_loader).parameters
+    with open_loader(settings, options) as made:
+        loader = loader_of(made)
+        source = made.source if isinstance(made, Loader) else made
+        kind = type(source).__name__
+        derived: list[tuple[str, int]] = []
+        if type(source) is DataLoader and "num_workers" not in taken:
+            derived.append(("num_workers", 0))
+            if type(source.batch_sampler) is BatchSampler and "batch_size" not in taken:
+                derived.append(("batch_size", source.batch_sampler.batch_size))
+        own_state = loader is None and _has_state(made)
+        ranks = loader is None or (isinstance(made, Loader) and Part("", made).stated_world is None)
+        if ranks and not own_state and not taken.keys() & set(_WORLD):
+            derived += [("rank", 0), ("world_size", 1)]
+        fixed = tuple(derived)
+        if loader is not None:
+            iterable = isinstance(made, Loader) and (hasattr(type(source), "__iter__") or inspect.isfunction(source))
+            return Nature(kind, "given", "bare" if iterable else None, derived=fixed)
+        try:
+            from_midepoch("wrap")(made, seed=0)
+        except UnsupportedSourceError as error:
+            return Nature(kind, "given" if own_state else "bare", None, str(error), fixed)
+        return Nature(kind, "given", "wrapped") if own_state else Nature(kind, "wrapped", "bare", derived=fixed)
+
+
+def possible_variations(settings: Settings, subject: Subject) -> Subject:
+    """The subject with those of its derived parameters with which it gives a batch, or at least ends."""
+    kept = dict(subject.derived)
+    tries: list[tuple[tuple[str, ...], dict[str, int]]] = [
+        (_WORLD, {"rank": 1, "world_size": 2}),
+        (("num_workers",), {"num_workers": max(settings.num_workers, default=0)}),
+        (("batch_size",), {"batch_size": kept.get("batch_size", 0) + 1}),
+    ]
+    for names, options in tries:
+        if not kept.keys() >= set(names):
+            continue
+        try:
+            with open_loader(replace(settings, make_loader=subject), options) as loader:
+                next(iter(loader), None)
+        except Exception:  # noqa: BLE001 - whatever it is: the loader is then examined without this variation
+            for name in names if names != ("num_workers",) else ():
+                del kept[name]
+            if names == ("num_workers",):
+                return replace(subject, derived=tuple(each for each in kept.items() if each[0] in _WORLD))
+    return replace(subject, derived=tuple(kept.items()))

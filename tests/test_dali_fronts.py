@@ -1,0 +1,332 @@
+"""DALI through other fronts: jax's iterator, objects around an iterator, dynamic mode, and what is said to them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed (pip install midepoch[dali])")
+pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
+sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
+
+import dali_sources as sources
+import nvidia.dali.experimental.dynamic as ndd
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+import midepoch
+from midepoch import World
+from midepoch.adapters import dali
+from midepoch.errors import StateError, StateMismatchError
+from midepoch.errors import UnsupportedSourceError as Unsupported
+from midepoch.testing import digest
+
+SIZE, BATCH = 16, 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(sources.write_images(tmp_path_factory.mktemp("dali"), SIZE)) + "/npy"
+
+
+def every_cut(make: Callable[[], midepoch.Loader], epochs: int = 3) -> list[str]:
+    """The batches of so many epochs, which every state of them has continued in a new loader."""
+    loader = make()
+    given, states = [], [loader.state_dict()]
+    for _ in range(epochs):
+        for batch in loader:
+            given.append(digest(batch))
+            states.append(loader.state_dict())
+    loader.close()
+    for cut, state in enumerate(states):
+        random.seed(cut), np.random.seed(cut), torch.manual_seed(cut)
+        with make() as fresh:
+            fresh.load_state_dict(state)
+            rest = [digest(batch) for _ in range(epochs) for batch in fresh]
+        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+    return given
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
+def native(root: str, plus: int = 1, shifted: bool = False) -> Any:
+    number = fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, initial_fill=5)
+    number = fn.cast(number, dtype=types.FLOAT if plus == 1 else types.FLOAT64)
+    return (number + 1.0 if shifted else number), fn.random.uniform(shape=[2])
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+def fed(root: str) -> Any:
+    number = dali.readers.numpy(file_root=root, random_shuffle=True)
+    return fn.cast(number, dtype=types.FLOAT), dali.random.uniform(shape=[2])
+
+
+def iterator(root: str, ours: bool = False, **options: Any) -> Any:
+    if ours:
+        return DALIGenericIterator([fed(root)], ["number", "drawn"])
+    return DALIGenericIterator([native(root, **options)], ["number", "drawn"], reader_name="Reader")
+
+
+# --- objects around an iterator ---------------------------------------------------------------------------------------
+
+
+class Reshapes:
+    """As DALIWrapper of NVIDIA's examples: a generator over the iterator, which it resets; and it draws."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def batches(self) -> Iterator[Any]:
+        for batch in self.inside:
+            noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+            yield batch[0]["number"].reshape(-1), batch[0]["drawn"] + noise
+        self.inside.reset()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+
+class ReadsAhead:
+    """As prefetchers to a device: it has always read one batch more than it has given."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def __iter__(self) -> ReadsAhead:
+        self.batches = iter(self.inside)
+        self.following = next(self.batches, None)
+        return self
+
+    def __next__(self) -> Any:
+        batch = self.following
+        if batch is None:
+            raise StopIteration
+        self.following = next(self.batches, None)
+        return batch[0]["number"] + 0
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+
+class Counts(Reshapes):
+    """What it makes of a batch depends on those before."""
+
+    def batches(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.inside):
+            yield batch[0]["number"] * number
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("kind", [Reshapes, ReadsAhead])
+def test_objects_that_hold_an_iterator_go_on_exactly(kind: Any, ours: bool, root: str) -> None:
+    given = every_cut(lambda: midepoch.wrap(kind(iterator(root, ours)), seed=5), 2)
+    assert len(given) == len(set(given)) == 8
+    with midepoch.wrap(kind(iterator(root, ours)), seed=5) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        next(batches), next(batches)
+        assert loader.state_dict(in_flight=2) == state
+        assert loader.capabilities.elastic_world.holds is ours
+        assert f"what {kind.__name__} draws is the batch's" in loader.capabilities.exact_augmentations.reason
+
+
+def test_objects_that_do_more_than_pass_batches_on_and_functions_are_refused_with_the_cure(root: str) -> None:
+    made = iterator(root)
+    with pytest.raises(Unsupported, match=r"Counts does more .*wrap the DALI iterator itself.*then="):
+        next(iter(midepoch.wrap(Counts(made))))
+    with pytest.raises(Unsupported, match=r"reads a DALI iterator.*then="):
+        midepoch.wrap(lambda: iter(made))
+    with pytest.raises(Unsupported, match="randomness='none' with a Reshapes"):
+        midepoch.wrap(Reshapes(made), randomness="none")
+
+
+# --- an epoch that a source ends --------------------------------------------------------------------------------------
+
+
+def numbered(info: Any) -> Any:
+    if info.idx_in_epoch >= 8:
+        raise StopIteration
+    return np.array([info.idx_in_epoch + 100 * info.epoch_idx])
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+def from_source() -> Any:
+    return fn.external_source(source=numbered, batch=False)
+
+
+@pytest.mark.parametrize("prepare", [True, False])
+def test_a_factory_whose_iterator_resets_itself_gives_every_epoch(prepare: bool) -> None:
+    @dali.factory
+    def make(checkpointing: dict[str, Any]) -> Any:
+        return DALIGenericIterator(
+            [from_source(**checkpointing)], ["number"], auto_reset=True, prepare_first_batch=prepare
+        )
+
+    with midepoch.wrap(make) as loader:
+        epochs = [[int(batch[0]["number"][0]) for batch in loader] for _ in range(3)]
+    assert epochs == [[0, 4], [100, 104], [200, 204]]
+    assert len(every_cut(lambda: midepoch.wrap(make))) == 6
+
+
+# --- jax -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_reset": True}, {"prepare_first_batch": False}])
+def test_jax_s_iterator_goes_on_exactly(options: dict[str, Any], root: str) -> None:
+    pytest.importorskip("jax", reason="jax is not installed; make wild runs its row")
+    from nvidia.dali.plugin.jax import data_iterator
+
+    def graph() -> Any:
+        return fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, seed=3), fn.random.uniform(seed=4)
+
+    def make() -> Any:
+        define = data_iterator(graph, output_map=["number", "drawn"], reader_name="Reader", **options)
+        return define(batch_size=BATCH, device_id=None)
+
+    bare = [digest({name: np.asarray(value) for name, value in batch.items()}) for batch in make()]
+    plain = lambda batch: {name: np.asarray(value) for name, value in batch.items()}
+    given = every_cut(lambda: midepoch.wrap(make(), then=plain))
+    assert given[:4] == bare and len(set(given)) == 12
+
+
+# --- dynamic mode -----------------------------------------------------------------------------------------------------
+
+
+def dynamic(root: str, batch_size: int = BATCH, **options: Any) -> midepoch.Loader:
+    reader = ndd.readers.Numpy(file_root=root, random_shuffle=True, seed=3, initial_fill=5, **options)
+    shard = False if options else None
+    epochs = functools.partial(reader.next_epoch, batch_size=batch_size)
+    return midepoch.wrap(epochs, then=numbers_of, shard=shard, seed=1)
+
+
+def numbers_of(batch: Any) -> list[int]:
+    (numbers,) = batch
+    return [int(np.asarray(each)[0]) for each in numbers]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_id": 1, "num_shards": 2}])
+def test_dynamic_mode_goes_on_by_its_own_checkpoint(options: dict[str, Any], root: str) -> None:
+    reader = ndd.readers.Numpy(file_root=root, random_shuffle=True, seed=3, initial_fill=5, **options)
+    bare = [digest(numbers_of(batch)) for _ in range(3) for batch in reader.next_epoch(batch_size=BATCH)]
+    assert every_cut(lambda: dynamic(root, **options)) == bare
+
+
+def test_dynamic_mode_goes_back_and_on_in_the_same_loader(root: str) -> None:
+    loader = dynamic(root)
+    beginning, epochs, states = loader.state_dict(), [], []
+    for _ in range(2):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch)
+            states.append(loader.state_dict())
+    loader.load_state_dict(states[1])
+    assert [*epochs[0][:2], *loader] == epochs[0]
+    loader.load_state_dict(beginning)
+    next(iter(loader))
+    with pytest.warns(midepoch.MidepochWarning, match="drops the rest"):
+        assert list(loader) == epochs[1]  # behind a break
+    with pytest.raises(StateError, match="its own checkpoints lead"):
+        loader.seek(epoch=0)
+
+
+def test_dynamic_mode_is_refused_where_its_epochs_are_not_seen(root: str) -> None:
+    reader = ndd.readers.Numpy(file_root=root)
+
+    def batches() -> Iterator[Any]:
+        yield from reader.next_epoch(batch_size=BATCH)
+
+    for source in (batches, reader, lambda: reader.next_epoch(batch_size=BATCH)):
+        with pytest.raises(Unsupported, match=r"dynamic mode.*functools\.partial\(reader\.next_epoch"):
+            midepoch.wrap(source)
+    with pytest.raises(Unsupported, match="no batch_size"):
+        midepoch.wrap(reader.next_epoch)
+    with pytest.raises(Unsupported, match="capture=True"):
+        midepoch.wrap(functools.partial(reader.next_epoch, batch_size=BATCH, capture=True))
+    next(iter(reader.next_epoch(batch_size=BATCH)))
+    with pytest.raises(Unsupported, match="already been read"):
+        midepoch.wrap(functools.partial(reader.next_epoch, batch_size=BATCH))
+    epochs = functools.partial(ndd.readers.Numpy(file_root=root).next_epoch, batch_size=2)
+    loader = midepoch.wrap(epochs, world=World(1, 2))
+    with pytest.raises(Unsupported, match="write num_shards=2, shard_id=1"):
+        next(iter(loader))
+
+
+def test_a_state_of_other_settings_of_a_dynamic_reader_is_refused(root: str) -> None:
+    loader = dynamic(root)
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match="batch_size differs"):
+        dynamic(root, 2).load_state_dict(loader.state_dict())
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_differs_names_its_operators(root: str) -> None:
+    with midepoch.wrap(iterator(root)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(other Cast\)"):
+        midepoch.wrap(iterator(root, plus=2)).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(only here: ArithmeticGenericOp\)"):
+        midepoch.wrap(iterator(root, shifted=True)).load_state_dict(state)
+    # States that were saved before say only that the graphs differ.
+    former = state["fingerprint"].replace('"graph in pieces"', '"nobody knows in pieces"')
+    with pytest.raises(StateMismatchError, match=r"graph differs: .* saved with '\w+', this loader has '\w+';"):
+        midepoch.wrap(iterator(root, plus=2)).load_state_dict(midepoch.reseal({**state, "fingerprint": former}))
+    with midepoch.wrap(iterator(root)) as loader, pytest.raises(StateError, match="checksum of DALI's"):
+        loader.load_state_dict(midepoch.reseal({**state, "fingerprint": former, "position": 2}))
+
+
+def test_another_world_is_refused_with_the_lines_that_would_allow_it(root: str) -> None:
+    with midepoch.wrap(iterator(root)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError) as raised:
+        midepoch.wrap(iterator(root), world=World(0, 2)).load_state_dict(state)
+    lines = [line.strip() for line in str(raised.value).splitlines()[1:]]
+    assert lines == [
+        "from midepoch.adapters import dali",
+        "dali.readers.numpy(...)  # in place of fn.readers.numpy(...)",
+        "DALIGenericIterator([pipeline], [...])  # without reader_name='Reader'",
+        "dali.random.uniform(...)  # in place of fn.random.uniform(...)",
+    ]
+
+
+def test_separated_queues_and_a_reader_s_name_beside_midepoch_s_readers(root: str) -> None:
+    queues = {"cpu_size": 2, "gpu_size": 3}
+    pipeline = native(root, prefetch_queue_depth=queues, exec_dynamic=False)
+    made = DALIGenericIterator([pipeline], ["number", "drawn"], reader_name="Reader")
+    with pytest.raises(Unsupported, match=r"separated queues: write prefetch_queue_depth=3"):
+        midepoch.wrap(made)
+    with pytest.raises(Unsupported, match=r"reader_name='Reader': midepoch's readers tell the length"):
+        DALIGenericIterator([fed(root)], ["number", "drawn"], reader_name="Reader")
+
+
+@pytest.mark.filterwarnings("ignore:The external source node")  # not all of its outputs are used here
+def test_the_number_of_attempts_at_a_window(root: str) -> None:
+    jpegs = str(Path(root).parent / "jpeg")
+
+    def shapes(**keywords: Any) -> torch.Tensor:
+        @pipeline_def(batch_size=SIZE, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
+        def pipeline() -> Any:
+            encoded, _ = dali.readers.file(file_root=jpegs)
+            return dali.random.crop_window(encoded, random_aspect_ratio=(0.05, 20.0), **keywords)[1]
+
+        with midepoch.wrap(DALIGenericIterator([pipeline()], ["shape"]), seed=2) as loader:
+            return torch.as_tensor(next(iter(loader))[0]["shape"])
+
+    assert torch.equal(shapes(), shapes(num_attempts=10))
+    # A single attempt seldom fits so narrow a window, and is then cut to the image's whole height or width.
+    whole = [int((shapes(num_attempts=attempts) >= 1).any(dim=1).sum()) for attempts in (1, 50)]
+    assert whole[0] > 2 * whole[1]
+    for wrong in (0, 1001, 1.0):
+        with pytest.raises(ValueError, match=r"num_attempts must be an int in \[1, 1000\]"):
+            shapes(num_attempts=wrong)
