@@ -5,10 +5,15 @@ Run by ``wild.py``, with the folder of the row's package on the path: ``python w
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import itertools
 import json
+import os
 import random
 import sys
+import tarfile
 import tempfile
 import time
 import warnings
@@ -242,10 +247,40 @@ def nodes() -> Any:
     return blocks.Loader(blocks.Batcher(blocks.Mapper(source, lambda index: torch.tensor([float(index)])), BATCH))
 
 
-def energon() -> Any:
-    from megatron.energon import get_savable_loader
+def energon(num_workers: int = 0) -> Any:
+    from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-    return get_savable_loader
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=num_workers, seed_offset=SEED)
+    options: dict[str, Any] = {"shuffle_buffer_size": 5, "max_samples_per_sequence": None}
+    return get_savable_loader(
+        get_train_dataset(written_for_energon(), worker_config=workers, batch_size=2, **options)
+    )
+
+
+def written_for_energon() -> Path:
+    """A folder in Energon's format, kept on disk."""
+    from megatron.energon.flavors import BaseWebdatasetFactory
+
+    folder = Path(tempfile.gettempdir()) / f"midepoch-energon-{os.getuid()}-{SIZE}"
+    if not (folder / ".nv-meta" / "dataset.yaml").exists():
+        (folder / "parts").mkdir(parents=True, exist_ok=True)
+        for shard in range(4):
+            with tarfile.open(folder / "parts" / f"data-{shard}.tar", "w") as tar:
+                for number in range(shard, SIZE, 4):
+                    member = tarfile.TarInfo(f"{number:06d}.txt")
+                    member.size = len(str(number))
+                    tar.addfile(member, io.BytesIO(str(number).encode()))
+        with contextlib.redirect_stdout(io.StringIO()):
+            BaseWebdatasetFactory.prepare_dataset(
+                folder, ["parts/data-{0..3}.tar"], split_parts_ratio=[("train", 1.0)], shuffle_seed=None
+            )
+        kind = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
+        (folder / ".nv-meta" / "dataset.yaml").write_text(kind)
+    return folder
+
+
+def texts(batch: Any) -> list[int]:
+    return [int(each) for each in batch.text]
 
 
 def own(name: str) -> Any:
@@ -264,6 +299,125 @@ def identify_own(batch: Any) -> list[int]:
     import own_state_sources
 
     return list(own_state_sources.identify(batch))
+
+
+# --- sources with a state of their own, and DALI ----------------------------------------------------------------------
+
+
+def drawing_nodes(sampler: bool = True, prefetch: bool = False) -> Any:
+    from torchdata import nodes as blocks
+
+    generator = torch.Generator().manual_seed(1) if sampler else None
+    node: Any = blocks.SamplerWrapper(RandomSampler(range(SIZE), generator=generator))
+    node = blocks.Batcher(blocks.Mapper(node, noisy_number), BATCH, drop_last=False)
+    return blocks.Loader(blocks.Prefetcher(node, 2) if prefetch else node)
+
+
+def noisy_number(index: int) -> Any:
+    return torch.tensor([float(index), random.random(), float(torch.rand(()))])
+
+
+def rows_in_torchdata(buffer: bool) -> Any:
+    import own_state_sources
+
+    return own_state_sources.rows_inside(buffer)
+
+
+def grain_elastic() -> Any:
+    import own_state_sources
+
+    return own_state_sources.grain_elastic(size=SIZE - 2, together=BATCH)
+
+
+def jax_iterator(ours: bool = False) -> Any:
+    from nvidia.dali import fn
+    from nvidia.dali.plugin.jax import data_iterator
+
+    from midepoch.adapters import dali
+
+    root = str(written_for_dali())
+
+    def graph() -> Any:
+        if ours:
+            return dali.readers.numpy(file_root=root, random_shuffle=True), dali.random.uniform()
+        number = fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, seed=3, pad_last_batch=True)
+        return number, fn.random.uniform(seed=4)
+
+    named = {} if ours else {"reader_name": "Reader"}
+    return data_iterator(graph, output_map=["number", "drawn"], **named)(batch_size=BATCH, device_id=None)
+
+
+def written_for_dali() -> Path:
+    """Arrays of one number each, kept on disk."""
+    folder = Path(tempfile.gettempdir()) / f"midepoch-dali-{os.getuid()}-{SIZE}"
+    folder.mkdir(exist_ok=True)
+    for number in range(SIZE):
+        np.save(folder / f"{number:03}.npy", np.array([number], np.int32))
+    return folder
+
+
+class Reshapes:
+    """As DALIWrapper of NVIDIA's examples, and it draws."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.inside:
+            yield batch[0]["number"], batch[0]["drawn"] + random.random()
+        self.inside.reset()
+
+
+def dali_wrapper() -> Any:
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    root = str(written_for_dali())
+
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)  # type: ignore[untyped-decorator]
+    def pipeline() -> Any:
+        number = fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, pad_last_batch=True)
+        return number, fn.random.uniform()
+
+    return Reshapes(DALIGenericIterator([pipeline()], ["number", "drawn"], reader_name="Reader"))
+
+
+def dali_dynamic() -> Any:
+    import nvidia.dali.experimental.dynamic as ndd
+
+    reader = ndd.readers.Numpy(file_root=str(written_for_dali()), random_shuffle=True, seed=3, pad_last_batch=True)
+    return functools.partial(reader.next_epoch, batch_size=BATCH)
+
+
+def arrays(batch: Any) -> list[int]:
+    number = batch["number"] if isinstance(batch, dict) else batch[0]
+    return [int(np.asarray(each).flatten()[0]) for each in number]
+
+
+OWN_STATES: dict[str, Row] = {
+    "torchdata.nodes Loader, a sampler's generator and draws in a Mapper": Row(drawing_nodes, ("torchdata",)),
+    "torchdata.nodes Loader, a sampler without a generator": Row(lambda: drawing_nodes(False), ("torchdata",)),
+    "torchdata.nodes Loader, draws in a Prefetcher's thread": Row(
+        lambda: drawing_nodes(prefetch=True), ("torchdata",)
+    ),
+    "StatefulDataLoader of Hugging Face rows": Row(
+        lambda: rows_in_torchdata(False), ("torchdata", "datasets"), identify=identify_own
+    ),
+    "StatefulDataLoader of shuffled Hugging Face rows": Row(
+        lambda: rows_in_torchdata(True), ("torchdata", "datasets"), identify=identify_own
+    ),
+    "Grain ElasticIterator": Row(grain_elastic, ("grain",), identify=identify_own),
+    "megatron-energon get_savable_loader, training": Row(energon, ("energon",), identify=None, batches=20),
+    "megatron-energon get_savable_loader, training, workers": Row(
+        lambda: energon(2), ("energon",), identify=None, batches=20
+    ),
+    "DALI's iterator for jax": Row(jax_iterator, ("jax", "nvidia-dali-cuda120"), identify=arrays),
+    "DALI's iterator for jax, with midepoch's reader": Row(
+        lambda: jax_iterator(True), ("jax", "nvidia-dali-cuda120"), identify=arrays
+    ),
+    "DALIWrapper of NVIDIA's examples": Row(dali_wrapper, ("nvidia-dali-cuda120",), identify=arrays),
+    "DALI's dynamic mode, a reader's epochs": Row(dali_dynamic, ("nvidia-dali-cuda120",), identify=arrays),
+}
 
 
 # --- written after published sources that cannot be installed here ----------------------------------------------------
@@ -388,7 +542,7 @@ ROWS: dict[str, Row] = {
     "torchdata.nodes Loader": Row(nodes, ("torchdata",)),
     "open_clip CsvDataset": Row(open_clip, ("open_clip",)),
     "SPDL pipeline without randomness, in a function": Row(spdl, ("spdl",), in_order=True),
-    "megatron-energon get_savable_loader": Row(energon, ("energon",), identify=None),
+    **OWN_STATES,
     "detectron2 TrainingSampler": Row(
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rounds(SIZE)), DETECTRON2, batches=14
     ),
@@ -504,7 +658,11 @@ def resume(row: Row, saved: dict[str, Any]) -> dict[str, Any]:
         for rank in range(2):
             loader = wrapped(row, world=midepoch.World(rank, 2))
             loader.load_state_dict(saved["states"]["0 2"])
-            ranks += samples(row, list(loader)) or []
+            try:
+                ranks += samples(row, list(loader)) or []
+            except midepoch.UnsupportedSourceError:  # it divides its data itself, and knows of no other rank
+                ranks = None
+                break
     return {"rest": found, "ranks": ranks}
 
 

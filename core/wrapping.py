@@ -52,6 +52,7 @@ _BACKENDS = (
     _Backend("midepoch.adapters.stateful:ElasticGrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
     _Backend("midepoch.adapters.stateful:LitDataAdapter", "litdata"),
+    _Backend("midepoch.adapters.stateful:EnergonAdapter", "megatron.energon"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
     _Backend("midepoch.adapters.dataloader:WrapperAdapter"),

@@ -656,12 +656,7 @@ def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(nam
 
 def grain_elastic(rank: int = 0, world_size: int = 1, *, together: int = 6, size: int = 41) -> Loader:
     pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
-    import grain
-    from grain.experimental import ElasticIterator
-
-    shard = grain.sharding.ShardOptions(shard_index=rank, shard_count=world_size)
-    source = ElasticIterator(grain.MapDataset.range(size).shuffle(seed=3), together, shard)
-    return wrap(source, world=midepoch.World(rank, world_size))
+    return wrap(own.grain_elastic(rank, world_size, together, size), world=midepoch.World(rank, world_size))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
