@@ -309,7 +309,7 @@ def drawing_nodes(sampler: bool = True, prefetch: bool = False) -> Any:
 
     generator = torch.Generator().manual_seed(1) if sampler else None
     node: Any = blocks.SamplerWrapper(RandomSampler(range(SIZE), generator=generator))
-    node = blocks.Batcher(blocks.Mapper(node, noisy_number), BATCH, drop_last=False)
+    node = blocks.Mapper(blocks.Batcher(blocks.Mapper(node, noisy_number), BATCH, drop_last=False), torch.stack)
     return blocks.Loader(blocks.Prefetcher(node, 2) if prefetch else node)
 
 
@@ -329,22 +329,18 @@ def grain_elastic() -> Any:
     return own_state_sources.grain_elastic(size=SIZE - 2, together=BATCH)
 
 
-def jax_iterator(ours: bool = False) -> Any:
+def jax_iterator() -> Any:
     from nvidia.dali import fn
     from nvidia.dali.plugin.jax import data_iterator
-
-    from midepoch.adapters import dali
 
     root = str(written_for_dali())
 
     def graph() -> Any:
-        if ours:
-            return dali.readers.numpy(file_root=root, random_shuffle=True), dali.random.uniform()
         number = fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, seed=3, pad_last_batch=True)
         return number, fn.random.uniform(seed=4)
 
-    named = {} if ours else {"reader_name": "Reader"}
-    return data_iterator(graph, output_map=["number", "drawn"], **named)(batch_size=BATCH, device_id=None)
+    define = data_iterator(graph, output_map=["number", "drawn"], reader_name="Reader")
+    return define(batch_size=BATCH, device_id=None)
 
 
 def written_for_dali() -> Path:
@@ -412,9 +408,6 @@ OWN_STATES: dict[str, Row] = {
         lambda: energon(2), ("energon",), identify=None, batches=20
     ),
     "DALI's iterator for jax": Row(jax_iterator, ("jax", "nvidia-dali-cuda120"), identify=arrays),
-    "DALI's iterator for jax, with midepoch's reader": Row(
-        lambda: jax_iterator(True), ("jax", "nvidia-dali-cuda120"), identify=arrays
-    ),
     "DALIWrapper of NVIDIA's examples": Row(dali_wrapper, ("nvidia-dali-cuda120",), identify=arrays),
     "DALI's dynamic mode, a reader's epochs": Row(dali_dynamic, ("nvidia-dali-cuda120",), identify=arrays),
 }

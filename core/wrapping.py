@@ -45,6 +45,8 @@ _BACKENDS = (
     _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
     _Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
     _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
+    _Backend("midepoch.adapters.stateful:StreamAdapter"),
+    _Backend("midepoch.adapters.stateful:WorkersAdapter"),
     _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     _Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
     _Backend("midepoch.adapters.stateful:NodesAdapter", "torchdata.nodes"),
