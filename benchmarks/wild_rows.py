@@ -244,7 +244,8 @@ def nodes() -> Any:
     from torchdata import nodes as blocks
 
     source = blocks.SamplerWrapper(RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1)))
-    return blocks.Loader(blocks.Batcher(blocks.Mapper(source, lambda index: torch.tensor([float(index)])), BATCH))
+    numbers = blocks.Mapper(source, lambda index: torch.tensor([float(index)]))
+    return blocks.Loader(blocks.Mapper(blocks.Batcher(numbers, BATCH, drop_last=False), torch.stack))
 
 
 def energon(num_workers: int = 0) -> Any:
@@ -390,6 +391,10 @@ def arrays(batch: Any) -> list[int]:
     return [int(np.asarray(each).flatten()[0]) for each in number]
 
 
+def numbers_in(batch: Any) -> list[int]:
+    return batch if isinstance(batch, list) else arrays(batch)
+
+
 OWN_STATES: dict[str, Row] = {
     "torchdata.nodes Loader, a sampler's generator and draws in a Mapper": Row(drawing_nodes, ("torchdata",)),
     "torchdata.nodes Loader, a sampler without a generator": Row(lambda: drawing_nodes(False), ("torchdata",)),
@@ -409,7 +414,9 @@ OWN_STATES: dict[str, Row] = {
     ),
     "DALI's iterator for jax": Row(jax_iterator, ("jax", "nvidia-dali-cuda120"), identify=arrays),
     "DALIWrapper of NVIDIA's examples": Row(dali_wrapper, ("nvidia-dali-cuda120",), identify=arrays),
-    "DALI's dynamic mode, a reader's epochs": Row(dali_dynamic, ("nvidia-dali-cuda120",), identify=arrays),
+    "DALI's dynamic mode, a reader's epochs": Row(
+        dali_dynamic, ("nvidia-dali-cuda120",), {"then": arrays}, identify=numbers_in
+    ),
 }
 
 

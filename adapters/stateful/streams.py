@@ -133,6 +133,8 @@ class WorkersAdapter(CarriedAdapter):
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """None where midepoch is to share the stream, or where nobody said that it divides itself."""
+        """None where midepoch is to share the stream, where nobody said who divides it, or where workers stay."""
+        if source.persistent_workers:
+            return None
         alone = source.num_workers == 1 and options.known_ranks == 1
         return cls(source, options) if options.shard is False or (options.shard is None and alone) else None

@@ -170,11 +170,6 @@ class CarriedAdapter(Adapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
-        if source.persistent_workers:
-            raise UnsupportedSourceError(
-                f"persistent_workers with a {type(source.dataset).__name__}, whose state would go on from epoch to "
-                "epoch in processes that nobody can look into: leave persistent_workers out"
-            )
         self._workers = source.num_workers
         self._reader = _Reader(source, options.streams)
         self._server = Server(source, options)
