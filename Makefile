@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 # mypy refuses a folder without Python files.
-TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
+TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py docs/*.py))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test pytest chaos trainers wild lint docs bench bench-check bench-each clean

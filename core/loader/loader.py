@@ -23,6 +23,7 @@ from .bodies import RUNNING, Passes, check_epochs, tell_of_done
 from .capabilities import Capabilities
 from .course import Came, Course, Pass
 from .cursor import Phase, place_before
+from .notebook import table
 from .place import Place
 from .setting import Setting
 from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset, refuse_change
@@ -151,6 +152,19 @@ class Loader:
 
     def __repr__(self) -> str:
         return f"<midepoch {self._adapter.name} loader at epoch {self.epoch}, position {self.position}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: where it stands, and what it promises. Reads no data."""
+        world = self._setting.world()
+        try:
+            size = self._adapter.size(self._setting.seed(world), self.epoch, world)
+        except MidepochError:  # several ranks whose seed is not known
+            size = None
+        unit = "samples" if self.unit == "sample" else "batches"
+        of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
+        title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
+        ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
+        return table(title + ranks, ("promise", "answer", "why"), self.capabilities.rows())
 
     # --- how much there is ---
 
