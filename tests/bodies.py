@@ -252,6 +252,21 @@ def read_ahead(make: Make, log: Log, epochs: int) -> None:
             log("after", epoch, other)
 
 
+def read_ahead_of_validations(make: Make, log: Log, epochs: int) -> None:
+    train, validation = loader(22), loader(6, 3, 2)
+    snapshot = make(log=log, train=train, validation=validation)
+    for epoch in snapshot.epochs(epochs):
+        for batch, in_flight in ahead(train, 3):
+            number = log.counts[str(epoch)] = log.counts.get(str(epoch), 0) + 1
+            log("train", epoch, batch)
+            for _ in range(number % 3):
+                for other in validation:
+                    log("middle", epoch, other)
+            snapshot.step(in_flight)
+        for other in validation:
+            log("after", epoch, other)
+
+
 def read_ahead_in_a_zip(make: Make, log: Log, epochs: int) -> None:
     first, second, validation = loader(14), loader(22, 4, 2), loader(6, 3, 2)
     snapshot = make(log=log, first=first, second=second, validation=validation)
@@ -493,7 +508,7 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
         usual, usual_with_workers, validation_first, validation_in_the_middle, zipped, zipped_with_a_cycle,
         a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
         a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
-        parts_of_its_own_state, read_ahead, read_ahead_in_a_zip,
+        parts_of_its_own_state, read_ahead, read_ahead_of_validations, read_ahead_in_a_zip,
     )
 }  # fmt: skip
 

@@ -66,6 +66,37 @@ def test_a_steady_batch_takes_few_calls() -> None:
         assert first.total() <= most, first
 
 
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: int) -> None:
+    """Of python's; and it calls nothing, of C's neither. In a body of `epochs`, with `every` and with signals."""
+    loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4), seed=1)
+    with midepoch.Snapshot(tmp_path / "snapshot.pt", every=900, data=loader) as snapshot:
+        for _ in snapshot.epochs(1):
+            for _ in loader:
+                counted = every_call_of(lambda: snapshot.step(in_flight))
+                if snapshot.steps in (1, 900):
+                    assert sum(counted.values()) > 5, "it looks whether something is due"
+                else:
+                    assert counted == {"step": 1}, snapshot.steps
+    assert snapshot.steps == 1000
+
+
+def every_call_of(action: Callable[[], object]) -> Counter[str]:
+    """Python's functions and C's, by name, without the action itself."""
+    counted: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            counted[frame.f_code.co_name if event == "call" else argument.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted - Counter({action.__name__: 1, "setprofile": 1})
+
+
 DRAWS: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
     "python": random.random,

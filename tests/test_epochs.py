@@ -29,7 +29,7 @@ import sources
 from forking import Program
 
 import midepoch
-from midepoch import MidepochError, MidepochWarning, Snapshot
+from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -264,8 +264,11 @@ def test_a_program_that_is_killed_anywhere_does_what_an_undisturbed_one_does(nam
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("step", [4, 5])
-def test_a_signal_while_the_last_batches_of_an_epoch_are_in_flight(step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("read_ahead", 4), ("read_ahead", 5), *(("read_ahead_of_validations", step) for step in range(1, 13))],
+)
+def test_a_signal_while_the_last_batches_of_an_epoch_are_in_flight(name: str, step: int, tmp_path: Path) -> None:
     path, log = tmp_path / "snapshot.pt", bodies.Log()
 
     def make(**parts: Any) -> Snapshot:
@@ -281,10 +284,23 @@ def test_a_signal_while_the_last_batches_of_an_epoch_are_in_flight(step: int, tm
         return snapshot
 
     with pytest.raises(SystemExit):
-        bodies.BODIES["read_ahead"](make, log, 2)
+        bodies.BODIES[name](make, log, 2)
     log = bodies.Log()
-    bodies.BODIES["read_ahead"](lambda **parts: Snapshot(path, signals=(), **parts), log, 3)
-    assert json.loads(json.dumps(log.lines)) == undisturbed("read_ahead", tmp_path)
+    bodies.BODIES[name](lambda **parts: Snapshot(path, signals=(), **parts), log, 3)
+    assert json.loads(json.dumps(log.lines)) == undisturbed(name, tmp_path)
+
+
+def test_what_is_in_flight_of_nobody_knows_whom_is_refused(tmp_path: Path) -> None:
+    """All of a loader was read ahead, and then a validation was made, before the first step told of it."""
+    train, validation = shuffled(), shuffled()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), train=train, validation=validation)
+    for _ in snapshot.epochs(1):
+        batches = list(train)
+        list(validation)
+        with pytest.raises(SnapshotError, match=f"train and then another .*in_flight={len(batches) - 1} .*read fewer"):
+            snapshot.step(len(batches) - 1)
+        snapshot.step()  # nothing is in flight any more
+        break
 
 
 def test_a_batch_in_flight_is_not_one_of_a_validation(tmp_path: Path) -> None:
@@ -607,7 +623,7 @@ def test_a_damaged_record_is_refused_with_everything_as_it_was(content: Any, tmp
     torch.save({**saved, "bodies": content}, path)
     loader = shuffled()
     before = loader.state_dict()
-    with pytest.raises(midepoch.SnapshotError, match="record of its epochs is damaged"):
+    with pytest.raises(SnapshotError, match="record of its epochs is damaged"):
         next(Snapshot(path, signals=(), data=loader).epochs(2))
     assert loader.state_dict() == before
 

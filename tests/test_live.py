@@ -433,7 +433,8 @@ def test_resharding_takes_no_time() -> None:
 
 def _in_meshes(rank: int) -> list[tuple[Any, bool, list[str]]]:
     """What one of four ranks trains on while the mesh changes: its shape, whether peers got the same, and samples."""
-    loader, trained = by_index(World(), num_workers=rank % 2), []  # peers read with and without a worker process
+    loader = by_index(World(), num_workers=rank % 2)  # peers read with and without a worker process
+    trained: list[tuple[Any, bool, list[str]]] = []
     each: Iterator[Any] = iter(())
     for shape in ((2, 2), (4, 1), (1, 4), (2, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))

@@ -117,6 +117,15 @@ class StatefulAdapter(Adapter):
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether its epochs follow from their number, and not from what was read before."""
+        return self.rewinds
+
+    def state_in(self, detail: str) -> Any:
+        """The source's own state in a detail."""
+        return decode(detail.removeprefix(ENDED))
+
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
         return StatefulSession(self, run)

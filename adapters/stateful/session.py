@@ -150,8 +150,10 @@ class StatefulSession(Session):
         return mark
 
     def following(self) -> str:
-        """The source's own state at its end; nothing if a source of unknown length begins anew by itself."""
-        if self._steps is None and self._adapter.rewinds:
+        """The source's own state at its end; nothing if iterating it begins an epoch."""
+        if self._adapter.rewinds:
+            if self._steps is not None and self._iterator is not None:
+                self._finish()
             return ""
         if self._over and self._iterator is None:
             return self._run.detail.removeprefix(ENDED)

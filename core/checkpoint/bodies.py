@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from midepoch.errors import SnapshotError
-from midepoch.loader.bodies import Passes
+from midepoch.loader.bodies import LastStep, Passes
 
 __all__ = ["Bodies"]
 
@@ -22,12 +22,14 @@ class Bodies(NamedTuple):
         left: the loaders whose latest pass had come to its end or was left, so that the next one begins a new epoch,
             and whether that pass would be made again.
         ends: without such a loop: the snapshot was saved after an epoch's last batch, by `step`.
+        in_flight: batches that were in flight then. Who reads ahead may do so again before the first step.
     """
 
     epoch: int | None = None
     whole: Mapping[str, int] = {}  # a mappingproxy cannot be sent to another rank
     left: Mapping[str, bool] = {}
     ends: bool = False
+    in_flight: int = 0
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class Bodies(NamedTuple):
             epoch,
             {name: whole for name, (whole, _) in recorded.items() if whole is not None},
             {name: again for name, (_, again) in recorded.items() if again is not None},
+            in_flight=in_flight,
         )
 
     @classmethod
@@ -59,13 +62,13 @@ class Bodies(NamedTuple):
                 )
         return first._replace(left={name: again for each in of_ranks for name, again in each.left.items()})
 
-    def passes(self, name: str) -> Passes:
+    def passes(self, name: str, last_step: LastStep) -> Passes:
         """The passes over a loader in a body that is run again."""
-        return Passes(self.whole.get(name), self.left.get(name))
+        return Passes(self.whole.get(name), self.left.get(name), last_step=last_step)
 
     def as_content(self) -> dict[str, Any]:
         """Built-in types, which `read` takes."""
-        return {"epoch": self.epoch, "whole": dict(self.whole), "left": dict(self.left), "ends": self.ends}
+        return self._asdict() | {"whole": dict(self.whole), "left": dict(self.left)}
 
     @classmethod
     def read(cls, content: Any, names: Iterable[str]) -> Bodies | None:
@@ -79,17 +82,18 @@ class Bodies(NamedTuple):
         known = set(names)
         try:
             epoch, whole, left, ends = content["epoch"], content["whole"], content["left"], content["ends"]
+            in_flight = content.get("in_flight", 0)  # older ones do not say
             sound = (
                 (epoch is None or _is_count(epoch))
                 and whole.keys() | left.keys() <= known
-                and all(map(_is_count, whole.values()))
+                and all(map(_is_count, (*whole.values(), in_flight)))
                 and all(type(each) is bool for each in (ends, *left.values()))
             )
         except (KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
             raise SnapshotError(f"the snapshot's record of its epochs is damaged ({content!r:.200}): restore a copy")
-        return cls(epoch, dict(whole), dict(left), ends)
+        return cls(epoch, dict(whole), dict(left), ends, in_flight)
 
     def __str__(self) -> str:
         """For messages."""

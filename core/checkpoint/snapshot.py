@@ -128,6 +128,7 @@ class Snapshot:
         self.steps = 0
         self._parts = merge(parts, keywords)
         self._every, self._exit_status = every, exit_status
+        self._in_flight = 0  # as the last step was told
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
         self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
@@ -171,9 +172,11 @@ class Snapshot:
 
         Raises:
             SystemExit: a signal was received, by some process, and the snapshot was saved.
-            SnapshotError: it could not be saved. The previous snapshot is intact.
+            SnapshotError: it could not be saved, or nobody knows whose batches are in flight. The previous snapshot is
+                intact.
         """
         self.steps += 1
+        self._in_flight = in_flight
         if self.steps >= self._due:
             self._act(in_flight)
 
@@ -303,7 +306,14 @@ class Snapshot:
         if any(loader._course.passes is not None for loader in loaders.values()):
             raise MidepochError(RUNNING)
         before = Bodies(left=self._left) if resumed is None else resumed
-        passes = [before.passes(name) for name in loaders]
+        this = weakref.ref(self)  # a cycle would keep worker processes
+
+        def last_step() -> tuple[int, int]:
+            snapshot = this()
+            return (0, 0) if snapshot is None else (snapshot.steps, snapshot._in_flight)
+
+        self._in_flight = before.in_flight
+        passes = [before.passes(name, last_step) for name in loaders]
         bring_together(passes)
         for (name, loader), each in zip(loaders.items(), passes, strict=True):
             loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
@@ -408,13 +418,14 @@ class Snapshot:
         loaders: dict[str, Any] = {}
         name, handled = "the process", self._handled()
         try:
+            self._refuse_doubt(in_flight)
             for name, part in self._parts.items():
                 loader = loader_of(part)
                 if loader is None:
                     states[name] = part.state_dict()
                     continue
                 # In a body, a loader that is not being read, such as that of a validation, has no batch in flight.
-                taken = in_flight if name not in self._passes or self._passes[name].is_read else 0
+                taken = in_flight if name not in self._passes or self._passes[name].is_read(in_flight) else 0
                 if handled is None:
                     states[name] = loaders[name] = loader.state_dict(taken)
                 else:
@@ -429,6 +440,17 @@ class Snapshot:
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"
             return states, _Contribution({}, "", Bodies(), problem)
+
+    def _refuse_doubt(self, in_flight: int) -> None:
+        """Raise SnapshotError if nobody knows whose batches are in flight."""
+        if not in_flight or any(each.leading for each in self._passes.values()):
+            return
+        for name, each in self._passes.items():
+            if each.may_fly(self.steps - 1):
+                raise SnapshotError(
+                    f"{name} and then another loader have come to their end since the last step, and in_flight="
+                    f"{in_flight} may be said of either: read fewer batches ahead than a loader has"
+                )
 
     def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:
         """The content that rank 0 writes, from its own states and all ranks' contributions."""

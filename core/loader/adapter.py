@@ -462,6 +462,11 @@ class Adapter(ABC):
         return self.rank_independent
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether the beginning of any epoch can be reached, without a detail and in any process."""
+        return self.can_seek
+
+    @property
     def jumps(self) -> bool:
         """Whether a session can be opened anywhere in an epoch without reading what is before."""
         return self.can_seek and self.stated_promises.constant_time_resume.holds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from midepoch.errors import MidepochWarning
@@ -15,8 +15,11 @@ __all__ = ["RUNNING", "Passes", "bring_together", "check_epochs", "only_the_rest
 
 RUNNING = "a loop over epochs is running already: leave it before the next one"
 
-Places = list[tuple[Cursor, int]]
-"""Passes, and the positions at which they stood."""
+Places = list[tuple[Cursor, int | None]]
+"""Passes, and the positions at which they stood; None for one that had come to its end with batches in flight."""
+
+LastStep = Callable[[], tuple[int, int]]
+"""How often `Snapshot.step` was called, and how many batches were in flight the last time."""
 
 
 class Passes:
@@ -31,6 +34,7 @@ class Passes:
             that had ended all the same is one that an earlier body had left.
         again: whether the latest pass, which had ended then, would be made again; None if it had not ended.
         alone: no one records the number of passes, so a resume knows of one pass only.
+        last_step: None if no one says what is in flight.
 
     Attributes:
         alone: as given.
@@ -41,10 +45,17 @@ class Passes:
         cursor: of the latest pass; None if all that have begun had been made when the resumed snapshot was saved.
     """
 
-    def __init__(self, ended: int | None = None, again: bool | None = None, alone: bool = False) -> None:
+    def __init__(
+        self,
+        ended: int | None = None,
+        again: bool | None = None,
+        alone: bool = False,
+        last_step: LastStep | None = None,
+    ) -> None:
         self._recorded, self.alone = (ended, again), alone
         self.empty = (ended or 0) + bool(again)
         self._together: Sequence[Passes] = ()
+        self._last_step = last_step or _no_step
         self.spans = self.stays = False
         self.whole = 0
         self._older: Cursor | None = None
@@ -53,7 +64,8 @@ class Passes:
         self._stood: int | None = None  # where, when the last of these came to its end
         self._turns: Places = []  # the same when it came to its end, if they had gone on meanwhile
         self._left: Places = []  # the same when it was left
-        self._others_began = False  # since it ended or was left
+        # Since it ended or was left, another one began, behind this step and with so many of its batches in flight.
+        self._others_began: tuple[int, int] | None = None
 
     # --- what happens ---
 
@@ -90,22 +102,29 @@ class Passes:
                     MidepochWarning,
                     stacklevel=6,
                 )
-        self.cursor, self._turns, self._left, self._others_began = cursor, [], [], False
+        self.cursor, self._turns, self._left, self._others_began = cursor, [], [], None
         self._outer, self._stood = [], None
         for each in self._together:
-            each._others_began = each._others_began or (each.cursor is not None and not _runs(each.cursor))
-            if each is not self and each.runs and each.cursor is not None:
+            if each is self or each.cursor is None:
+                continue
+            flies = each._flies
+            if flies:
+                self._outer.append((each.cursor, None))
+            elif each.runs:
                 self._outer.append((each.cursor, -1 if continues else each.cursor.position))
+            if not _runs(each.cursor) and (each._others_began is None or flies):
+                steps, in_flight = each._last_step()
+                each._others_began = steps, in_flight if flies else 0
 
     def end(self) -> None:
         """The latest pass is told that it has no more batches."""
-        outer = [(cursor, position) for cursor, position in self._outer if _runs(cursor)]
+        outer = [(cursor, position) for cursor, position in self._outer if _goes_on(cursor, position)]
         if not outer:
             self._outer = []  # it went on when the others had ended
         elif _all_have_gone_on(outer):
             self._turns = _places(outer)
         for each in self._together:
-            if each.cursor is not None and not any(_runs(cursor) for cursor, _ in each._outer):
+            if each.cursor is not None and not any(_goes_on(*place) for place in each._outer):
                 each._stood = each.cursor.position if each._stood is None else each._stood
 
     def watched(self, user: Any) -> weakref.ref[Any]:
@@ -141,7 +160,15 @@ class Passes:
         cursor = self.cursor
         if cursor is None or self.spans or not _runs(cursor):
             return False
-        return not self._is_within or any(_runs(each) for each, _ in self._outer)
+        return not self._is_within or any(_goes_on(*each) for each in self._outer)
+
+    @property
+    def _flies(self) -> bool:
+        """Whether a prefetcher has read the latest pass to its end, and the loop has not come to its last batch."""
+        cursor, in_flight = self.cursor, self._last_step()[1]
+        if cursor is None or cursor.phase is not Phase.EXHAUSTED or not in_flight or self._is_within:
+            return False
+        return self._others_began is None or in_flight <= self._others_began[1]
 
     @property
     def going_on(self) -> bool:
@@ -166,11 +193,14 @@ class Passes:
             return self._recorded != (None, None)
         return not _runs(self.cursor)
 
-    @property
-    def is_read(self) -> bool:
-        """Whether a prefetcher that reads ahead may read the latest pass, or has read it to its end."""
+    def is_read(self, in_flight: int) -> bool:
+        """Whether a prefetcher that reads ahead may read the latest pass, or has read it to its end.
+
+        Args:
+            in_flight: the batches that it holds now. Behind the end of a pass, they become fewer with each step.
+        """
         cursor = self.cursor
-        if cursor is None or self._others_began:
+        if cursor is None or (self._others_began is not None and in_flight >= self._others_began[1]):
             return False
         return self.runs or cursor.phase is not Phase.EXHAUSTED or not self._is_within or bool(self._turns)
 
@@ -184,10 +214,10 @@ class Passes:
         """
         if self.cursor is None:
             return self._recorded  # until a pass begins, a body that is run again stands where it stood
-        goes_on = (interrupted and self._was_left and not self._is_behind) or (in_flight and self.is_read)
+        goes_on = (interrupted and self._was_left and not self._is_behind) or (in_flight and self.is_read(in_flight))
         if _runs(self.cursor) or goes_on:
             return (None if self.spans else self.whole), None
-        again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
+        again = not self._is_within or _have_gone_on(self._turns) or any(_goes_on(*each) for each in self._turns)
         return self.whole, again
 
     @property
@@ -198,7 +228,16 @@ class Passes:
     @property
     def _is_behind(self) -> bool:
         """Whether the body has gone on since the latest pass was left."""
-        return self._others_began or _have_gone_on(self._left)
+        return self._others_began is not None or _have_gone_on(self._left)
+
+    def may_fly(self, steps: int) -> bool:
+        """Whether the latest pass came to its end, and another one began, since step `steps`, with nothing in flight.
+
+        A prefetcher may have read all of it before the first step told of one.
+        """
+        cursor = self.cursor
+        ended = cursor is not None and cursor.phase is Phase.EXHAUSTED and not self._is_within
+        return ended and self._others_began == (steps, 0)
 
 
 def _runs(cursor: Cursor) -> bool:
@@ -206,17 +245,28 @@ def _runs(cursor: Cursor) -> bool:
     return cursor.in_use and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
 
 
+def _goes_on(cursor: Cursor, position: int | None) -> bool:
+    return position is None or _runs(cursor)
+
+
+def _no_step() -> tuple[int, int]:
+    return 0, 0
+
+
 def _places(passes: Places) -> Places:
-    return [(cursor, cursor.position) for cursor, _ in passes]
+    return [(cursor, None if position is None else cursor.position) for cursor, position in passes]
 
 
 def _have_gone_on(places: Places) -> bool:
     """Whether one of these passes was asked for more, since it stood there."""
-    return any(cursor.position > position or cursor.phase is Phase.EXHAUSTED for cursor, position in places)
+    return any(
+        position is not None and (cursor.position > position or cursor.phase is Phase.EXHAUSTED)
+        for cursor, position in places
+    )
 
 
 def _all_have_gone_on(places: Places) -> bool:
-    return all(cursor.position > position for cursor, position in places)
+    return all(position is not None and cursor.position > position for cursor, position in places)
 
 
 def only_the_rest_is_left(passes: Iterable[Passes]) -> bool:

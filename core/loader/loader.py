@@ -313,7 +313,7 @@ class Loader:
 
         Raises:
             ValueError: a number is negative, or the position is beyond the epoch's size.
-            StateError: the source can reach only the places of its own checkpoints.
+            StateError: the source can reach only the places of its own checkpoints, or only beginnings of epochs.
         """
         if position is None:
             position = self.position if epoch is None else 0
@@ -326,7 +326,8 @@ class Loader:
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._course.is_over and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
-        if not (self._adapter.can_seek or ends):
+        begins = not position and self._adapter.begins_anew
+        if not (self._adapter.can_seek or begins or ends):
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
             self._move(self._course.lead(epoch + 1, 0).before(size))

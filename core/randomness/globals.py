@@ -131,7 +131,13 @@ class LentGlobals:
 
     def watch(self) -> None:
         """From now on, `touched` reports whether a generator was used."""
-        self._stamps, self._numpy_at = self._look(), self._numpy_stamp.tobytes()
+        self._numpy_at = self._numpy_stamp.tobytes()
+        self._stamps = (
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
 
     def touched_each(self) -> Touched:
         """As `touched`, for each generator."""
@@ -141,9 +147,14 @@ class LentGlobals:
 
     def touched(self) -> bool:
         """Whether a generator was used or seeded since `borrow` or `watch`."""
-        return self._look() != self._stamps or self._numpy_stamp.tobytes() != self._numpy_at
+        return self._numpy_stamp.tobytes() != self._numpy_at or self._stamps != (
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
 
-    def _look(self) -> _Stamps:
+    def _look(self) -> _Stamps:  # written out where samples lead through
         return (
             self._python_stamp.tobytes(),
             self._generator.gauss_next,

@@ -210,7 +210,7 @@ class Streams:
             self._saved = [] if self._saved is None else self._saved
         if self._drawn or self._owned:  # `unused` will be false
             return self.start
-        self.note()
+        self._globals.watch()
         return self._start_watched
 
     def start(self, key: int) -> None:
@@ -228,9 +228,12 @@ class Streams:
                 each.start(derive_key(key, each.salt))
 
     def _start_watched(self, key: int) -> None:
-        self._drawn = self._drawn or self.noted()
+        lent, devices = self._globals, self._devices
+        self._drawn = self._drawn or self.asked or lent.touched() or (devices is not None and devices.touched())
         self.start(key)
-        self.note()
+        lent.watch()
+        if devices is not None:
+            devices.watch()
 
     def end(self) -> None:
         """Restore the caller's generators as `begin` found them. May be called twice."""
