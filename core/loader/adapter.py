@@ -322,6 +322,11 @@ class Adapter(ABC):
         return "data"
 
     @property
+    def size_is_its_readers(self) -> bool:
+        """Whether only those who began an epoch know its size, and others who continue it do not."""
+        return False
+
+    @property
     def tail_in_use(self) -> Tail:
         """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
 
