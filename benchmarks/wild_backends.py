@@ -249,7 +249,7 @@ def spdl(draws: bool) -> Any:
 # --- megatron-energon -------------------------------------------------------------------------------------------------
 
 
-def energon(length: int = 0) -> Any:
+def energon(length: int = 0, workers: int = 0) -> Any:
     """A prepared folder of texts. `length`: batches of an epoch; 0: without an end, as it comes."""
     import cpu_torchvision  # noqa: F401
     from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
@@ -267,7 +267,7 @@ def energon(length: int = 0) -> Any:
         (folder / ".nv-meta" / "dataset.yaml").write_text(kind)
     dataset = get_train_dataset(
         folder, batch_size=BATCH, shuffle_buffer_size=8, max_samples_per_sequence=5,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0), virtual_epoch_length=length,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers), virtual_epoch_length=length,
     )  # fmt: skip
     return get_savable_loader(dataset)
 

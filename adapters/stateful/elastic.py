@@ -139,6 +139,11 @@ class LitDataAdapter(StatefulAdapter):
         """None if others have begun the epoch."""
         return None if self._was_begun_by_others(detail, world) else super().share(seed, epoch, position, world, detail)
 
+    @property
+    def size_is_its_readers(self) -> bool:
+        """Others know no length for the rest of an epoch."""
+        return True
+
     def _was_begun_by_others(self, detail: str, world: World) -> bool:
         if not detail or detail.startswith("ended:"):
             return False
