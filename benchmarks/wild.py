@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from wild_rows import ROWS, Row
+from wild_row import Row
+from wild_rows import ROWS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ROOT / ".venv" / "wild"

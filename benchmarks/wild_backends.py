@@ -70,7 +70,13 @@ def web_stages() -> Any:
     """Stages in a list, one of them a function that was not called."""
     import webdataset as wds
 
-    stages = (wds.SimpleShardList(shards()), wds.split_by_node, wds.split_by_worker, wds.tarfile_samples, wds.map(sample))
+    stages = (
+        wds.SimpleShardList(shards()),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_samples,
+        wds.map(sample),
+    )
     return wds.DataPipeline(*stages, wds.batched(BATCH, collation_fn=torch.stack))
 
 
@@ -136,7 +142,7 @@ def open_clip(mended: bool, resampled: bool = False, workers: int = 0) -> Any:
     os.environ["MIDEPOCH_CACHE"] = str(Path.cwd() / "cache")
     paths = []
     for shard in range(4):
-        files = {}
+        files: dict[str, bytes] = {}
         for number in range(shard, SIZE, 4):
             content = io.BytesIO()
             PIL.Image.new("RGB", (2, 2), (number, 0, 0)).save(content, "png")
@@ -243,7 +249,7 @@ def spdl(draws: bool) -> Any:
 # --- megatron-energon -------------------------------------------------------------------------------------------------
 
 
-def energon(length: int = 0) -> Any:
+def energon(length: int = 0, workers: int = 0) -> Any:
     """A prepared folder of texts. `length`: batches of an epoch; 0: without an end, as it comes."""
     import cpu_torchvision  # noqa: F401
     from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
@@ -261,7 +267,7 @@ def energon(length: int = 0) -> Any:
         (folder / ".nv-meta" / "dataset.yaml").write_text(kind)
     dataset = get_train_dataset(
         folder, batch_size=BATCH, shuffle_buffer_size=8, max_samples_per_sequence=5,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0), virtual_epoch_length=length,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers), virtual_epoch_length=length,
     )  # fmt: skip
     return get_savable_loader(dataset)
 
@@ -330,7 +336,7 @@ def dali_dynamic() -> Any:
         def __iter__(self) -> Iterator[Any]:
             for batch in reader.next_epoch(batch_size=BATCH):
                 (label,) = batch if isinstance(batch, tuple) else (batch,)
-                yield torch.as_tensor([int(each) for each in label])[:, None]
+                yield label.torch()
 
     return Epochs()
 

@@ -120,6 +120,8 @@ class StatefulSession(Session):
     def _loading(self, load: Callable[[], Any]) -> Any:
         try:
             return load()
+        except StateError:
+            raise
         except Exception as error:
             raise StateError(
                 f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
+from midepoch.adapters.stateful.keyed import keyed
 from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.order.keys import derive_key, extend_key
+from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 
 __all__ = ["NodesAdapter", "TorchdataAdapter"]
@@ -115,7 +116,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
-        return _keyed(None if self.source.num_workers else self._streams, run, iterator.__next__)
+        return keyed(None if self.source.num_workers else self._streams, run, iterator.__next__)
 
 
 def _seed_generators(holders: list[Any], key: int) -> None:
@@ -124,24 +125,6 @@ def _seed_generators(holders: list[Any], key: int) -> None:
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key)
-
-
-def _keyed(streams: Streams | None, run: Run, advance: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns the next batch, each under its own stream if there are any."""
-    if streams is None:
-        return advance
-    key = derive_key(Purpose.BATCH, run.seed, run.epoch)
-    place, step = run.position + run.world.rank, run.world.world_size
-
-    def read() -> Any:
-        nonlocal place
-        with streams as start:
-            start(extend_key(key, place))
-            batch = advance()
-        place += step
-        return batch
-
-    return read
 
 
 class NodesAdapter(StatefulAdapter):
@@ -189,9 +172,10 @@ class NodesAdapter(StatefulAdapter):
         if self._opening is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        ended = state is None and private.has_state_to_begin_from(self.source)
+        if state is None:
+            private.go_to_the_end(self.source)
         _seed_generators(self._samplers, key)
-        with self._opening.under(key), private.not_restarting(self.source, not ended):
+        with self._opening.under(key), private.not_restarting(self.source):
             iterator = super().start(run, state)
             if not self._ahead:
                 private.begin_samplers(self.source)
@@ -199,4 +183,4 @@ class NodesAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this thread."""
-        return _keyed(self._streams, run, iterator.__next__)
+        return keyed(self._streams, run, iterator.__next__)
