@@ -617,10 +617,14 @@ def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> 
     assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
+def _right_by_itself() -> Loader:
+    return wrap(own.Stream())
+
+
 @pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
 def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
     anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
-    make = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else _right_by_itself
     loader = make()
     if not anew:
         with pytest.raises(StateError, match="where its own checkpoints lead"):
