@@ -249,7 +249,7 @@ def spdl(draws: bool) -> Any:
 # --- megatron-energon -------------------------------------------------------------------------------------------------
 
 
-def energon(length: int = 0) -> Any:
+def energon(length: int = 0, workers: int = 0) -> Any:
     """A prepared folder of texts. `length`: batches of an epoch; 0: without an end, as it comes."""
     import cpu_torchvision  # noqa: F401
     from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
@@ -267,7 +267,7 @@ def energon(length: int = 0) -> Any:
         (folder / ".nv-meta" / "dataset.yaml").write_text(kind)
     dataset = get_train_dataset(
         folder, batch_size=BATCH, shuffle_buffer_size=8, max_samples_per_sequence=5,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0), virtual_epoch_length=length,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers), virtual_epoch_length=length,
     )  # fmt: skip
     return get_savable_loader(dataset)
 
@@ -354,6 +354,11 @@ def ffcv_labels(batch: Any) -> list[int]:
     return list(ffcv_sources.identify(batch))
 
 
+def tested(tests: str, package: str) -> Row:
+    """A row of tests of the repository, which drive a trainer."""
+    return Row(lambda: None, (package,), identify=None, tests=tests)
+
+
 WEBDATASET, STREAMED = ("webdataset",), functools.partial(shards, True)
 
 BACKENDS: dict[str, Row] = {
@@ -422,4 +427,9 @@ BACKENDS: dict[str, Row] = {
     "DALI jax data_iterator": Row(dali_jax, ("jax", "nvidia-dali-cuda120"), identify=None),
     "DALI ndd reader, in an object": Row(dali_dynamic, ("nvidia-dali-cuda120",), drawn=True),
     "FFCV Loader": Row(ffcv, ("ffcv",), identify=ffcv_labels),
+    "Grain's assert_equal_output_after_checkpoint": tested(
+        "tests/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
+    ),
+    "ignite Engine": tested("tests/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "Lightning with ExactResume": tested("tests/test_lightning.py::test_every_batch", "lightning"),
 }

@@ -33,6 +33,7 @@ from torch.utils.data import (
 )
 from wild_backends import BACKENDS
 from wild_row import BATCH, CUT, KEPT, SEED, SIZE, Row, first_column, loader, text
+from wild_states import STATES
 
 import midepoch
 
@@ -210,7 +211,8 @@ def nodes() -> Any:
     from torchdata import nodes as blocks
 
     source = blocks.SamplerWrapper(RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1)))
-    return blocks.Loader(blocks.Batcher(blocks.Mapper(source, lambda index: torch.tensor([float(index)])), BATCH))
+    numbers = blocks.Mapper(source, lambda index: torch.tensor([float(index)]))
+    return blocks.Loader(blocks.Mapper(blocks.Batcher(numbers, BATCH, drop_last=False), torch.stack))
 
 
 def own(name: str) -> Any:
@@ -457,6 +459,7 @@ ROWS: dict[str, Row] = {
     "an object that holds an iterator of a DataLoader": Row(lambda: wild.OnDevice(iter(loader()))),
     "older YOLOv5: an iterator made in __init__": Row(lambda: loader(wild.KeepsFromTheStart)),
     **BACKENDS,
+    **STATES,
 }
 
 
@@ -552,7 +555,11 @@ def resume(row: Row, saved: dict[str, Any]) -> dict[str, Any]:
         for rank in range(2):
             loader = wrapped(row, world=midepoch.World(rank, 2))
             loader.load_state_dict(saved["states"]["0 2"])
-            ranks += flat(samples(row, loader)) or []
+            try:
+                ranks += flat(samples(row, loader)) or []
+            except midepoch.UnsupportedSourceError:  # it divides its data itself, and knows of no other rank
+                ranks = None
+                break
     return {"rest": found, "ranks": ranks}
 
 

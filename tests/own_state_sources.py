@@ -89,6 +89,15 @@ def grain_dataset(seed: int | None = SEED, size: int = SIZE) -> Any:
     return grain.MapDataset.range(size).shuffle(seed=seed or 0).batch(BATCH).to_iter_dataset()
 
 
+def grain_elastic(rank: int = 0, world_size: int = 1, together: int = 6, size: int = 41) -> Any:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    import grain
+    from grain.experimental import ElasticIterator
+
+    shard = grain.sharding.ShardOptions(shard_index=rank, shard_count=world_size)
+    return ElasticIterator(grain.MapDataset.range(size).shuffle(seed=3), together, shard)
+
+
 @functools.cache
 def written_by_litdata(size: int) -> str:
     """A folder in LitData's format, kept on disk since writing it starts processes."""
@@ -307,7 +316,7 @@ def with_a_generator() -> Any:
     numbers = range(40)  # a RandomSampler draws with replacement in blocks of 32
     return torch.utils.data.RandomSampler(
         numbers, replacement=True, num_samples=SIZE, generator=torch.Generator().manual_seed(1)
-    )  # type: ignore[arg-type]  # it needs a length only
+    )
 
 
 def without_a_generator() -> Any:

@@ -617,10 +617,14 @@ def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> 
     assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
+def _right_by_itself() -> Loader:
+    return wrap(own.Stream())
+
+
 @pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
 def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
     anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
-    make = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else _right_by_itself
     loader = make()
     if not anew:
         with pytest.raises(StateError, match="where its own checkpoints lead"):
@@ -656,12 +660,7 @@ def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(nam
 
 def grain_elastic(rank: int = 0, world_size: int = 1, *, together: int = 6, size: int = 41) -> Loader:
     pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
-    import grain
-    from grain.experimental import ElasticIterator
-
-    shard = grain.sharding.ShardOptions(shard_index=rank, shard_count=world_size)
-    source = ElasticIterator(grain.MapDataset.range(size).shuffle(seed=3), together, shard)
-    return wrap(source, world=midepoch.World(rank, world_size))
+    return wrap(own.grain_elastic(rank, world_size, together, size), world=midepoch.World(rank, world_size))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
@@ -736,3 +735,172 @@ def test_litdata_goes_on_in_another_world(batches: int, again: int, monkeypatch:
     alone = wrap(own.litdata_loader(size=size), world=midepoch.World(1, 2))
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"rank \d of \d, and midepoch for rank 1 of 2"):
         next(iter(alone))
+
+
+# --- streams in a DataLoader ---
+
+
+class Counting(IterableDataset[Any]):
+    """Numbers from its place on, divided among workers; it draws, and says its place."""
+
+    ahead = 0
+
+    def __init__(self, size: int = 20, held: int = 0) -> None:
+        self.size, self.place, self.asked = size, 0, 0
+        self.held = held
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        while (number := self.place * workers + own) < self.size:
+            self.place += 1
+            yield torch.tensor([number, random.random(), np.random.rand(), torch.rand(())])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"place": self.place + self.ahead, "held": list(np.random.RandomState(0).bytes(self.held))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class SaysTooMuch(Counting):
+    """Its state is of two samples more than it has given."""
+
+    ahead = 2
+
+
+class Refuses(Counting):
+    """As of another version of its package."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("format 2")
+
+
+def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
+    source = DataLoader(kind(**options), batch_size, num_workers=workers)
+    return wrap(source, seed=1, shard=False if workers > 1 else None)
+
+
+@pytest.mark.parametrize(("workers", "batch_size", "held"), [(0, 3, 0), (0, None, 0), (1, 3, 0), (2, 3, 9000)])
+def test_a_stream_s_own_state_is_carried_through_a_dataloader(workers: int, batch_size: int | None, held: int) -> None:
+    def make() -> Loader:
+        return counting(workers, batch_size=batch_size, held=held)
+
+    with make() as loader:
+        given, states = [], [loader.state_dict()]
+        for _ in range(2):
+            for batch in loader:
+                given.append(batch.tolist())
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        assert not loader.capabilities.exact_order.believed and loader.capabilities.exact_augmentations
+    cuts = range(len(states)) if not workers else (1, 4, len(given) // 2, len(given) // 2 + 3)
+    for cut in cuts:
+        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
+        with make() as resumed:
+            resumed.load_state_dict(states[cut])
+            rest = sources.taken(resumed) + sources.taken(resumed)
+            assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+    if held:  # a state of some 16 KiB does not come with each batch
+        first = json.loads(json.loads(states[7]["detail"])["part"][8:])[1][0]
+        assert len(first[0]) > 10_000 and first[3] > 1
+
+
+def test_a_stream_in_workers_knows_the_batches_in_flight() -> None:
+    with counting(2) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        next(batches), next(batches)
+        assert loader.state_dict(in_flight=2) == state
+
+
+def test_a_stream_whose_state_says_too_much_is_told_or_refused() -> None:
+    alone = counting(0, SaysTooMuch)
+    batches = iter(alone)
+    next(batches)
+    with pytest.warns(midepoch.MidepochWarning, match="does not restore its order"):
+        alone.state_dict()
+    with counting(1, SaysTooMuch) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    with counting(1, SaysTooMuch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_of_another_version_of_a_source_is_named_as_such(workers: int) -> None:
+    with counting(workers, Refuses) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    with counting(workers, Refuses) as resumed:
+        resumed.load_state_dict(state)
+        for _ in range(2):  # nothing is half loaded: it is said again
+            with pytest.raises(StateError, match=r"refused its own state \(KeyError: 'format 2'\)"):
+                next(iter(resumed))
+
+
+def test_a_stream_alone_is_asked_for_its_state_only_when_somebody_asks() -> None:
+    dataset = Counting()
+    loader = wrap(DataLoader(dataset, 2), verify="off")
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 9))) == 9
+    assert dataset.asked == 1  # at its very beginning
+    loader.state_dict()
+    assert dataset.asked == 2
+    assert len(list(batches)) == 1
+    assert dataset.asked == 3  # where the next epoch begins
+
+
+def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
+    loader = wrap(DataLoader(Counting(), 2, num_workers=1, persistent_workers=True))
+    assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
+
+
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))

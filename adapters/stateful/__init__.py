@@ -2,10 +2,12 @@
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter
 from midepoch.adapters.stateful.elastic import ElasticGrainAdapter, LitDataAdapter
+from midepoch.adapters.stateful.energon import EnergonAdapter
 from midepoch.adapters.stateful.packages import DatasetsAdapter, GrainAdapter
+from midepoch.adapters.stateful.streams import StreamAdapter, WorkersAdapter
 from midepoch.adapters.stateful.torchdata import NodesAdapter, TorchdataAdapter
 
 __all__ = [
-    "DatasetsAdapter", "ElasticGrainAdapter", "GrainAdapter", "LitDataAdapter", "NodesAdapter", "StatefulAdapter",
-    "TorchdataAdapter",
+    "DatasetsAdapter", "ElasticGrainAdapter", "EnergonAdapter", "GrainAdapter", "LitDataAdapter", "NodesAdapter",
+    "StatefulAdapter", "StreamAdapter", "TorchdataAdapter", "WorkersAdapter",
 ]  # fmt: skip

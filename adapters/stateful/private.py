@@ -18,8 +18,8 @@ from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end", "grain_steps",
-    "has_shuffle_buffer", "has_state_to_begin_from", "has_workers", "held_by_nodes", "hugging_face_steps",
+    "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end", "go_to_the_end", "grain_steps",
+    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
     "without_iterator",
@@ -204,16 +204,18 @@ def begin_samplers(loader: Any) -> None:
                 break
 
 
-def has_state_to_begin_from(loader: Any) -> bool:
-    """Whether a Loader was given the state of a pass that had ended."""
-    return getattr(loader, "_next_iter_state_dict", None) is not None
+def go_to_the_end(loader: Any) -> None:
+    """Let a Loader that was given the state of a pass that had ended stand there: its next pass is the next epoch."""
+    if getattr(loader, "_next_iter_state_dict", None) is not None:
+        with not_restarting(loader):
+            iter(loader).has_next()
 
 
 @contextlib.contextmanager
-def not_restarting(loader: Any, needed: bool) -> Iterator[None]:
+def not_restarting(loader: Any) -> Iterator[None]:
     """A Loader that may restart reads its first batch when it is asked for an iterator, under no stream of its own."""
     restarts = loader.restart_on_stop_iteration
-    loader.restart_on_stop_iteration = restarts and not needed
+    loader.restart_on_stop_iteration = False
     try:
         yield
     finally:

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
+from midepoch.adapters.stateful.keyed import keyed
 from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.order.keys import derive_key, extend_key
+from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 
 __all__ = ["NodesAdapter", "TorchdataAdapter"]
@@ -34,6 +35,7 @@ class TorchdataAdapter(StatefulAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
         self.opening = None  # see `start`
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
@@ -86,12 +88,12 @@ class TorchdataAdapter(StatefulAdapter):
             self._inside.set_epoch(run.epoch)
             if state is None:
                 self._inside.load_state_dict(self._inside_first)
-        if self._streams is None:
+        if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
         batches = getattr(self.source.batch_sampler, "sampler", None)
         _seed_generators([self.source, self.source.sampler, batches], key)
-        with self._streams.under(key):
+        with self._beginning.under(key):
             return super().start(run, state)
 
     def _read_again(self, run: Run) -> Iterator[Any]:
@@ -115,7 +117,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
-        return _keyed(None if self.source.num_workers else self._streams, run, iterator.__next__)
+        return keyed(None if self.source.num_workers else self._streams, run, iterator.__next__, self.seeds)
 
 
 def _seed_generators(holders: list[Any], key: int) -> None:
@@ -124,24 +126,6 @@ def _seed_generators(holders: list[Any], key: int) -> None:
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key)
-
-
-def _keyed(streams: Streams | None, run: Run, advance: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns the next batch, each under its own stream if there are any."""
-    if streams is None:
-        return advance
-    key = derive_key(Purpose.BATCH, run.seed, run.epoch)
-    place, step = run.position + run.world.rank, run.world.world_size
-
-    def read() -> Any:
-        nonlocal place
-        with streams as start:
-            start(extend_key(key, place))
-            batch = advance()
-        place += step
-        return batch
-
-    return read
 
 
 class NodesAdapter(StatefulAdapter):
@@ -189,9 +173,10 @@ class NodesAdapter(StatefulAdapter):
         if self._opening is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        ended = state is None and private.has_state_to_begin_from(self.source)
+        if state is None:
+            private.go_to_the_end(self.source)
         _seed_generators(self._samplers, key)
-        with self._opening.under(key), private.not_restarting(self.source, not ended):
+        with self._opening.under(key), private.not_restarting(self.source):
             iterator = super().start(run, state)
             if not self._ahead:
                 private.begin_samplers(self.source)
@@ -199,4 +184,4 @@ class NodesAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this thread."""
-        return _keyed(self._streams, run, iterator.__next__)
+        return keyed(self._streams, run, iterator.__next__, self.seeds)
