@@ -51,6 +51,7 @@ class StatefulAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
+        self.seeds = False  # a batch has drawn, so each is seeded from now on
         self._used = False
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
@@ -221,6 +222,15 @@ class StatefulAdapter(Adapter):
             "start, or let the state cover all that it draws and holds back. loader.capabilities says what still holds",
             MidepochWarning,
             stacklevel=8,
+        )
+
+    def tell_of_unseeded(self, run: Run, batches: int) -> None:
+        """Say that a batch drew random numbers, and cannot be read again."""
+        warnings.warn(
+            f"batch {batches} of epoch {run.epoch} drew random numbers, as none before it, and cannot be read again: "
+            "its numbers may differ after a resume, those of later batches do not",
+            MidepochWarning,
+            stacklevel=5,
         )
 
     # --- what differs between sources ---

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from midepoch.adapters.stateful.keyed import DrewAfterAllError
 from midepoch.adapters.stateful.trial import Outcome
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
@@ -48,11 +49,28 @@ class StatefulSession(Session):
         except StopIteration:
             self._over = self._finished = True
             raise
+        except DrewAfterAllError as drew:
+            batch = self._read_seeded(drew)
         except BaseException:
             self._failed = True
             raise
         self._handed_out += 1
         return batch
+
+    def _read_seeded(self, drew: DrewAfterAllError) -> Any:
+        """Read the session again up to the batch that drew, each batch under its stream, and give that batch."""
+        adapter, run = self._adapter, self._run
+        adapter.seeds = True
+        self._trial = None
+        if not run.detail and run.epoch and not adapter.begins_anew:
+            adapter.tell_of_unseeded(run, self._handed_out)
+            self._next = self._advance = adapter.reading(run, self._iterator)
+            return drew.args[0]
+        self._iterator = adapter.start(run, decode(run.detail) if run.detail else None)
+        advance = self._next = self._advance = adapter.reading(run, self._iterator)
+        for _ in range(self._handed_out):
+            advance()
+        return advance()
 
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
