@@ -46,6 +46,7 @@ class StatefulAdapter(Adapter):
     unit = "batch"
     seals_detail = True
     remembers = False
+    stands_at_its_state: bool = False  # its state before an iterator is made leads where that iterator begins
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
 
     def __init__(self, source: Any, options: Options) -> None:
@@ -224,6 +225,27 @@ class StatefulAdapter(Adapter):
             stacklevel=8,
         )
 
+    def doubts(self, state: Any) -> bool:
+        """Whether a source of an unknown kind does not report the state that it was given."""
+        if type(self) is not StatefulAdapter or self._pristine is None:
+            return False
+        return encode(_state_of(self.source)) != encode(state)
+
+    def check_begun(self) -> None:
+        """Raise a StateError if the source stands, behind its first batch, where it stands behind its very first one.
+
+        A source that reports another state than it was given may apply that when it is read.
+        """
+        copy = self._copied(self._pristine)[0]
+        if copy is None:
+            return
+        fresh = read_from(lambda run: _First(copy), self.source, copy, Run(0, 0, 0, World(), None, "pad", ""))
+        if fresh.error is None and encode(_state_of(copy)) == encode(_state_of(self.source)):
+            raise StateError(
+                f"{type(self.source).__name__} reports another state than was loaded, that of its very beginning: its "
+                "load_state_dict does not lead there; mend it, or wrap a function that makes what it reads"
+            )
+
     def tell_of_unseeded(self, run: Run, batches: int) -> None:
         """Say that a batch drew random numbers, and cannot be read again."""
         warnings.warn(
@@ -274,6 +296,13 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
+
+
+class _First(Session):
+    """Gives the first batch of a source, by the source's own means."""
+
+    def __init__(self, source: Any) -> None:
+        self.take = lambda: next(iter(source))
 
 
 def _state_of(source: Any) -> Any:

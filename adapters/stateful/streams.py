@@ -44,6 +44,7 @@ class StreamAdapter(StatefulAdapter):
     """A DataLoader without worker processes: its dataset's state is asked for when somebody asks."""
 
     name: ClassVar[str] = "stateful-stream"
+    stands_at_its_state = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
