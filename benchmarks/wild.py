@@ -2,7 +2,8 @@
 
 Run ``make wild``, which installs the packages into folders of their own first. Writes docs/sources.md. Each verdict
 follows from the run: another process, under other global seeds, must give the rest of each epoch bit for bit. With
-``--only``, rows whose name contains a word are run again, and the others stay as docs/sources.json has them.
+``--only``, rows whose name has one of its words in it are run again, and the others stay as docs/sources.json has them.
+Both files are written after each row, so that what was found stays where a run is ended.
 """
 
 from __future__ import annotations
@@ -210,21 +211,27 @@ def page(found: dict[str, Verdict]) -> str:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--only", default="", help="rows whose name contains this; the others stay as they were")
+    arguments.add_argument("--only", nargs="+", default=[], help="rows whose name has one of these words in it")
     arguments.add_argument("--processes", type=int, default=2, help="at a time")
     options = arguments.parse_args()
-    names = [name for name in ROWS if options.only.lower() in name.lower()]
-    found: dict[str, Verdict] = {}
-    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-        for name, each in zip(names, pool.map(judge, names), strict=True):
-            found[name] = each
-            print(f"{name}: {each.kind}; samples {each.samples}; ranks {each.ranks}; {each.why:.300}", flush=True)
+    names = [name for name in ROWS if not options.only or any(word.lower() in name.lower() for word in options.only)]
     # A part of the rows takes the place of what came of them before.
     former = json.loads(KEPT.read_text()) if options.only and KEPT.exists() else {}
-    kept = {name: found.get(name) or Verdict(*former[name]) for name in ROWS if name in found or name in former}
-    KEPT.write_text(json.dumps({name: list(each) for name, each in kept.items()}, indent=1) + "\n")
-    (ROOT / "docs" / "sources.md").write_text(page(kept))
-    return any(each.kind == WRONG for each in kept.values())
+    found = {name: Verdict(*each) for name, each in former.items()}
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        running = {pool.submit(judge, name): name for name in names}
+        for each in concurrent.futures.as_completed(running):
+            name, came = running[each], each.result()
+            found[name] = came
+            write({name: found[name] for name in ROWS if name in found})
+            told = f"samples {came.samples}; ranks {came.ranks}; {came.why:.300}"
+            print(f"{name}: {came.kind}; {told}", flush=True)
+    return any(each.kind == WRONG for each in found.values())
+
+
+def write(found: dict[str, Verdict]) -> None:
+    KEPT.write_text(json.dumps({name: list(each) for name, each in found.items()}, indent=1) + "\n")
+    (ROOT / "docs" / "sources.md").write_text(page(found))
 
 
 if __name__ == "__main__":
