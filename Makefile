@@ -23,6 +23,9 @@ demo: setup ## kill a training job in mid-epoch and continue it exactly; results
 test: setup ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line lint pytest
 
+# Tests start hundreds of interpreters, which need not compile midepoch each time.
+test pytest chaos: export PYTHONDONTWRITEBYTECODE =
+
 pytest: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

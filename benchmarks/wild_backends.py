@@ -70,8 +70,13 @@ def web_stages() -> Any:
     """Stages in a list, one of them a function that was not called."""
     import webdataset as wds
 
-    divided = (wds.SimpleShardList(shards()), wds.split_by_node, wds.split_by_worker)
-    stages = (*divided, wds.tarfile_samples, wds.map(sample))
+    stages = (
+        wds.SimpleShardList(shards()),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_samples,
+        wds.map(sample),
+    )
     return wds.DataPipeline(*stages, wds.batched(BATCH, collation_fn=torch.stack))
 
 
@@ -137,7 +142,7 @@ def open_clip(mended: bool, resampled: bool = False, workers: int = 0) -> Any:
     os.environ["MIDEPOCH_CACHE"] = str(Path.cwd() / "cache")
     paths = []
     for shard in range(4):
-        files = {}
+        files: dict[str, bytes] = {}
         for number in range(shard, SIZE, 4):
             content = io.BytesIO()
             PIL.Image.new("RGB", (2, 2), (number, 0, 0)).save(content, "png")
@@ -331,7 +336,7 @@ def dali_dynamic() -> Any:
         def __iter__(self) -> Iterator[Any]:
             for batch in reader.next_epoch(batch_size=BATCH):
                 (label,) = batch if isinstance(batch, tuple) else (batch,)
-                yield torch.as_tensor([int(each) for each in label])[:, None]
+                yield label.torch()
 
     return Epochs()
 
@@ -347,6 +352,11 @@ def ffcv_labels(batch: Any) -> list[int]:
     import ffcv_sources
 
     return list(ffcv_sources.identify(batch))
+
+
+def tested(tests: str, package: str) -> Row:
+    """A row of tests of the repository, which drive a trainer."""
+    return Row(lambda: None, (package,), identify=None, tests=tests)
 
 
 WEBDATASET, STREAMED = ("webdataset",), functools.partial(shards, True)
@@ -417,4 +427,9 @@ BACKENDS: dict[str, Row] = {
     "DALI jax data_iterator": Row(dali_jax, ("jax", "nvidia-dali-cuda120"), identify=None),
     "DALI ndd reader, in an object": Row(dali_dynamic, ("nvidia-dali-cuda120",), drawn=True),
     "FFCV Loader": Row(ffcv, ("ffcv",), identify=ffcv_labels),
+    "Grain's assert_equal_output_after_checkpoint": tested(
+        "tests/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
+    ),
+    "ignite Engine": tested("tests/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "Lightning with ExactResume": tested("tests/test_lightning.py::test_every_batch", "lightning"),
 }

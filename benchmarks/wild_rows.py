@@ -237,10 +237,13 @@ def identify_own(batch: Any) -> list[int]:
 
 
 class Inference(torch.utils.data.Sampler[int]):
-    """Each rank's part in order, fixed when it is made."""
+    """Each rank's part in order, fixed when it is made. It asks torch.distributed for the rank, as `ranks` here."""
 
-    def __init__(self, size: int, rank: int = 0, world_size: int = 1) -> None:
-        self._size, self._rank, self._world_size = size, rank, world_size
+    ranks = 0, 1
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rank, self._world_size = rank, world_size = self.ranks
         share, left = divmod(size, world_size)
         sizes = [share + int(each < left) for each in range(world_size)]
         self._local_indices = range(sum(sizes[:rank]), min(sum(sizes[: rank + 1]), size))
@@ -250,6 +253,12 @@ class Inference(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._local_indices)
+
+
+class OfTheSecond(Inference):
+    """On the second of two ranks."""
+
+    ranks = 1, 2
 
 
 class Batches(torch.utils.data.Sampler[list[int]]):
@@ -338,6 +347,11 @@ def numbered(batch: Any) -> list[int]:
     return first_column(batch[1])
 
 
+def rare() -> Any:
+    made = noisy(sampler=wild.Rare(SIZE, [1 + index % 2 for index in range(SIZE)]))
+    return lambda: made
+
+
 def halved(batch: Any) -> list[int]:
     return [index // 2 for index in first_column(batch)]
 
@@ -418,12 +432,10 @@ ROWS: dict[str, Row] = {
     "detectron2 TrainingSampler, in order": Row(
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rounds(SIZE, False)), DETECTRON2, batches=14, in_order=True
     ),
-    "detectron2 RepeatFactorTrainingSampler": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rare(SIZE, [1 + index % 2 for index in range(SIZE)])),
-        DETECTRON2, batches=14,
-    ),
+    "detectron2 RepeatFactorTrainingSampler": Row(lambda: rare()(), DETECTRON2, batches=14),
+    "detectron2 RepeatFactorTrainingSampler, in a function": Row(rare, DETECTRON2, batches=14, drawn=True),
     "detectron2 InferenceSampler, one of two ranks": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=Inference(SIZE, 1, 2)), DETECTRON2
+        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=OfTheSecond(SIZE)), DETECTRON2
     ),
     "detectron2 InferenceSampler, one process": Row(
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=Inference(SIZE)), DETECTRON2, in_order=True

@@ -184,8 +184,10 @@ class Listed:
                 or (length is None and often and time.thread_time() - since > _LONG)
             ):
                 raise SourceError(
-                    f"{type(self._sampler).__name__} gave {indices} indices and does not end: give it an end, one for "
-                    "each epoch, or wrap a generator function that reads it"
+                    f"{type(self._sampler).__name__} gave {indices} indices and does not end, and what comes at a "
+                    "position cannot be computed: wrap a function that returns what reads it, as in "
+                    "midepoch.wrap(lambda: loader), which is read again up to a resume's position, or take a sampler "
+                    "that gives one epoch and ends"
                 )
         return items if indices <= _KEPT else None
 

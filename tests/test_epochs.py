@@ -245,10 +245,20 @@ def undisturbed(name: str, folder: Path) -> list[Any]:
     return run(name, folder / f"{name}.pt", 1_000_000, None)[0]
 
 
-FAST = [name for name in bodies.BODIES if "workers" not in name]
+LONG = {
+    "read_ahead_one_after_the_other", "accumulated_and_read_ahead", "by_turns", "evaluated_on_what_it_trains_on",
+    "a_limit_and_a_chain",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
+        for name in bodies.BODIES
+        if "workers" not in name
+    ],
+)
 def test_a_program_that_is_killed_anywhere_does_what_an_undisturbed_one_does(name: str, tmp_path: Path) -> None:
     logging.disable(logging.WARNING)
     try:

@@ -617,10 +617,14 @@ def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> 
     assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
+def _right_by_itself() -> Loader:
+    return wrap(own.Stream())
+
+
 @pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
 def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
     anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
-    make = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else _right_by_itself
     loader = make()
     if not anew:
         with pytest.raises(StateError, match="where its own checkpoints lead"):
@@ -916,3 +920,50 @@ def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_sam
         resumed.load_state_dict(head.state_dict())
         rest = [batch.tolist() for _ in range(2) for batch in resumed]
         assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+
+
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))

@@ -501,7 +501,8 @@ class Adapter(ABC):
         Args:
             here: the loader's place; its detail is empty unless `leads` is set.
             there: (epoch, position), before or after `here`.
-            seed, world: those of a session opened there.
+            seed: that of a session opened there.
+            world: likewise.
 
         Raises:
             StateError: only a state of the source can reach that place.

@@ -15,8 +15,8 @@ __all__ = ["RUNNING", "Passes", "bring_together", "check_epochs", "only_the_rest
 
 RUNNING = "a loop over epochs is running already: leave it before the next one"
 
-Places = list[tuple[Cursor, int | None]]
-"""Passes, and the positions at which they stood; None for one that had come to its end with batches in flight."""
+Places = list[tuple[Cursor, int]]
+"""Passes, and the positions at which they stood."""
 
 LastStep = Callable[[], tuple[int, int]]
 """How often `Snapshot.step` was called, and how many batches were in flight the last time."""
@@ -62,9 +62,10 @@ class Passes:
         self.cursor: Cursor | None = None
         self._outer: Places = []  # the passes within which the latest began
         self._stood: int | None = None  # where, when the last of these came to its end
-        self._turns: Places = []  # the same when it came to its end, if they had gone on meanwhile
-        self._left: Places = []  # the same when it was left
-        # Since it ended or was left, another one began, behind this step and with so many of its batches in flight.
+        self._stopped: Places | None = None  # the same when it came to its end or was left
+        self._in_turns = False  # by then, these had all gone on
+        self._drained: int | None = None  # it began and stopped behind this step, while another one was drained
+        # Since it stopped, another one began, behind this step and with so many of its batches in flight.
         self._others_began: tuple[int, int] | None = None
 
     # --- what happens ---
@@ -102,30 +103,34 @@ class Passes:
                     MidepochWarning,
                     stacklevel=6,
                 )
-        self.cursor, self._turns, self._left, self._others_began = cursor, [], [], None
-        self._outer, self._stood = [], None
+        self.cursor, self._outer, self._stood, self._stopped, self._in_turns = cursor, [], None, None, False
+        self._drained = self._others_began = None
         for each in self._together:
             if each is self or each.cursor is None:
                 continue
-            flies = each._flies
-            if flies:
-                self._outer.append((each.cursor, None))
-            elif each.runs:
+            if each.runs:
                 self._outer.append((each.cursor, -1 if continues else each.cursor.position))
-            if not _runs(each.cursor) and (each._others_began is None or flies):
+            if not _runs(each.cursor) and (each._others_began is None or each._others_began[1]):
                 steps, in_flight = each._last_step()
-                each._others_began = steps, in_flight if flies else 0
+                drained = each._is_drained(in_flight)
+                each._others_began = steps, in_flight if drained else 0
+                if drained:
+                    self._drained = steps
 
     def end(self) -> None:
         """The latest pass is told that it has no more batches."""
-        outer = [(cursor, position) for cursor, position in self._outer if _goes_on(cursor, position)]
+        outer = [(cursor, position) for cursor, position in self._outer if _runs(cursor)]
         if not outer:
             self._outer = []  # it went on when the others had ended
-        elif _all_have_gone_on(outer):
-            self._turns = _places(outer)
+        self._stop(outer)
         for each in self._together:
-            if each.cursor is not None and not any(_goes_on(*place) for place in each._outer):
+            if each.cursor is not None and not any(_runs(cursor) for cursor, _ in each._outer):
                 each._stood = each.cursor.position if each._stood is None else each._stood
+
+    def _stop(self, outer: Places) -> None:
+        self._stopped, self._in_turns = _places(outer), _all_have_gone_on(outer)
+        if self._drained != self._last_step()[0]:
+            self._drained = None
 
     def watched(self, user: Any) -> weakref.ref[Any]:
         """A reference to a pass's iterator, which tells this object when that is freed."""
@@ -133,20 +138,22 @@ class Passes:
 
         def leave(user: weakref.ref[Any]) -> None:
             self = passes()
-            if self is not None and self.cursor is not None and self.cursor.user is user:
-                self._left = _places(self._outer)
+            if self is not None and self._stopped is None and self.cursor is not None and self.cursor.user is user:
+                self._stop(self._outer)
 
         return weakref.ref(user, leave)
 
     def forget(self) -> None:
         """The body has ended, or was left."""
-        self._together, self._outer, self._turns, self._left = (), [], [], []
+        self._together, self._outer, self._stopped = (), [], None
 
     # --- what follows from it ---
 
     @property
     def _is_within(self) -> bool:
         """Whether the latest pass began within others, and was asked for nothing more when they had ended."""
+        if self._drained is not None and (self._stopped is not None or self._drained == self._last_step()[0]):
+            return True
         if not self._outer or self.cursor is None:
             return False
         return self._stood is None or self.cursor.position == self._stood
@@ -160,15 +167,20 @@ class Passes:
         cursor = self.cursor
         if cursor is None or self.spans or not _runs(cursor):
             return False
-        return not self._is_within or any(_goes_on(*each) for each in self._outer)
+        return not self._is_within or any(_runs(each) for each, _ in self._outer)
 
-    @property
-    def _flies(self) -> bool:
+    def _is_drained(self, in_flight: int) -> bool:
         """Whether a prefetcher has read the latest pass to its end, and the loop has not come to its last batch."""
-        cursor, in_flight = self.cursor, self._last_step()[1]
+        cursor = self.cursor
         if cursor is None or cursor.phase is not Phase.EXHAUSTED or not in_flight or self._is_within:
             return False
         return self._others_began is None or in_flight <= self._others_began[1]
+
+    @property
+    def _turns(self) -> Places:
+        """Where the outer passes stood when the latest came to its end, if they had gone on meanwhile."""
+        ended = self.cursor is not None and self.cursor.phase is Phase.EXHAUSTED and self._in_turns
+        return (self._stopped or []) if ended else []
 
     @property
     def going_on(self) -> bool:
@@ -202,7 +214,8 @@ class Passes:
         cursor = self.cursor
         if cursor is None or (self._others_began is not None and in_flight >= self._others_began[1]):
             return False
-        return self.runs or cursor.phase is not Phase.EXHAUSTED or not self._is_within or bool(self._turns)
+        in_turns = _all_have_gone_on(self._outer) if self._stopped is None else self._in_turns
+        return self.runs or not self._is_within or in_turns
 
     def record(self, interrupted: bool = False, in_flight: int = 0) -> tuple[int | None, bool | None]:
         """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes.
@@ -217,7 +230,7 @@ class Passes:
         goes_on = (interrupted and self._was_left and not self._is_behind) or (in_flight and self.is_read(in_flight))
         if _runs(self.cursor) or goes_on:
             return (None if self.spans else self.whole), None
-        again = not self._is_within or _have_gone_on(self._turns) or any(_goes_on(*each) for each in self._turns)
+        again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
         return self.whole, again
 
     @property
@@ -228,7 +241,7 @@ class Passes:
     @property
     def _is_behind(self) -> bool:
         """Whether the body has gone on since the latest pass was left."""
-        return self._others_began is not None or _have_gone_on(self._left)
+        return self._others_began is not None or _have_gone_on(self._stopped or [])
 
     def may_fly(self, steps: int) -> bool:
         """Whether the latest pass came to its end, and another one began, since step `steps`, with nothing in flight.
@@ -245,28 +258,25 @@ def _runs(cursor: Cursor) -> bool:
     return cursor.in_use and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
 
 
-def _goes_on(cursor: Cursor, position: int | None) -> bool:
-    return position is None or _runs(cursor)
-
-
 def _no_step() -> tuple[int, int]:
     return 0, 0
 
 
 def _places(passes: Places) -> Places:
-    return [(cursor, None if position is None else cursor.position) for cursor, position in passes]
+    return [(cursor, cursor.position) for cursor, _ in passes]
+
+
+def _has_gone_on(cursor: Cursor, position: int) -> bool:
+    """Whether this pass was asked for more, since it stood there."""
+    return cursor.position > position or cursor.phase is Phase.EXHAUSTED
 
 
 def _have_gone_on(places: Places) -> bool:
-    """Whether one of these passes was asked for more, since it stood there."""
-    return any(
-        position is not None and (cursor.position > position or cursor.phase is Phase.EXHAUSTED)
-        for cursor, position in places
-    )
+    return any(_has_gone_on(*place) for place in places)
 
 
 def _all_have_gone_on(places: Places) -> bool:
-    return all(position is not None and cursor.position > position for cursor, position in places)
+    return bool(places) and all(_has_gone_on(*place) for place in places)
 
 
 def only_the_rest_is_left(passes: Iterable[Passes]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from typing_extensions import TypeIs
 
 from midepoch.errors import UnsupportedSourceError
@@ -63,7 +63,7 @@ _PlaceHolder: Any = getattr(torch.utils.data.dataloader, "_InfiniteConstantSampl
 
 def is_place_holder(sampler: object) -> bool:
     """Whether it is what a DataLoader over a stream has in place of a sampler."""
-    return isinstance(sampler, _PlaceHolder)
+    return isinstance(sampler.sampler if type(sampler) is BatchSampler else sampler, _PlaceHolder)
 
 
 def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
