@@ -244,7 +244,11 @@ def test_dynamic_mode_is_refused_where_its_epochs_are_not_seen(root: str) -> Non
     def batches() -> Iterator[Any]:
         yield from reader.next_epoch(batch_size=BATCH)
 
-    for source in (batches, reader, lambda: reader.next_epoch(batch_size=BATCH)):
+    class Epochs:
+        def __iter__(self) -> Iterator[Any]:
+            yield from reader.next_epoch(batch_size=BATCH)
+
+    for source in (batches, Epochs(), reader, lambda: reader.next_epoch(batch_size=BATCH)):
         with pytest.raises(Unsupported, match=r"dynamic mode.*functools\.partial\(reader\.next_epoch"):
             midepoch.wrap(source)
     with pytest.raises(Unsupported, match="no batch_size"):

@@ -859,53 +859,6 @@ def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
     assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
 
 
-# --- grain's own test of checkpoints ---
-
-
-class _Iterating:
-    """An iterator with grain's two methods over a wrapped loader."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.batches)
-
-    def get_state(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-
-class _Iterated:
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __iter__(self) -> _Iterating:
-        return _Iterating(wrap(self.source()))
-
-
-GRAINS: dict[str, Callable[[], Any]] = {
-    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
-    "replayed": lambda: lambda: map(np.float64, range(5)),
-    "its own state": own.grain_dataset,
-}
-
-
-@pytest.mark.parametrize("name", GRAINS)
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
-    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
-
-    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))
-
-
 def test_a_source_that_ignores_what_it_loads_is_refused_and_one_that_applies_it_late_is_not() -> None:
     class Late(own.Stream):
         """Applies its state when it is read."""
@@ -967,3 +920,50 @@ def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_sam
         resumed.load_state_dict(head.state_dict())
         rest = [batch.tolist() for _ in range(2) for batch in resumed]
         assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+
+
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))

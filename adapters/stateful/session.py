@@ -137,7 +137,7 @@ class StatefulSession(Session):
         self._began_at = run.detail
         if not run.detail:
             if run.epoch and adapter.stands_at_its_state:
-                self._began_at = encode(adapter.current(None))
+                self._began_at = encode(adapter.current(iter(())))
             self._iterator = adapter.start(run, None)
         else:
             state = decode(run.detail)
