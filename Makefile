@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 # mypy refuses a folder without Python files.
-TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py))))
+TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py docs/*.py))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test pytest chaos trainers wild lint docs bench bench-check bench-each clean
@@ -22,6 +22,9 @@ demo: setup ## kill a training job in mid-epoch and continue it exactly; results
 # so three processes keep two cores busy.
 test: setup ## ruff, mypy --strict and all tests, e.g. make test ARGS="-k sampler -x"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line lint pytest
+
+# Tests start hundreds of interpreters, which need not compile midepoch each time.
+test pytest chaos: export PYTHONDONTWRITEBYTECODE =
 
 pytest: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -673,7 +673,7 @@ def markdown(results: Row) -> str:
         f"| {question} | {each['date']} | {each['commit']} | {told_plan(each)} |" for question, each in made.items()
     ]
     said = [
-        "# Beside its peers\n\n`make bench` writes this page; how it is measured says the [first page](index.md).\n",
+        "# Beside its peers\n\n`make bench` writes this page. The [first page](index.md) says how it is measured.\n",
         f"Measured with Python {some['python']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + f"; {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.\n",

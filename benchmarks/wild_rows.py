@@ -9,66 +9,33 @@ import itertools
 import json
 import random
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 import numpy as np
 import torch
 import wild_sources as wild
-from resuming import text_of
 from sources import Noisy
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+from wild_backends import BACKENDS
+from wild_row import BATCH, CUT, KEPT, SEED, SIZE, Row, first_column, loader, text
+from wild_states import STATES
 
 import midepoch
-
-SIZE, BATCH, SEED, CUT = 26, 4, 3, 2
-
-
-def first_column(batch: Any) -> list[int]:
-    """The samples of a batch whose first number is the sample's own."""
-    while not isinstance(batch, torch.Tensor):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return [int(row) for row in batch.reshape(len(batch), -1)[:, 0]]
-
-
-def text(batch: Any) -> str:
-    """A batch's content, the same in each process. A graph's objects refer to one another."""
-    return text_of(batch.to_dict() if hasattr(batch, "edge_index") else batch)
-
-
-class Row(NamedTuple):
-    """One loader.
-
-    Attributes:
-        make: the source, or what is wrapped already.
-        packages: whose code it is; the first one names its folder below .venv/wild, if it has one. None: written here
-            after a published source that cannot be installed.
-        options: for `midepoch.wrap`.
-        identify: the samples of a batch; None if they cannot be told.
-        batches: of one pass, if it does not end.
-        in_order: the bare loader gives the same order.
-    """
-
-    make: Callable[[], Any]
-    packages: tuple[str, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012  # never changed
-    identify: Callable[[Any], list[int]] | None = first_column
-    batches: int | None = None
-    in_order: bool = False
-
-
-def loader(kind: Any = DataLoader, **keywords: Any) -> Any:
-    """A DataLoader of this class over samples that draw from all global generators."""
-    return kind(Noisy(SIZE), batch_size=BATCH, shuffle=True, **keywords)
-
-
-KEPT = {"num_workers": 1, "persistent_workers": True}
 
 # --- packages ---------------------------------------------------------------------------------------------------------
 
@@ -195,6 +162,24 @@ def kornia() -> Any:
     return DataLoader(Tensors(), BATCH, shuffle=True)
 
 
+def formatted() -> Any:
+    from datasets import Dataset as Table
+
+    return DataLoader(Table.from_dict({"number": list(range(SIZE))}).with_format("torch"), BATCH, shuffle=True)
+
+
+def formatted_numbers(batch: Any) -> list[int]:
+    return [int(number) for number in batch["number"]]
+
+
+def imbalanced() -> Any:
+    import cpu_torchvision  # noqa: F401
+    from torchsampler import ImbalancedDatasetSampler
+
+    labels = [int(index > 19) for index in range(SIZE)]
+    return DataLoader(Noisy(SIZE), BATCH, sampler=ImbalancedDatasetSampler(Noisy(SIZE), labels=labels))
+
+
 def huggingface(**keywords: Any) -> Any:
     from datasets import Dataset as Table
 
@@ -208,7 +193,7 @@ def open_clip() -> Any:
     import PIL.Image
     from open_clip_train.data import CsvDataset
 
-    folder = Path(tempfile.mkdtemp())
+    folder = Path.cwd()
     for index in range(SIZE):
         PIL.Image.new("L", (2, 2), index).save(folder / f"{index}.png")
     rows = "".join(f"{folder}/{index}.png\tcaption {index}\n" for index in range(SIZE))
@@ -222,30 +207,12 @@ def noisy_pixel(image: Any) -> Any:
     return torch.tensor([float(image.getpixel((0, 0))), random.random()])
 
 
-def spdl() -> Any:
-    from spdl.pipeline import PipelineBuilder
-
-    def batches() -> Iterator[Any]:
-        built = PipelineBuilder().add_source(range(SIZE)).pipe(float).aggregate(BATCH).add_sink(2)
-        pipeline = built.build(num_threads=1)
-        with pipeline.auto_stop():
-            for numbers in pipeline.get_iterator(timeout=30):
-                yield torch.tensor(numbers)[:, None]
-
-    return batches
-
-
 def nodes() -> Any:
     from torchdata import nodes as blocks
 
     source = blocks.SamplerWrapper(RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1)))
-    return blocks.Loader(blocks.Batcher(blocks.Mapper(source, lambda index: torch.tensor([float(index)])), BATCH))
-
-
-def energon() -> Any:
-    from megatron.energon import get_savable_loader
-
-    return get_savable_loader
+    numbers = blocks.Mapper(source, lambda index: torch.tensor([float(index)]))
+    return blocks.Loader(blocks.Mapper(blocks.Batcher(numbers, BATCH, drop_last=False), torch.stack))
 
 
 def own(name: str) -> Any:
@@ -270,10 +237,13 @@ def identify_own(batch: Any) -> list[int]:
 
 
 class Inference(torch.utils.data.Sampler[int]):
-    """Each rank's part in order, fixed when it is made."""
+    """Each rank's part in order, fixed when it is made. It asks torch.distributed for the rank, as `ranks` here."""
 
-    def __init__(self, size: int, rank: int = 0, world_size: int = 1) -> None:
-        self._size, self._rank, self._world_size = size, rank, world_size
+    ranks = 0, 1
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rank, self._world_size = rank, world_size = self.ranks
         share, left = divmod(size, world_size)
         sizes = [share + int(each < left) for each in range(world_size)]
         self._local_indices = range(sum(sizes[:rank]), min(sum(sizes[: rank + 1]), size))
@@ -283,6 +253,40 @@ class Inference(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._local_indices)
+
+
+class OfTheSecond(Inference):
+    """On the second of two ranks."""
+
+    ranks = 1, 2
+
+
+class Batches(torch.utils.data.Sampler[list[int]]):
+    """Of the indices of another sampler, which has a name of its own."""
+
+    def __init__(self, source: Any) -> None:
+        self.index_source = source
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from BatchSampler(self.index_source, BATCH, drop_last=False)
+
+    def __len__(self) -> int:
+        return -(-len(self.index_source) // BATCH)
+
+
+class Buckets(torch.utils.data.Sampler[list[int]]):
+    """Of samples of equal length; shuffles its own list of batches."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        self.batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 class ByRatio(torch.utils.data.IterableDataset[Any]):
@@ -343,9 +347,43 @@ def numbered(batch: Any) -> list[int]:
     return first_column(batch[1])
 
 
+def rare() -> Any:
+    made = noisy(sampler=wild.Rare(SIZE, [1 + index % 2 for index in range(SIZE)]))
+    return lambda: made
+
+
+def halved(batch: Any) -> list[int]:
+    return [index // 2 for index in first_column(batch)]
+
+
+def noisy(**keywords: Any) -> Any:
+    return DataLoader(Noisy(SIZE), BATCH, **keywords)
+
+
 DETECTRON2 = ("detectron2",)
 
 ROWS: dict[str, Row] = {
+    "torch WeightedRandomSampler": Row(
+        lambda: noisy(sampler=WeightedRandomSampler([1.0 + index % 3 for index in range(SIZE)], SIZE)), drawn=True
+    ),
+    "torch RandomSampler with replacement": Row(
+        lambda: noisy(sampler=RandomSampler(range(SIZE), replacement=True, num_samples=SIZE)), drawn=True
+    ),
+    "torch ConcatDataset of Subsets": Row(
+        lambda: DataLoader(
+            ConcatDataset([Subset(Noisy(SIZE), range(13)), Subset(Noisy(SIZE), range(13, SIZE))]), BATCH, shuffle=True
+        )
+    ),
+    "torchsampler ImbalancedDatasetSampler": Row(imbalanced, ("torchsampler",), drawn=True),
+    "a bucketing batch sampler that shuffles its own list": Row(
+        lambda: DataLoader(Noisy(SIZE), batch_sampler=Buckets([index % 5 for index in range(SIZE)]))
+    ),
+    "a batch sampler over a DistributedSampler under another name": Row(
+        lambda: DataLoader(Noisy(SIZE), batch_sampler=Batches(DistributedSampler(Noisy(SIZE), 2, 1)))
+    ),
+    "the same, built for one process": Row(
+        lambda: DataLoader(Noisy(SIZE), batch_sampler=Batches(DistributedSampler(Noisy(SIZE), 1, 0)))
+    ),
     "torch_geometric DataLoader": Row(pyg, ("torch_geometric",), identify=lambda batch: first_column(batch.x)),
     "timm loader with mixup and cutmix": Row(lambda: timm(False, False, True), ("timm",), identify=None),
     "timm MultiEpochsDataLoader": Row(lambda: timm(False, True, False), ("timm",), identify=second),
@@ -369,9 +407,10 @@ ROWS: dict[str, Row] = {
     "mmengine InfiniteSampler, in order": Row(
         lambda: mmengine("InfiniteSampler", shuffle=False), ("mmengine",), batches=14, in_order=True
     ),
-    "pytorch-metric-learning MPerClassSampler": Row(metric_learning, ("pytorch_metric_learning",), identify=None),
+    "pytorch-metric-learning MPerClassSampler": Row(metric_learning, ("pytorch_metric_learning",), drawn=True),
     "sentence-transformers NoDuplicatesBatchSampler": Row(sentence_transformers, ("sentence_transformers", "datasets")),
     "kornia augmentation in a dataset": Row(kornia, ("kornia",)),
+    "Hugging Face Dataset, with_format": Row(formatted, ("datasets",), identify=formatted_numbers),
     "Hugging Face Dataset, set_transform": Row(huggingface, ("datasets",)),
     "Hugging Face Dataset, set_transform, kept workers": Row(lambda: huggingface(**KEPT), ("datasets",)),
     **{
@@ -387,26 +426,22 @@ ROWS: dict[str, Row] = {
     "mosaicml-streaming StreamingDataLoader": Row(streaming, ("mosaicml-streaming",), identify=identify_own),
     "torchdata.nodes Loader": Row(nodes, ("torchdata",)),
     "open_clip CsvDataset": Row(open_clip, ("open_clip",)),
-    "SPDL pipeline without randomness, in a function": Row(spdl, ("spdl",), in_order=True),
-    "megatron-energon get_savable_loader": Row(energon, ("energon",), identify=None),
     "detectron2 TrainingSampler": Row(
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rounds(SIZE)), DETECTRON2, batches=14
     ),
     "detectron2 TrainingSampler, in order": Row(
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rounds(SIZE, False)), DETECTRON2, batches=14, in_order=True
     ),
-    "detectron2 RepeatFactorTrainingSampler": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rare(SIZE, [1 + index % 2 for index in range(SIZE)])),
-        DETECTRON2, batches=14,
-    ),
+    "detectron2 RepeatFactorTrainingSampler": Row(lambda: rare()(), DETECTRON2, batches=14),
+    "detectron2 RepeatFactorTrainingSampler, in a function": Row(rare, DETECTRON2, batches=14, drawn=True),
     "detectron2 InferenceSampler, one of two ranks": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=Inference(SIZE, 1, 2)), DETECTRON2
+        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=OfTheSecond(SIZE)), DETECTRON2
     ),
     "detectron2 InferenceSampler, one process": Row(
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=Inference(SIZE)), DETECTRON2, in_order=True
     ),
     "detectron2 GroupedBatchSampler over RandomSampler": Row(
-        lambda: grouped(RandomSampler(range(SIZE))), DETECTRON2, identify=None
+        lambda: grouped(RandomSampler(range(SIZE))), DETECTRON2, drawn=True
     ),
     "detectron2 GroupedBatchSampler over TrainingSampler": Row(
         lambda: grouped(wild.Rounds(SIZE)), DETECTRON2, batches=14, identify=None
@@ -420,7 +455,11 @@ ROWS: dict[str, Row] = {
     "to a device, kept workers": Row(lambda: wild.OnDevice(loader(**KEPT))),
     "lambda: enumerate(loader)": Row(function_around, identify=numbered),
     "lambda: enumerate(loader), kept workers": Row(lambda: function_around(**KEPT), identify=numbered),
+    "a DataLoader subclass with an __iter__ of its own": Row(lambda: loader(wild.Doubling), identify=halved),
+    "an object that holds an iterator of a DataLoader": Row(lambda: wild.OnDevice(iter(loader()))),
     "older YOLOv5: an iterator made in __init__": Row(lambda: loader(wild.KeepsFromTheStart)),
+    **BACKENDS,
+    **STATES,
 }
 
 
@@ -434,8 +473,14 @@ def wrapped(row: Row, **options: Any) -> Any:
     return midepoch.wrap(made, **{"seed": SEED, **row.options, **options})
 
 
-def samples(row: Row, batches: list[Any]) -> list[int] | None:
-    return None if row.identify is None else [index for batch in batches for index in row.identify(batch)]
+def samples(row: Row, batches: Iterable[Any]) -> list[list[int]] | None:
+    """The samples of each batch. Batches are looked at as they come: some loaders fill one buffer with all of them."""
+    found = [row.identify(batch) if row.identify else [] for batch in batches]
+    return found if row.identify else None
+
+
+def flat(batches: list[list[int]] | None) -> list[int] | None:
+    return None if batches is None else list(itertools.chain.from_iterable(batches))
 
 
 def passes(row: Row, source: Any, epochs: int, note: Callable[[int, int], None]) -> list[list[str]]:
@@ -455,7 +500,7 @@ def bare(row: Row) -> dict[str, Any]:
     if isinstance(made, midepoch.Loader):
         made = made.source
     source = made() if callable(made) and not hasattr(made, "__iter__") else made
-    return {"samples": samples(row, list(itertools.islice(iter(source), row.batches)))}
+    return {"samples": flat(samples(row, itertools.islice(iter(source), row.batches)))}
 
 
 def save(row: Row) -> dict[str, Any]:
@@ -463,9 +508,11 @@ def save(row: Row) -> dict[str, Any]:
     states: dict[str, Any] = {}
     loader = wrapped(row)
     made = row.make()
-    since = time.perf_counter()
-    midepoch.wrap(made, **({} if isinstance(made, midepoch.Loader) else row.options))
-    wrapping = time.perf_counter() - since
+    took = []
+    for _ in range(3):
+        since = time.perf_counter()
+        midepoch.wrap(made, **({} if isinstance(made, midepoch.Loader) else row.options))
+        took.append(time.perf_counter() - since)
 
     def note(epoch: int, batch: int) -> None:
         if (batch == CUT) or (batch == -1 and epoch == 0 and row.batches is None):
@@ -478,11 +525,15 @@ def save(row: Row) -> dict[str, Any]:
     told = loader.capabilities
     names = ("exact_order", "exact_augmentations", "constant_time_resume", "elastic_world", "elastic_workers")
     again = wrapped(row)
-    batches = list(itertools.islice(again, row.batches))
+    batches = samples(row, itertools.islice(again, row.batches))
+    # Of what is left, two ranks leave out what does not fill a batch for each, if the loader leaves such a batch out.
+    left = flat(batches and batches[CUT:])
+    size = again._adapter.batch_size
+    dropped = len(left) % (2 * size) if left and again._adapter.drop_last else 0
     return {
         "states": states, "following": following, "adapter": loader._adapter.name,
         "capabilities": {name: [bool(getattr(told, name)), str(getattr(told, name))] for name in names},
-        "samples": samples(row, batches), "left": samples(row, batches[CUT:]), "wrapping": wrapping,
+        "samples": flat(batches), "left": left, "wrapping": min(took), "dropped": dropped,
     }  # fmt: skip
 
 
@@ -504,7 +555,11 @@ def resume(row: Row, saved: dict[str, Any]) -> dict[str, Any]:
         for rank in range(2):
             loader = wrapped(row, world=midepoch.World(rank, 2))
             loader.load_state_dict(saved["states"]["0 2"])
-            ranks += samples(row, list(loader)) or []
+            try:
+                ranks += flat(samples(row, loader)) or []
+            except midepoch.UnsupportedSourceError:  # it divides its data itself, and knows of no other rank
+                ranks = None
+                break
     return {"rest": found, "ranks": ranks}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import time
 import zlib
 from abc import abstractmethod
@@ -40,7 +41,7 @@ __all__ = [
 
 _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
 _KEPT = 1_000_000  # indices of a sampler that is not known to end: 40 MB
-_ROUNDS, _LONG = 4, 0.5  # who has given each sample so often, and took so many seconds for it, does not end
+_ROUNDS, _LONG = 4, 0.5  # who has given each index so often, and took so many seconds for it, does not end
 _PART = 1024  # indices that are taken at once
 _FEW = 5  # samples of the dataset on which a sampler is tried
 _TRIED = 100  # rounds that one without an end must give of them; some end after a few
@@ -166,6 +167,7 @@ class Listed:
         length, since = length_of(sampler), time.thread_time()
         items: list[Any] = []
         given = indices = 0
+        different = 0.0
         for some in _in_parts(iter(sampler)):
             given += len(some)
             indices += sum(map(len, some)) if isinstance(some[0], list | tuple) else len(some)
@@ -173,20 +175,30 @@ class Listed:
                 items += some
             elif items:
                 items.clear()
-            often = self._size is not None and indices > _ROUNDS * self._size
+            if self._size is None and length is None:
+                different = max(different, _most_different(some))
+            often = indices > _ROUNDS * (self._size or different)
             if (
                 indices > _LONGEST_LIST
                 or (length is not None and given > 2 * length + 1000)
                 or (length is None and often and time.thread_time() - since > _LONG)
             ):
                 raise SourceError(
-                    f"{type(self._sampler).__name__} gave {indices} indices and does not end: give it an end, one for "
-                    "each epoch, or wrap a generator function that reads it"
+                    f"{type(self._sampler).__name__} gave {indices} indices and does not end, and what comes at a "
+                    "position cannot be computed: wrap a function that returns what reads it, as in "
+                    "midepoch.wrap(lambda: loader), which is read again up to a resume's position, or take a sampler "
+                    "that gives one epoch and ends"
                 )
         return items if indices <= _KEPT else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
+
+
+def _most_different(items: list[Any]) -> float:
+    """More different indices than these there cannot be, if they count from 0."""
+    flat = itertools.chain.from_iterable(items) if isinstance(items[0], list | tuple) else items
+    return max((each + 1 if type(each) is int else math.inf for each in flat), default=0)
 
 
 def _in_parts(iterator: Iterator[Any]) -> Iterator[list[Any]]:

@@ -41,6 +41,7 @@ class Job:
         outside: the loader is made once, not at each start.
         faults: by start of the function and rank at the beginning: the step at which that rank dies or fails, and how.
         forgets: the loader is not led back.
+        snapshot: a Snapshot saves and loads.
     """
 
     folder: str
@@ -49,6 +50,7 @@ class Job:
     outside: bool = False
     faults: tuple[tuple[int, int, int, str], ...] = ()
     forgets: bool = False
+    snapshot: bool = False
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -58,6 +60,18 @@ class Noisy(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.005)
         return torch.tensor([float(index), float(torch.rand(()))])
+
+
+class Model(torch.nn.Module):
+    """Counts how often each sample was trained on, and steps."""
+
+    counts: torch.Tensor
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(SIZE))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
 
 class Store(TCPStore):
@@ -87,40 +101,44 @@ def train(job: Job, kept: dict[str, Any], call: inprocess.CallWrapper) -> None:
     )  # fmt: skip
     loader = kept.setdefault("loader", make(job)) if job.outside else make(job)
     feed(call, loader)
-    counts, steps, saved = torch.zeros(SIZE), 0, folder / "saved.pt"
-    if saved.exists():
-        state = torch.load(saved)
-        counts, steps = state["counts"], state["steps"]
+    model, saved, snapshot = Model(), folder / "saved.pt", None
+    if job.snapshot:
+        loader.seek(epoch=0)  # unless the snapshot says more
+        snapshot = midepoch.Snapshot(folder / "snapshot.pt", every=3, model=model, data=loader)
+    elif saved.exists():
+        states = torch.load(saved)
+        model.load_state_dict(states["model"])
         if not job.forgets:
-            loader.load_state_dict(state["loader"])
+            loader.load_state_dict(states["loader"])
     elif call.iteration and not job.forgets:
         loader.seek(epoch=0)
     log = (folder / f"log-{kept['initial rank']}-{call.iteration}-{os.getpid()}").open("w", buffering=1)
     gradient = torch.zeros(SIZE)
-    for epoch in loader.epochs(EPOCHS):
+    for epoch in (snapshot or loader).epochs(EPOCHS):
         for batch in loader:
             ids = batch[:, 0].long()
             gradient[ids] += loader.weight / len(ids)
-            print(json.dumps([epoch, steps, rank, loader.weight, batch.tolist()]), file=log)
-            if not loader.step_due:
-                continue
-            kind = faults.get(steps)
-            if kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "raise":
-                raise RuntimeError("a fault")
-            torch.distributed.all_reduce(gradient)
-            counts += torch.round(gradient / gradient[gradient > 0].min())
-            steps += 1
-            gradient.zero_()
-            if rank == 0 and steps % 3 == 0:
-                draft = saved.with_suffix(f".{os.getpid()}")
-                torch.save({"counts": counts, "steps": steps, "loader": loader.state_dict()}, draft)
-                if kind == "kill in a save":
+            print(json.dumps([epoch, int(model.steps), rank, loader.weight, batch.tolist()]), file=log)
+            if loader.step_due:
+                kind = faults.get(int(model.steps))
+                if kind == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                draft.replace(saved)
+                if kind == "raise":
+                    raise RuntimeError("a fault")
+                torch.distributed.all_reduce(gradient)
+                model.counts += torch.round(gradient / gradient[gradient > 0].min())
+                model.steps += 1
+                gradient.zero_()
+                if rank == 0 and snapshot is None and model.steps % 3 == 0:
+                    draft = saved.with_suffix(f".{os.getpid()}")
+                    torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, draft)
+                    if kind == "kill in a save":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    draft.replace(saved)
+            if snapshot is not None:
+                snapshot.step()
     torch.distributed.barrier()
-    torch.save(counts, folder / f"counts-{kept['initial rank']}.pt")
+    torch.save(model.counts, folder / f"counts-{kept['initial rank']}.pt")
 
 
 def train_rank() -> None:

@@ -89,6 +89,15 @@ def grain_dataset(seed: int | None = SEED, size: int = SIZE) -> Any:
     return grain.MapDataset.range(size).shuffle(seed=seed or 0).batch(BATCH).to_iter_dataset()
 
 
+def grain_elastic(rank: int = 0, world_size: int = 1, together: int = 6, size: int = 41) -> Any:
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    import grain
+    from grain.experimental import ElasticIterator
+
+    shard = grain.sharding.ShardOptions(shard_index=rank, shard_count=world_size)
+    return ElasticIterator(grain.MapDataset.range(size).shuffle(seed=3), together, shard)
+
+
 @functools.cache
 def written_by_litdata(size: int) -> str:
     """A folder in LitData's format, kept on disk since writing it starts processes."""
@@ -293,14 +302,37 @@ def drawing(number: int) -> Any:
     return {"number": np.array([number]), "value": random.random()}
 
 
+class DrawsFromItsOwn:
+    """Augments with a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(5)
+
+    def __call__(self, number: int) -> Any:
+        return {"number": np.array([number]), "value": self.generator.random()}
+
+
+def with_a_generator() -> Any:
+    numbers = range(40)  # a RandomSampler draws with replacement in blocks of 32
+    return torch.utils.data.RandomSampler(
+        numbers, replacement=True, num_samples=SIZE, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def without_a_generator() -> Any:
+    return torch.utils.data.RandomSampler(range(SIZE))
+
+
 def still(number: int) -> Any:
     return {"number": np.array([number])}
 
 
-def nodes(function: Callable[[int], Any] = still, prefetch: bool = False, threads: bool = False) -> Any:
+def nodes(
+    function: Callable[[int], Any] = still, prefetch: bool = False, threads: bool = False, sampler: Any = None
+) -> Any:
     import torchdata.nodes as parts
 
-    node: Any = parts.SamplerWrapper(EpochOrder())  # has what is needed of a sampler
+    node: Any = parts.SamplerWrapper(sampler() if sampler else EpochOrder())  # has what is needed of a sampler
     node = parts.ParallelMapper(node, function, 2, method="thread") if threads else parts.Mapper(node, function)
     return parts.Loader(parts.Prefetcher(node, 3) if prefetch else node)
 
@@ -319,6 +351,14 @@ EXACT: dict[str, Callable[[], Any]] = {
     "torchdata.nodes": nodes,
     "torchdata.nodes, prefetched": functools.partial(nodes, prefetch=True),
     "torchdata.nodes, threads": functools.partial(nodes, threads=True),
+    "torchdata.nodes, drawing": functools.partial(nodes, drawing),
+    "torchdata.nodes, drawing from a generator of its own": lambda: nodes(DrawsFromItsOwn()),
+    "torchdata.nodes, a sampler's generator": functools.partial(nodes, drawing, sampler=with_a_generator),
+    "torchdata.nodes, a sampler without one": functools.partial(nodes, drawing, sampler=without_a_generator),
+    "torchdata.nodes, a sampler's generator, prefetched": functools.partial(
+        nodes, prefetch=True, sampler=with_a_generator
+    ),
+    "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
     "StatefulDataLoader of a stream": lambda: StatefulDataLoader(StreamDataset(Stream()), batch_size=None),
 }
@@ -331,8 +371,10 @@ TOLD: dict[str, Callable[[], Any]] = {
     "cannot load": CannotLoad,
     "draws": Draws,
     "own generator": OwnGenerator,
-    "torchdata.nodes, drawing": functools.partial(nodes, drawing),
-    "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
+    "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing, threads=True),
+    "torchdata.nodes, a sampler without a generator, prefetched": functools.partial(
+        nodes, prefetch=True, sampler=without_a_generator
+    ),
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),

@@ -111,6 +111,9 @@ def elastic(folder: Path) -> None:
         time.sleep(0.1)
     cluster.remove_node(third, allow_graceful=False)
     training.join()
+    # Otherwise the machines may end first, and this process with them, by an error.
+    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__" and sys.argv[2:]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import sources
+import wild_sources
 
 import midepoch
 
@@ -149,3 +154,36 @@ def test_a_steady_batch_of_shards_takes_few_calls(tmp_path: Path, kind: str, mon
     mean = calls_of(lambda: [next(batches) for _ in range(50)]).total() / 50
     # Most of them read a sample's files.
     assert mean <= {"indexed": 245, "streamed": 390}[kind]
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "shuffled": sources.noisy_loader,
+    "with workers": lambda: sources.noisy_loader(num_workers=2, persistent_workers=True),
+    "a sampler of somebody's": lambda: DataLoader(sources.Noisy(22), 4, sampler=sources.EverySecond(22)),
+    "a batch sampler": lambda: DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)),
+    "a sampler without an end": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.Rounds(22)),
+    "one that nobody understands": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.Weighted(22)),
+    "a wrapper": lambda: wild_sources.OneAhead(sources.noisy_loader(num_workers=2)),
+    "exposed samplers": lambda: sources.Exposing(22),
+    "exposed samplers in a loader": lambda: DataLoader(sources.Pairs(22), 4),
+    "StatefulIterable": lambda: sources.Inheriting(22),
+    "a stream": lambda: DataLoader(sources.Stream(22), 4),
+    "a generator function": lambda: sources.numbers,
+    "a re-iterable": lambda: sources.Restartable(10),
+    "a list": lambda: [1, 2, 3],
+    "a state of its own": sources.Counter,
+    "a million samples": lambda: DataLoader(sources.Noisy(1_000_000), 4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_wrapping_takes_fifty_milliseconds_at_most_and_starts_no_thread(name: str) -> None:
+    made = [SOURCES[name]() for _ in range(3)]
+    before = threading.enumerate()
+    took = []
+    for source in made:
+        since = time.perf_counter()
+        midepoch.wrap(source, seed=3)
+        took.append(time.perf_counter() - since)
+    assert min(took) < 0.05
+    assert threading.enumerate() == before

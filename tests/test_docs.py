@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
+from midepoch.testing import digest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -67,7 +68,8 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page.name != "tutorial.md"],  # test_the_tutorial runs it
+    # Tests of their own run the tutorial and the entries of the page for a start.
+    [page for page in PAGES if blocks(page, "python") and page.name not in ("tutorial.md", "start.md")],
     ids=lambda page: page.name,
 )
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
@@ -82,6 +84,49 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
         else:
             together.append(str(path))
     python(["-c", RUN_ALL, *together], tmp_path, *(["ffcv"] if page.name == "ffcv.md" else []))
+
+
+def entries() -> dict[str, str]:
+    """Heading -> the block of each entry of the page for a start."""
+    text = (ROOT / "docs" / "start.md").read_text()
+    found = re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {name: code[1] for name, text in found for code in BLOCK.findall(text)[:1]}
+
+
+@pytest.mark.parametrize("name", [name for name, code in entries().items() if "make" in code and code[0] != "#"])
+def test_an_entry_of_the_start_resumes_exactly(name: str) -> None:
+    """With the lines that the page gives for all of them."""
+    resume, imports = blocks(ROOT / "docs" / "start.md", "python")[:2]
+    names: dict[str, Any] = {}
+    exec(f"{imports}\n{entries()[name]}\nwhole = list(make())\n{resume}", names)
+    assert len(names["whole"]) > 5
+    assert digest(names["rest"]) == digest(names["whole"][1:])
+
+
+def test_an_entry_of_the_start_has_at_most_six_lines_and_is_of_a_program_that_is_run() -> None:
+    """Those that need files or a trainer are lines of a program, in its order."""
+    found = entries()
+    assert len(found) > 20
+    for name, code in found.items():
+        lines = [line.strip() for line in code.splitlines()]
+        program = lines.pop(0).removeprefix("# ") if code[0] == "#" else ""
+        assert 0 < len(lines) <= 6, name
+        if program:
+            rest = iter(line.strip() for line in (ROOT / program).read_text().splitlines())
+            missing = [line for line in lines if line not in rest]
+            assert not missing, f"{name}: not in {program}, or in another order: {missing}"
+
+
+def test_the_front_pages_lead_to_every_entry_of_the_start() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "start.md"):
+        anchors = set(re.findall(r"(?:start\.md|\()#([\w-]+)\)", page.read_text()))
+        expected = {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in entries()}
+        assert expected <= anchors, f"{page.name} does not lead to {sorted(expected - anchors)}"
+
+
+def test_the_sites_front_page_is_the_beginning_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text().partition("## Install")[0]
+    assert (ROOT / "docs" / "index.md").read_text().partition("## Read on")[0] == readme.replace("](docs/", "](")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)

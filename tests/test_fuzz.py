@@ -80,7 +80,7 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
     else:
         outcomes = []
         with warnings.catch_warnings(), fuzz.bounded_memory(1024):
-            for number in range(300):
+            for number in range(150):
                 try:
                     outcomes.append(fuzzer(target).check(SEED, number))
                 except Exception as error:
@@ -167,7 +167,7 @@ def test_a_wrong_continuation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_seal_of", lambda *arguments: "00000000")
     loaders = fuzz_states.Fuzzer("stateful of all epochs")
     with pytest.raises(fuzz_states.Wrong, match="goes on with"):
-        for number in range(300):
+        for number in range(150):
             loaders.check(1, number)
 
 
@@ -182,7 +182,7 @@ def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(loaders.loader, "load_state_dict", hasty)
     with pytest.raises(fuzz_states.Wrong, match="has changed the loader"):
-        for number in range(300):
+        for number in range(150):
             loaders.check(1, number)
 
 

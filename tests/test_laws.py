@@ -157,7 +157,15 @@ def test_there_is_a_broken_loader_for_each_law() -> None:
     assert {law for law, _ in BROKEN} == set(LAWS)
 
 
-@pytest.mark.parametrize(("law", "kind"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
+FIRST = dict(reversed(BROKEN))
+"""A loader for each law. Others show that a law finds its fault in another shape, too: a law changes rarely."""
+
+
+@pytest.mark.parametrize(
+    ("law", "kind"),
+    [pytest.param(law, kind, marks=() if FIRST[law] is kind else pytest.mark.long) for law, kind in BROKEN],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[ReferenceLoader]) -> None:
     report = check(kind, quick=True, world_sizes=(1, 2))
     assert [error.law for error in report.failures] == [law], str(report)

@@ -120,7 +120,11 @@ def test_an_exception_in_the_middle_of_a_batch(tmp_path: Path) -> None:
 # --- validation ---
 
 
-@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_batch_start", "on_validation_end"])
+@pytest.mark.parametrize(
+    "hook",
+    # The start of a batch is the end of the one before, but for the first.
+    ["on_validation_batch_end", pytest.param("on_validation_batch_start", marks=pytest.mark.long), "on_validation_end"],
+)
 @pytest.mark.parametrize("kind", VALIDATION)
 def test_a_validation_that_was_interrupted(kind: str, hook: str, tmp_path: Path) -> None:
     count = check_every_cut(tmp_path, hook, mapped, VALIDATION[kind], max_epochs=2, val_check_interval=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import random
 import sys
 import threading
@@ -104,7 +105,7 @@ TOLD = {
     "Hugging Face IterableDataset with a shuffle buffer": "yes yes no no no yes",
     "Grain DataLoader": "yes no yes no no no",
     "Grain IterDataset": "yes no yes no no no",
-    "LitData StreamingDataLoader": "yes no yes no no no",
+    "LitData StreamingDataLoader": "yes no yes yes yes no",
 }
 
 
@@ -517,12 +518,26 @@ def test_a_source_with_worker_processes_is_believed() -> None:
     assert answer.holds and answer.believed and "worker processes" in answer.reason
 
 
-def test_shuffled_rows_in_worker_processes_are_told_before_they_are_read() -> None:
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_shuffled_rows_in_worker_processes_are_read_again_and_go_on_exactly() -> None:
     pytest.importorskip("datasets", reason="datasets is not installed (pip install midepoch[datasets])")
-    loader = wrap(own.rows_inside(buffer=True, num_workers=2), seed=1)
-    assert not loader.capabilities.exact_order
-    with loader, pytest.warns(midepoch.MidepochWarning, match="shuffle buffer"):
-        next(iter(loader))
+
+    def make() -> Loader:
+        return wrap(own.rows_inside(buffer=True, num_workers=2), seed=1)
+
+    with make() as loader:
+        epochs = [taken(loader) for _ in range(2)]
+        assert epochs[0] != epochs[1] and all(sorted(sources.flat(each)) == list(range(own.SIZE)) for each in epochs)
+        taken(loader, 2)
+        states = [loader.state_dict()]
+        loader.seek(epoch=1)
+        taken(loader, 3)
+        states.append(loader.state_dict())
+        reason = loader.capabilities.constant_time_resume.reason
+    assert "read again from the epoch's start" in reason
+    with make() as resumed:
+        resumed.load_state_dict(states[1])
+        assert taken(resumed) == epochs[1][3:]
 
 
 def test_a_trial_moves_no_generator() -> None:
@@ -586,3 +601,306 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
     for _ in range(2):
         loader.load_state_dict(beginning)
         assert [taken(loader) for _ in range(2)] == whole
+
+
+def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> None:
+    make = own.wrapped_torchdata
+    whole = [taken(make()) for _ in range(2)]
+    loader = make()
+    batches = iter(loader)
+    next(batches), next(batches)
+    sent = pickle.loads(pickle.dumps(loader))
+    assert sent.state_dict() == loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(sent.state_dict())
+    assert taken(resumed) == whole[0][2:]
+    assert [own.identify(batch) for batch in batches] == whole[0][2:]
+
+
+def _right_by_itself() -> Loader:
+    return wrap(own.Stream())
+
+
+@pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
+def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
+    anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else _right_by_itself
+    loader = make()
+    if not anew:
+        with pytest.raises(StateError, match="where its own checkpoints lead"):
+            loader.seek(epoch=2)
+        return
+    epochs = [taken(loader) for _ in range(3)]
+    loader.close()
+    fresh = make()
+    fresh.seek(epoch=2)
+    state = fresh.state_dict()
+    assert taken(fresh, 2) == epochs[2][:2]
+    fresh.seek(epoch=1)
+    assert taken(fresh) == epochs[1]
+    fresh.load_state_dict(state)
+    assert taken(fresh) == epochs[2]
+    fresh.close()
+    for place in (0, 2):  # a body that is left early, and one that is not
+        looped = make()
+        for epoch in looped.epochs(2):
+            taken(looped, place or None)
+            looped.seek(epoch=epoch + 1)
+            state = looped.state_dict()
+        assert (state["epoch"], state["position"]) == (2, 0)
+        looped.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert taken(resumed) == epochs[2]
+        resumed.close()
+
+
+# --- what is elastic by itself stays elastic ---
+
+
+def grain_elastic(rank: int = 0, world_size: int = 1, *, together: int = 6, size: int = 41) -> Loader:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    return wrap(own.grain_elastic(rank, world_size, together, size), world=midepoch.World(rank, world_size))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_grain_s_elastic_iterator_goes_on_in_another_world(before: int, after: int) -> None:
+    whole = taken(grain_elastic())
+    assert len(whole) == len(grain_elastic()) == 6  # the last 5 of 41 do not fill a global batch
+    first = [grain_elastic(rank, before) for rank in range(before)]
+    head = [taken(loader, 2) for loader in first]
+    states = [loader.state_dict() for loader in first]
+    assert all(state == states[0] for state in states) and states[0]["detail"] == ""
+    rest = []
+    for rank in range(after):
+        loader = grain_elastic(rank, after)
+        loader.load_state_dict(states[-1])
+        rest.append(taken(loader))
+    for part, expected in ((head, whole[:2]), (rest, whole[2:])):
+        together = [sorted(sources.flat(list(step))) for step in zip(*part, strict=True)]
+        assert together == [sorted(batch) for batch in expected]
+
+
+def test_grain_s_elastic_iterator_at_every_place_and_with_another_global_batch() -> None:
+    loader = grain_elastic()
+    whole = [taken(loader) for _ in range(2)]
+    for cut in range(7):
+        head = grain_elastic()
+        taken(head, cut) if cut else None
+        resumed = grain_elastic()
+        resumed.load_state_dict(head.state_dict())
+        assert taken(resumed) == (whole[0][cut:] if cut < 6 else whole[1])
+    loader.seek(position=12)
+    assert taken(loader) == whole[0][2:]
+    smaller = grain_elastic(together=4)
+    smaller.load_state_dict({**sources.heads(grain_elastic, 2)[1]})
+    left = sources.flat(taken(grain_elastic(together=4)))[36:]
+    assert sources.flat(taken(smaller)) == sources.flat(whole[0][2:]) + left
+    with pytest.raises(StateError, match=r"size differs.*41.*30"):
+        grain_elastic(size=30).load_state_dict(loader.state_dict())
+    wrong = wrap(grain_elastic(0, 2).source, world=midepoch.World(1, 2))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"shard_index=0.*rank 1 of 2.*shard_index=1"):
+        next(iter(wrong))
+
+
+@pytest.mark.parametrize(("batches", "again"), [(3, 0), (2, 3)])
+def test_litdata_goes_on_in_another_world(batches: int, again: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("LitData StreamingDataLoader")
+    size = 54
+
+    def at(rank: int, world_size: int) -> Loader:
+        for name, number in (("WORLD_SIZE", world_size), ("GLOBAL_RANK", rank), ("RANK", rank), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(number))
+        monkeypatch.setenv("NNODES", "1")
+        return wrap(own.litdata_loader(size=size), seed=own.SEED)
+
+    head, states = [], []
+    for rank in range(2):
+        loader = at(rank, 2)
+        head.append(taken(loader, batches))
+        states.append(loader.state_dict())
+    rest = []
+    for rank in range(3):
+        loader = at(rank, 3)
+        loader.load_state_dict(states[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", midepoch.MidepochWarning)
+            rest.append(taken(loader))
+        told = [str(each.message) for each in caught if "come again" in str(each.message)]
+        assert len(told) == (again > 0 and rank == 0) and all(f"the last {again} samples" in each for each in told)
+    given = Counter(sources.flat(sources.flat(head + rest)))
+    assert set(given) == set(range(size)) and given.total() == size + again
+    assert not [each for part in rest for each in part if len(each) != own.BATCH]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = wrap(own.litdata_loader(size=size), world=midepoch.World(1, 2))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"rank \d of \d, and midepoch for rank 1 of 2"):
+        next(iter(alone))
+
+
+# --- streams in a DataLoader ---
+
+
+class Counting(IterableDataset[Any]):
+    """Numbers from its place on, divided among workers; it draws, and says its place."""
+
+    ahead = 0
+
+    def __init__(self, size: int = 20, held: int = 0) -> None:
+        self.size, self.place, self.asked = size, 0, 0
+        self.held = held
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        while (number := self.place * workers + own) < self.size:
+            self.place += 1
+            yield torch.tensor([number, random.random(), np.random.rand(), torch.rand(())])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"place": self.place + self.ahead, "held": list(np.random.RandomState(0).bytes(self.held))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class SaysTooMuch(Counting):
+    """Its state is of two samples more than it has given."""
+
+    ahead = 2
+
+
+class Refuses(Counting):
+    """As of another version of its package."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("format 2")
+
+
+def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
+    source = DataLoader(kind(**options), batch_size, num_workers=workers)
+    return wrap(source, seed=1, shard=False if workers > 1 else None)
+
+
+@pytest.mark.parametrize(("workers", "batch_size", "held"), [(0, 3, 0), (0, None, 0), (1, 3, 0), (2, 3, 9000)])
+def test_a_stream_s_own_state_is_carried_through_a_dataloader(workers: int, batch_size: int | None, held: int) -> None:
+    def make() -> Loader:
+        return counting(workers, batch_size=batch_size, held=held)
+
+    with make() as loader:
+        given, states = [], [loader.state_dict()]
+        for _ in range(2):
+            for batch in loader:
+                given.append(batch.tolist())
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        assert not loader.capabilities.exact_order.believed and loader.capabilities.exact_augmentations
+    cuts = range(len(states)) if not workers else (1, 4, len(given) // 2, len(given) // 2 + 3)
+    for cut in cuts:
+        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
+        with make() as resumed:
+            resumed.load_state_dict(states[cut])
+            rest = sources.taken(resumed) + sources.taken(resumed)
+            assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+    if held:  # a state of some 16 KiB does not come with each batch
+        first = json.loads(json.loads(states[7]["detail"])["part"][8:])[1][0]
+        assert len(first[0]) > 10_000 and first[3] > 1
+
+
+def test_a_stream_in_workers_knows_the_batches_in_flight() -> None:
+    with counting(2) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        next(batches), next(batches)
+        assert loader.state_dict(in_flight=2) == state
+
+
+def test_a_stream_whose_state_says_too_much_is_told_or_refused() -> None:
+    alone = counting(0, SaysTooMuch)
+    batches = iter(alone)
+    next(batches)
+    with pytest.warns(midepoch.MidepochWarning, match="does not restore its order"):
+        alone.state_dict()
+    with counting(1, SaysTooMuch) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    with counting(1, SaysTooMuch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_of_another_version_of_a_source_is_named_as_such(workers: int) -> None:
+    with counting(workers, Refuses) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    with counting(workers, Refuses) as resumed:
+        resumed.load_state_dict(state)
+        for _ in range(2):  # nothing is half loaded: it is said again
+            with pytest.raises(StateError, match=r"refused its own state \(KeyError: 'format 2'\)"):
+                next(iter(resumed))
+
+
+def test_a_stream_alone_is_asked_for_its_state_only_when_somebody_asks() -> None:
+    dataset = Counting()
+    loader = wrap(DataLoader(dataset, 2), verify="off")
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 9))) == 9
+    assert dataset.asked == 1  # at its very beginning
+    loader.state_dict()
+    assert dataset.asked == 2
+    assert len(list(batches)) == 1
+    assert dataset.asked == 3  # where the next epoch begins
+
+
+def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
+    loader = wrap(DataLoader(Counting(), 2, num_workers=1, persistent_workers=True))
+    assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
+
+
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))

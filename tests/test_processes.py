@@ -275,7 +275,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.long) for each in ("spawn", "forkserver"))]
+)
 def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(BLOCKED)
     command = [sys.executable, "job.py", method]
@@ -377,13 +379,13 @@ def stateful(persistent: bool) -> Any:
     [
         (map_style, True, read_whole),
         (map_style, True, read_to_its_middle),
-        (map_style, True, read_to_a_break),
-        (map_style, True, peek),
-        (map_style, False, read_to_its_middle),
-        (iterable, True, read_whole),
+        pytest.param(map_style, True, read_to_a_break, marks=pytest.mark.long),
+        pytest.param(map_style, True, peek, marks=pytest.mark.long),
+        pytest.param(map_style, False, read_to_its_middle, marks=pytest.mark.long),
+        pytest.param(iterable, True, read_whole, marks=pytest.mark.long),
         (iterable, True, read_to_its_middle),
         (stateful, True, read_to_its_middle),
-        (stateful, False, read_to_its_middle),
+        pytest.param(stateful, False, read_to_its_middle, marks=pytest.mark.long),
     ],
 )
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(

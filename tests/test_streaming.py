@@ -592,8 +592,13 @@ def test_a_pass_by_hand_leaves_persistent_workers_alone() -> None:
     assert taken(loader) == whole[1:]
 
 
-@pytest.mark.parametrize("method", ["random", "per_stream"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("method", "num_workers"),
+    [
+        ("random", 0), ("per_stream", 2),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("random", 2), ("per_stream", 0))),
+    ],
+)
 def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method: str, num_workers: int) -> None:
     """As it does where a thread that reads ahead fails; some methods leave nobody to know how many batches remain."""
     source = sources.bare(batching_method=method, num_workers=num_workers)

@@ -72,6 +72,21 @@ def test_killed_groups_lose_and_repeat_no_sample(
     assert outcome.kills.total() >= 1
 
 
+@pytest.mark.parametrize(
+    ("dead", "outages", "seed"),
+    [(1, 1, 2), *(pytest.param(6, 4, seed, marks=pytest.mark.long) for seed in range(11, 17))],
+)
+def test_a_lighthouse_that_is_killed_and_comes_back_loses_no_sample(
+    dead: int, outages: int, seed: int, tmp_path: Path
+) -> None:
+    outcome = kills.run_job(
+        tmp_path, dead, seed, groups=2 if outages == 1 else 3, outages=outages, asynchronous=bool(seed % 2),
+        size=400 if outages == 1 else 800, limit=120, points=("chosen", "allreduce", "voted"), settle=8,
+    )  # fmt: skip
+    exact(outcome, 2 if outages == 1 else 3)
+    assert outcome.outages >= 1
+
+
 class Example:
     """The example of one group. Its output is read all the time: torchft says more than a pipe holds."""
 

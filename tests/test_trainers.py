@@ -312,19 +312,37 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert [one + two for (_, one), (_, two) in zip(logs[0], logs[2], strict=True)] == expected[:5]
 
 
+def ray_steps(folder: Path) -> set[int]:
+    """The numbers of workers in a run. Each step of each of them is compared with that of an undisturbed run."""
+    batches: dict[tuple[int, int], dict[int, Any]] = {}
+    for path in folder.glob("log-*"):
+        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
+            ranks = batches.setdefault((step, world_size), {})
+            assert ranks.setdefault(rank, batch) == batch, "another batch behind a restart"
+    expected, done = whole(size=72, batch_size=6), set()
+    for (step, world_size), ranks in batches.items():
+        if len(ranks) == world_size:  # one that was killed may not have come to it
+            assert [sample for rank in sorted(ranks) for sample in ranks[rank]] == expected[step - 1]
+            done.add(step)
+    assert done == set(range(1, 25))
+    return {world_size for _, world_size in batches}
+
+
 def test_ray_train(tmp_path: Path) -> None:
     """A worker kills itself in the middle of an epoch, Ray starts all again, and three go on where two have stopped."""
     run_apart("ray", "ray_job.py", tmp_path, None)
     assert (tmp_path / "killed").exists()
-    batches: dict[tuple[int, int, int], Any] = {}
-    for path in tmp_path.glob("log-*"):
-        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
-            assert batches.setdefault((step, world_size, rank), batch) == batch, "another batch after the kill"
-    assert {world_size for _, world_size, _ in batches} == {2, 3}
-    found: list[Any] = [[] for _ in range(24)]
-    for key in sorted(batches):
-        found[key[0] - 1] += batches[key]
-    assert found == whole(size=72, batch_size=6)
+    assert ray_steps(tmp_path) == {2, 3}
+
+
+def test_rays_elastic_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine joins, Ray starts three workers in place of two; it is lost, and two go on."""
+    monkeypatch.setenv("RAY_health_check_period_ms", "2000")  # it is missed sooner than in half a minute
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "4")
+    run_apart("ray", "ray_job.py", tmp_path, None, "elastic")
+    assert ray_steps(tmp_path) == {2, 3}
+    last = max(tmp_path.glob("log-*"), key=lambda path: path.stat().st_mtime)
+    assert last.name.startswith("log-2")
 
 
 def restarts(folder: Path, ranks: int, **job: Any) -> list[int]:
@@ -352,6 +370,7 @@ def restarts(folder: Path, ranks: int, **job: Any) -> list[int]:
         ({}, [(0, 1, 4, "raise")], []),
         ({"workers": 2}, [(0, 1, 4, "raise"), (1, 2, 6, "kill"), (2, 0, 8, "kill in a save")], [0, 2]),
         ({"workers": 2, "outside": True, "persistent": True}, [(0, 2, 1, "kill"), (1, 0, 8, "raise")], [2]),
+        ({"workers": 1, "outside": True, "snapshot": True}, [(0, 1, 0, "raise"), (1, 2, 11, "kill")], [2]),
     ],
 )
 def test_in_process_restarts(options: dict[str, Any], faults: list[Any], dead: list[int], tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import random
+import runpy
 import sys
 import warnings
 from collections import Counter
@@ -447,6 +449,35 @@ def test_one_stream_says_that_nobody_can_share_it(urls: list[str]) -> None:
     next(iterator)
     with pytest.raises(StateMismatchError, match="1 streams cannot be shared by 2 ranks"):
         streamed(compress(urls), 0, 2, streams=1).load_state_dict(one.state_dict())
+
+
+def test_capabilities_say_how_many_short_batches_a_streamed_epoch_may_have(urls: list[str]) -> None:
+    def make(streams: int, **arguments: Any) -> Any:
+        return midepoch.wrap(pipeline(wds.SimpleShardList(compress(urls)), **arguments), seed=1, streams=streams)
+
+    loader = make(3, batch=4)
+    said = loader.capabilities.exact_order.reason
+    assert "is handed out if it has fewer than 4 samples: at most 3 such batches an epoch" in said
+    epoch = list(loader)
+    assert sorted(flat(epoch)) == list(range(27))
+    assert 27 // 4 < len(epoch) <= 27 // 4 + 3
+    assert 0 < sum(len(batch) < 4 for batch in epoch) <= 3
+    assert "batch of its own" not in make(3, batch=1).capabilities.exact_order.reason
+
+
+def test_a_list_without_shards_is_an_error() -> None:
+    for empty in (own.RepeatedShards([]), own.DrawnShards([], weights=[])):
+        with pytest.raises(SourceError, match="the pipeline has no shards: check its urls"):
+            midepoch.wrap(pipeline(empty))
+
+
+def test_an_older_webdataset_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    from midepoch.adapters.webdataset import private
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.86")
+    line = r"webdataset 0\.2\.86 is installed, and midepoch needs 1\.0 or later: pip install 'webdataset==1\.0\.\*'"
+    with pytest.warns(MidepochWarning, match="tested with"), pytest.raises(UnsupportedSourceError, match=line):
+        runpy.run_path(str(private.__file__))  # as the first pipeline that is wrapped imports it
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4])

@@ -128,13 +128,38 @@ def test_one_that_nobody_understands_is_refused_at_once(name: str) -> None:
     tracemalloc.start()
     since = time.thread_time()
     try:
-        with pytest.raises(SourceError, match="does not end: give it an end, one for each epoch"):
+        with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: loader\)"):
             next(iter(loader))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert time.thread_time() - since < 1
     assert peak < 100 << 20
+
+
+def test_one_that_an_iterable_exposes_is_refused_as_soon() -> None:
+    loader = midepoch.wrap(sources.Exposing(SIZE, wild.Weighted(SIZE)))
+    since = time.thread_time()
+    with pytest.raises(SourceError, match=r"Weighted gave .* indices and does not end"):
+        next(iter(loader))
+    assert time.thread_time() - since < 1
+
+
+class SaysItself(DataLoader[Any]):
+    """A subclass with an ``__iter__`` of its own, over a stream."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_what_a_loader_of_streams_has_in_place_of_a_sampler_is_none() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(SaysItself(sources.Stream(SIZE), BATCH), seed=1)
+
+    whole = sources.taken(make())
+    assert sorted(indices(whole)) == list(range(SIZE))
+    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
 
 
 def test_blocks_of_ranks_are_not_taken_for_turns() -> None:
@@ -245,6 +270,37 @@ def test_built_for_one_process_they_are_divided(name: str, recwarn: pytest.Warni
         rest.update(indices(sources.resumed(lambda rank=rank: make(rank, 2), state)))  # type: ignore[misc]
     assert Counter(indices(whole)) - Counter(indices(first)) - rest == Counter()
     assert not [each for each in recwarn if issubclass(each.category, midepoch.MidepochWarning)]
+
+
+def test_one_that_keeps_a_state_of_its_own_is_elastic_and_left_alone() -> None:
+    """As lhotse has them."""
+    made: list[Any] = []
+
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        made.append(wild.KeepsState([1.0 + index % 3 for index in range(SIZE)], 8.0))
+        loader = DataLoader(Named(), sampler=made[-1], batch_size=None)
+        return midepoch.wrap(loader, seed=1, world=World(rank, world_size))
+
+    epochs = make()
+    whole, following = sources.taken(epochs), sources.taken(epochs)
+    assert sorted(sources.flat(whole)) == list(range(SIZE)) == sorted(sources.flat(following))
+    assert whole != following
+    for cut in range(1, len(whole)):
+        first, state = sources.heads(make, cut)
+        assert first + sources.resumed(make, state) == whole
+    rest = [sources.resumed(lambda rank=rank: make(rank, 2), state) for rank in range(2)]  # type: ignore[misc]
+    assert {index for part in rest for index in sources.flat(part)} >= set(sources.flat(whole[cut:]))  # one is padded
+    assert {str(each.state_dict()) for each in made} == {str(wild.KeepsState([], 8.0).state_dict())}
+
+
+class Named(sources.Indices):
+    """Is asked for whole batches by name."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+
+    def __getitem__(self, names: Any) -> Any:
+        return [int(name) for name in names]
 
 
 def test_the_order_reads_any_slice() -> None:

@@ -14,6 +14,7 @@ import random
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ class Outcome:
         finished: ranks that trained to the end.
         ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
             killed, or because a process was not healed when the rest of its group was.
+        outages: how often the lighthouse was killed.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -60,6 +62,7 @@ class Outcome:
     wrong: int = 0
     finished: int = 0
     ended: int = 0
+    outages: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
 
@@ -80,6 +83,42 @@ def lighthouse(least: int = 1, patience: int = 200) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     finally:
         server.shutdown()
+
+
+LIGHTHOUSE = """
+import sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(
+    bind=f"127.0.0.1:{sys.argv[1]}", min_replicas=1, join_timeout_ms=200, quorum_tick_ms=10, heartbeat_timeout_ms=800
+)
+time.sleep(1000)
+"""
+
+
+class MortalLighthouse:
+    """A lighthouse in a process of its own, which is killed and comes back under the same address."""
+
+    def __init__(self) -> None:
+        self.port, self.back = free_port(), 0.0
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.process, self.back = forking.Program(["-c", LIGHTHOUSE, str(self.port)], modules=MODULES, merged=True), 0.0
+        # What it says is more than a pipe holds.
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()
+
+    def die(self, seconds: float) -> None:
+        self.process.kill()
+        self.back = time.monotonic() + seconds
+
+    def poll(self) -> None:
+        """Come back when it is time."""
+        if self.back and time.monotonic() >= self.back:
+            self.start()
 
 
 class Group:
@@ -115,9 +154,9 @@ class Group:
 
 def run_job(
     folder: Path, kills: int, seed: int, *, groups: int = 3, ranks: int = 1, points: tuple[str, ...] = POINTS,
-    limit: float = 300, settle: int = 2, **job: Any,
+    limit: float = 300, settle: int = 2, outages: int = 0, **job: Any,
 ) -> Outcome:  # fmt: skip
-    """Train to the end, with so many kills on the way, as a seed has them."""
+    """Train to the end, with so many kills on the way, as a seed has them. `outages`: how often the lighthouse dies."""
     chance, outcome, began = random.Random(seed), Outcome(), time.monotonic()
     planned = 0
 
@@ -136,7 +175,9 @@ def run_job(
             count = 1
         return (chance.choice([None, *range(ranks)]) if ranks > 1 else None), (point, count)
 
-    with lighthouse() as address:
+    with contextlib.ExitStack() as servers:
+        mortal = MortalLighthouse() if outages else None
+        address = servers.enter_context(lighthouse()) if mortal is None else mortal.address
         common = {"lighthouse": address, "folder": str(folder), **job}
         alive = {number: Group(number, ranks, common, plan(False)) for number in range(groups)}
         outcome.launches = groups
@@ -162,8 +203,15 @@ def run_job(
                         del back[number]
                         alive[number] = Group(number, ranks, common, plan(True))
                         outcome.launches += 1
+                if mortal is not None:
+                    mortal.poll()
+                    if outcome.outages < outages and not mortal.back and _steps(folder) > 20 * (outcome.outages + 1):
+                        mortal.die(chance.uniform(0.1, 1.5))
+                        outcome.outages += 1
                 time.sleep(0.02)
         finally:
+            if mortal is not None:
+                mortal.process.kill()
             for group in alive.values():
                 group.kill()
                 if time.monotonic() - began >= limit:
@@ -184,6 +232,11 @@ def run_job(
         outcome.wrong = max(outcome.wrong, int(found["wrong"]))
     outcome.seconds = round(time.monotonic() - began, 1)
     return outcome
+
+
+def _steps(folder: Path) -> int:
+    """The most steps that a process has written down."""
+    return max((len(log.read_bytes().splitlines()) for log in folder.glob("log-*")), default=0)
 
 
 TALLY = HERE.parent / "docs" / "reliability-torchft.json"

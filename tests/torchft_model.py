@@ -363,6 +363,8 @@ class Job:
             contributions[group.name] = [whole if rank.manager.is_participating() else {} for rank in group.ranks]
         early = dead | {n for n, point in dying.items() if point in ("between quorum and batch", "in the allreduce")}
         late = {n for n, point in dying.items() if point == "behind the allreduce"}
+        # One that errs before it has contributed leaves all others waiting, also if it dies then.
+        errs = bool(early) or any(rank.manager.errored() for group in alive for rank in group.ranks)
         alive = [group for group in alive if group.name not in early | late]
         reduced = []
         for number in range(self.ranks):
@@ -371,8 +373,6 @@ class Job:
                 for sample, value in parts_of[number].items():
                     total[sample] = total.get(sample, 0.0) + value
             reduced.append(total)
-        # One that errs before it has contributed leaves all others waiting.
-        errs = bool(early) or any(rank.manager.errored() for group in alive for rank in group.ranks)
         for group in alive:
             for rank in group.ranks:
                 if errs or group.name in breaks or (late and chance.random() < 0.5):

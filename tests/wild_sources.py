@@ -148,6 +148,50 @@ class RepeatedAugmentation(Sampler[int]):
         self.epoch = epoch
 
 
+class KeepsState(Sampler[Any]):
+    """Its own iterator of batches of names, filled by duration, from a buffer; it counts, and keeps a state."""
+
+    def __init__(self, durations: list[float], longest: float, rank: int = 0, world_size: int = 1) -> None:
+        self.durations, self.longest, self.rank, self.world_size = durations, longest, rank, world_size
+        self.epoch, self.seed, self.just_restored = 0, 0, False
+        self.kept = {"batches": 0, "epoch": 0}
+        self.names: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "seed": self.seed, "kept": dict(self.kept)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.seed, self.kept = state["epoch"], state["seed"], dict(state["kept"])
+        self.just_restored = True
+
+    def __iter__(self) -> KeepsState:
+        if not self.just_restored:
+            names = [str(number) for number in range(len(self.durations))]
+            random.Random(self.seed + self.epoch).shuffle(names)
+            self.names, self.kept = iter(names), {"batches": 0, "epoch": self.epoch}
+        self.just_restored = False
+        return self
+
+    def __next__(self) -> list[str]:
+        given = [self.batch() for _ in range(self.world_size)]
+        return given[self.rank]
+
+    def batch(self) -> list[str]:
+        batch: list[str] = []
+        while sum(self.durations[int(name)] for name in batch) < self.longest - 2:
+            name = next(self.names, None)
+            if name is None:
+                break
+            batch.append(name)
+        if not batch:
+            raise StopIteration
+        self.kept["batches"] += 1
+        return batch
+
+
 class ItsOwnIterator(Sampler[int]):
     """Is its own iterator, and begins again when it is asked behind its end."""
 
@@ -439,6 +483,8 @@ class CountingModule(torch.nn.Module):
 
 class RunningMean(torch.nn.Module):
     """What it makes of a batch depends on those before."""
+
+    mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,6 +51,7 @@ class StatefulAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
+        self.seeds = False  # a batch has drawn, so each is seeded from now on
         self._used = False
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
@@ -116,6 +117,15 @@ class StatefulAdapter(Adapter):
             raise StateCorruptError(
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether its epochs follow from their number, and not from what was read before."""
+        return self.rewinds
+
+    def state_in(self, detail: str) -> Any:
+        """The source's own state in a detail."""
+        return decode(detail.removeprefix(ENDED))
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
@@ -212,6 +222,15 @@ class StatefulAdapter(Adapter):
             "start, or let the state cover all that it draws and holds back. loader.capabilities says what still holds",
             MidepochWarning,
             stacklevel=8,
+        )
+
+    def tell_of_unseeded(self, run: Run, batches: int) -> None:
+        """Say that a batch drew random numbers, and cannot be read again."""
+        warnings.warn(
+            f"batch {batches} of epoch {run.epoch} drew random numbers, as none before it, and cannot be read again: "
+            "its numbers may differ after a resume, those of later batches do not",
+            MidepochWarning,
+            stacklevel=5,
         )
 
     # --- what differs between sources ---

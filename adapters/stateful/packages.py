@@ -45,6 +45,11 @@ class DatasetsAdapter(StatefulAdapter):
         super().__init__(source, options)
         self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
 
+    @property
+    def begins_anew(self) -> bool:
+        """Yes: it is told the epoch, and led back to its beginning."""
+        return True
+
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start in the epoch's own shuffle of the shards."""
         self.source.set_epoch(run.epoch)

@@ -6,16 +6,23 @@ refused: a Hugging Face dataset that cannot be inspected is replayed, which is e
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "counts_only", "forget_end", "grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_steps",
-    "shared_kinds",
+    "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end", "go_to_the_end", "grain_steps",
+    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
+    "litdata_begun_by_others", "litdata_chunks",
+    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
+    "without_iterator",
 ]  # fmt: skip
 
 
@@ -73,6 +80,47 @@ def _transformations(dataset: Any) -> str:
     return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
 
 
+def elastic_parts(source: Any) -> tuple[int, tuple[int, int], int]:
+    """An ElasticIterator's global batch, its shard's number and the number of shards, and its samples."""
+    _grain().check(source, "_global_batch_size", "_shard_options.shard_index", "_shard_options.shard_count", "_ds")
+    shard = source._shard_options
+    return source._global_batch_size, (shard.shard_index, shard.shard_count), len(source._ds)
+
+
+def elastic_iterator(source: Any, position: int) -> Any:
+    """An ElasticIterator's iterator, which is one and the same each time, moved to a sample."""
+    iterator = iter(source)
+    iterator.set_state({**iterator.get_state(), "global_next_index": position})
+    return iterator
+
+
+def litdata_chunks(loader: Any) -> tuple[int, str]:
+    """The number of samples, the names of their chunks, and which part of each is read."""
+    dataset = loader.dataset
+    files, parts = getattr(dataset, "subsampled_files", ()), getattr(dataset, "region_of_interest", ())
+    return sum(stop - start for start, stop in parts), repr((files, parts))
+
+
+def litdata_rank(loader: Any) -> tuple[int, int]:
+    """The rank and the world size for which LitData takes this process."""
+    found = loader.dataset.distributed_env
+    return found.global_rank, found.world_size
+
+
+def litdata_begun_by_others(state: Any, loader: Any, world_size: int) -> bool:
+    """Whether other processes than these have begun the epoch of a StreamingDataLoader's state."""
+    saved = state.get("dataset") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
+        return False
+    here = {"world_size": world_size, "num_workers": loader.num_workers or 1, "batch_size": loader.batch_size}
+    return saved.get("resume_mode") == "elastic" or any(saved.get(name, each) != each for name, each in here.items())
+
+
+def litdata_repeats(state: Any, loader: Any, world_size: int) -> int:
+    """Samples that a StreamingDataLoader gives again where other processes go on with an epoch."""
+    return int(state["dataset"].get("sample_in_epoch", 0) % (loader.batch_size * world_size))
+
+
 def has_workers(source: Any) -> bool:
     """Whether a source starts worker processes, as far as can be determined."""
     options = getattr(source, "_multiprocessing_options", source)  # a Grain DataLoader's
@@ -105,6 +153,73 @@ def forget_end(iterator: Any) -> None:
     """
     if getattr(iterator, "_cached_item", True) is None and hasattr(iterator, "_cached_state_dict"):
         iterator._cached_state_dict = None
+
+
+def without_iterator(loader: Any) -> Any:
+    """A shallow copy of a StatefulDataLoader that is not being iterated."""
+    other = copy.copy(loader)
+    other.__dict__["_iterator"] = None
+    return other
+
+
+# --- torchdata.nodes ---
+
+
+def nodes_in(loader: Any) -> list[Any]:
+    """The nodes below a Loader of torchdata.nodes."""
+    kind = sys.modules["torchdata.nodes"].BaseNode
+    found: dict[int, Any] = {}
+    queue = [loader.root]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, kind) and id(each) not in found:
+            found[id(each)] = each
+            queue += vars(each).values()
+        elif isinstance(each, dict | list | tuple):
+            queue += each.values() if isinstance(each, dict) else each
+    return list(found.values())
+
+
+def reads_ahead(nodes: list[Any]) -> str:
+    """The names of the nodes whose threads or processes read; empty if there are none."""
+    ahead = [node for node in nodes if type(node).__name__ in ("ParallelMapper", "Prefetcher", "PinMemory")]
+    # A Mapper is a ParallelMapper without workers.
+    return " and ".join(sorted({type(node).__name__ for node in ahead if getattr(node, "num_workers", 1) > 0}))
+
+
+def held_by_nodes(nodes: list[Any]) -> list[Any]:
+    """What nodes hold and call, except other nodes and samplers."""
+    kind = sys.modules["torchdata.nodes"].BaseNode
+    held = [value for node in nodes for name, value in vars(node).items() if name not in ("sampler", "_it")]
+    return [value for value in held if not isinstance(value, kind) and (callable(value) or hasattr(value, "__iter__"))]
+
+
+def begin_samplers(loader: Any) -> None:
+    """Let samplers that have given nothing draw their order now, and not when the first batch is read."""
+    for node in nodes_in(loader):
+        inside = getattr(node, "sampler", None) or getattr(node, "iterable", None)
+        if getattr(node, "_num_yielded", None) == 0 and not hasattr(inside, "load_state_dict") and node._it is not None:
+            for first in node._it:
+                node._it = itertools.chain((first,), node._it)
+                break
+
+
+def go_to_the_end(loader: Any) -> None:
+    """Let a Loader that was given the state of a pass that had ended stand there: its next pass is the next epoch."""
+    if getattr(loader, "_next_iter_state_dict", None) is not None:
+        with not_restarting(loader):
+            iter(loader).has_next()
+
+
+@contextlib.contextmanager
+def not_restarting(loader: Any) -> Iterator[None]:
+    """A Loader that may restart reads its first batch when it is asked for an iterator, under no stream of its own."""
+    restarts = loader.restart_on_stop_iteration
+    loader.restart_on_stop_iteration = False
+    try:
+        yield
+    finally:
+        loader.restart_on_stop_iteration = restarts
 
 
 def shared_kinds() -> tuple[type, ...]:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from midepoch.adapters.stateful.keyed import DrewAfterAllError
 from midepoch.adapters.stateful.trial import Outcome
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
@@ -48,11 +49,28 @@ class StatefulSession(Session):
         except StopIteration:
             self._over = self._finished = True
             raise
+        except DrewAfterAllError as drew:
+            batch = self._read_seeded(drew)
         except BaseException:
             self._failed = True
             raise
         self._handed_out += 1
         return batch
+
+    def _read_seeded(self, drew: DrewAfterAllError) -> Any:
+        """Read the session again up to the batch that drew, each batch under its stream, and give that batch."""
+        adapter, run = self._adapter, self._run
+        adapter.seeds = True
+        self._trial = None
+        if not run.detail and run.epoch and not adapter.begins_anew:
+            adapter.tell_of_unseeded(run, self._handed_out)
+            self._next = self._advance = adapter.reading(run, self._iterator)
+            return drew.args[0]
+        self._iterator = adapter.start(run, decode(run.detail) if run.detail else None)
+        advance = self._next = self._advance = adapter.reading(run, self._iterator)
+        for _ in range(self._handed_out):
+            advance()
+        return advance()
 
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
@@ -120,6 +138,8 @@ class StatefulSession(Session):
     def _loading(self, load: Callable[[], Any]) -> Any:
         try:
             return load()
+        except StateError:
+            raise
         except Exception as error:
             raise StateError(
                 f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
@@ -150,8 +170,10 @@ class StatefulSession(Session):
         return mark
 
     def following(self) -> str:
-        """The source's own state at its end; nothing if a source of unknown length begins anew by itself."""
-        if self._steps is None and self._adapter.rewinds:
+        """The source's own state at its end; nothing if iterating it begins an epoch."""
+        if self._adapter.rewinds:
+            if self._steps is not None and self._iterator is not None:
+                self._finish()
             return ""
         if self._over and self._iterator is None:
             return self._run.detail.removeprefix(ENDED)

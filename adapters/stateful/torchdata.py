@@ -11,15 +11,14 @@ from torch.utils.data import DataLoader
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
+from midepoch.adapters.stateful.keyed import keyed
 from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.order.keys import derive_key, extend_key
+from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 
-__all__ = ["TorchdataAdapter"]
-
-_HOLDS_BACK = "what the dataset's shuffle buffer holds is not in its state: wrap the dataset itself, which is replayed"
+__all__ = ["NodesAdapter", "TorchdataAdapter"]
 
 
 class TorchdataAdapter(StatefulAdapter):
@@ -36,18 +35,25 @@ class TorchdataAdapter(StatefulAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
         self.opening = None  # see `start`
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
         self._inside_first = None if self._inside is None else self._inside.state_dict()
         # Another dataset with a state of its own goes on from where it stands, so it has to be led back.
         self.rewinds = self._inside is not None or not has_state(source.dataset)
-        self._holds_back = self._inside is not None and private.has_shuffle_buffer(self._inside)
+        # What a shuffle buffer, or a worker process, has read ahead is not in the state of such a dataset.
+        buffered = self._inside is not None and private.has_shuffle_buffer(self._inside) is not False
+        self._reads_again = self._inside is not None and (buffered or private.has_workers(source))
 
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A StatefulDataLoader, or an instance of a subclass."""
         return is_of("torchdata", source) and isinstance(source, DataLoader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The loader's place says all: its running iterator, which cannot be pickled, stays here.
+        return {**self.__dict__, "source": private.without_iterator(self.source)}
 
     def drawing(self) -> tuple[object, ...]:
         """What the DataLoader calls."""
@@ -64,27 +70,30 @@ class TorchdataAdapter(StatefulAdapter):
         stated = super().capabilities()
         return dataclasses.replace(
             stated,
-            exact_order=Capability(False, _HOLDS_BACK) if self._holds_back else stated.exact_order,
             exact_augmentations=Capability(keyed, exact),
-            constant_time_resume=Capability(False, "it skips through its sampler's list, or through its dataset"),
+            constant_time_resume=Capability(False, self._costs),
         )
+
+    @property
+    def _costs(self) -> str:
+        if self._reads_again:
+            return "the dataset is read again from the epoch's start: its state lacks what is read ahead"
+        return "it skips through its sampler's list, or through its dataset"
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds its own generators."""
-        if state is not None and private.counts_only(state):
+        if state is not None and (self._reads_again or private.counts_only(state)):
             return self._read_again(run)
         if self._inside is not None:
             self._inside.set_epoch(run.epoch)
             if state is None:
                 self._inside.load_state_dict(self._inside_first)
-        if self._streams is None:
+        if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        for holder in (self.source, self.source.sampler, getattr(self.source.batch_sampler, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(key)
-        with self._streams.under(key):
+        batches = getattr(self.source.batch_sampler, "sampler", None)
+        _seed_generators([self.source, self.source.sampler, batches], key)
+        with self._beginning.under(key):
             return super().start(run, state)
 
     def _read_again(self, run: Run) -> Iterator[Any]:
@@ -98,12 +107,9 @@ class TorchdataAdapter(StatefulAdapter):
             read()
         return iterator
 
-    def before_first_read(self) -> None:
-        """Say what is known of a dataset inside; else as every source."""
-        if self._holds_back:
-            self._tell(_HOLDS_BACK, True, "does not restore its order")
-        else:
-            super().before_first_read()
+    def current(self, iterator: Iterator[Any]) -> Any:
+        """The loader's state; none where the epoch is read again from its start."""
+        return {} if self._reads_again else super().current(iterator)
 
     def _copied(self, source: Any) -> tuple[Any, str]:
         by_index = () if hasattr(source.dataset, "load_state_dict") or is_stream(source.dataset) else (source.dataset,)
@@ -111,18 +117,71 @@ class TorchdataAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
-        streams, advance = self._streams, iterator.__next__
-        if streams is None or self.source.num_workers:
-            return advance
-        key = derive_key(Purpose.BATCH, run.seed, run.epoch)
-        place, step = run.position + run.world.rank, run.world.world_size
+        return keyed(None if self.source.num_workers else self._streams, run, iterator.__next__, self.seeds)
 
-        def read() -> Any:
-            nonlocal place
-            with streams as start:
-                start(extend_key(key, place))
-                batch = advance()
-            place += step
-            return batch
 
-        return read
+def _seed_generators(holders: list[Any], key: int) -> None:
+    """Seed the generator that a DataLoader or a sampler was given. Nothing else draws from it."""
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(key)
+
+
+class NodesAdapter(StatefulAdapter):
+    """The Loader of torchdata.nodes.
+
+    Its state has no generators, neither a sampler's nor those that a Mapper draws from. So each epoch's samplers begin
+    under a stream of their own, and so does each batch where no thread or process of the pipeline reads ahead.
+    """
+
+    name: ClassVar[str] = "torchdata-nodes"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        nodes = private.nodes_in(source)
+        self._ahead = private.reads_ahead(nodes)
+        self._samplers = [node.sampler for node in nodes if hasattr(node, "sampler")]
+        self._own = private.held_by_nodes(nodes)
+        self._opening = Streams(*self._own) if options.streams else None
+        self._streams = Streams(*self._own) if options.streams and not self._ahead else None
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Its Loader, or an instance of a subclass."""
+        return is_of("torchdata", source) and not isinstance(source, DataLoader) and hasattr(source, "root")
+
+    def drawing(self) -> tuple[object, ...]:
+        """What its nodes call."""
+        return tuple(self._own)
+
+    def capabilities(self) -> Capabilities:
+        """Those of any state, plus keyed streams where batches are read in this thread."""
+        stated = super().capabilities()
+        if self._streams is not None:
+            exact = Capability(True, "numbers drawn while a batch is read are the batch's: exact on the same split")
+        elif self._opening is None:
+            exact = Capability(False, "randomness='none': nothing restores the generators that nodes draw from")
+        else:
+            exact = Capability(
+                False, f"{self._ahead} reads ahead, and torchdata does not restore the generators that it draws from"
+            )
+        return dataclasses.replace(stated, exact_augmentations=exact)
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """Start under the epoch's stream, which also seeds the samplers' own generators."""
+        if self._opening is None:
+            return super().start(run, state)
+        key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
+        if state is None:
+            private.go_to_the_end(self.source)
+        _seed_generators(self._samplers, key)
+        with self._opening.under(key), private.not_restarting(self.source):
+            iterator = super().start(run, state)
+            if not self._ahead:
+                private.begin_samplers(self.source)
+        return iterator
+
+    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
+        """Read each batch under its stream, if it is read in this thread."""
+        return keyed(self._streams, run, iterator.__next__, self.seeds)

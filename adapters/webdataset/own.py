@@ -47,13 +47,16 @@ class OwnShards(NamedTuple):
 def own_shards(stage: Any) -> OwnShards | str:
     """What a list of shards of the user's own does, as tried on a copy; or why that is not known.
 
-    It has to show all its shards as a list, ``.urls``, and may show ``.weights``, one for each.
+    It has to show all its shards as a list, ``.urls``, and may show ``.weights``, one for each. Nothing is
+    tried of an empty list.
 
     Raises:
         UnsupportedSourceError: the weights are not numbers of 0 or more, one for each shard.
     """
     urls = getattr(stage, "urls", None)
-    if not isinstance(urls, list | tuple) or not urls or not all(isinstance(url, str) for url in urls):
+    if isinstance(urls, list | tuple) and not urls:
+        return OwnShards([], False, False, None)
+    if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
         return "it shows no list of its shards as .urls"
     weights = weights_of(stage, len(urls))
     copied = copy_apart(stage)

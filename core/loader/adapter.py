@@ -322,6 +322,11 @@ class Adapter(ABC):
         return "data"
 
     @property
+    def size_is_its_readers(self) -> bool:
+        """Whether only those who began an epoch know its size, and others who continue it do not."""
+        return False
+
+    @property
     def tail_in_use(self) -> Tail:
         """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
 
@@ -462,6 +467,11 @@ class Adapter(ABC):
         return self.rank_independent
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether the beginning of any epoch can be reached, without a detail and in any process."""
+        return self.can_seek
+
+    @property
     def jumps(self) -> bool:
         """Whether a session can be opened anywhere in an epoch without reading what is before."""
         return self.can_seek and self.stated_promises.constant_time_resume.holds
@@ -491,7 +501,8 @@ class Adapter(ABC):
         Args:
             here: the loader's place; its detail is empty unless `leads` is set.
             there: (epoch, position), before or after `here`.
-            seed, world: those of a session opened there.
+            seed: that of a session opened there.
+            world: likewise.
 
         Raises:
             StateError: only a state of the source can reach that place.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from .notebook import table
+
 __all__ = ["Capabilities", "Capability", "with_then"]
 
 
@@ -24,8 +26,13 @@ class Capability:
     def __bool__(self) -> bool:
         return self.holds
 
+    @property
+    def answer(self) -> str:
+        """One word: yes, no or believed."""
+        return "no" if not self.holds else "believed" if self.believed else "yes"
+
     def __str__(self) -> str:
-        return f"{'no' if not self.holds else 'believed' if self.believed else 'yes'}: {self.reason}"
+        return f"{self.answer}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,15 @@ class Capabilities:
 
     def __str__(self) -> str:
         return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: each promise, its answer and the reason."""
+        return table("What this loader promises", ("promise", "answer", "why"), self.rows())
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Of each promise its name, the answer (yes, no or believed) and the reason."""
+        answers = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, each.answer, each.reason) for name, each in answers]
 
 
 def with_then(exact: Capability, streams: bool) -> Capability:

@@ -23,6 +23,7 @@ from .bodies import RUNNING, Passes, check_epochs, tell_of_done
 from .capabilities import Capabilities
 from .course import Came, Course, Pass
 from .cursor import Phase, place_before
+from .notebook import table
 from .place import Place
 from .setting import Setting
 from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset, refuse_change
@@ -151,6 +152,19 @@ class Loader:
 
     def __repr__(self) -> str:
         return f"<midepoch {self._adapter.name} loader at epoch {self.epoch}, position {self.position}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: where it stands, and what it promises. Reads no data."""
+        world = self._setting.world()
+        try:
+            size = self._adapter.size(self._setting.seed(world), self.epoch, world)
+        except MidepochError:  # several ranks whose seed is not known
+            size = None
+        unit = "samples" if self.unit == "sample" else "batches"
+        of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
+        title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
+        ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
+        return table(title + ranks, ("promise", "answer", "why"), self.capabilities.rows())
 
     # --- how much there is ---
 
@@ -299,7 +313,7 @@ class Loader:
 
         Raises:
             ValueError: a number is negative, or the position is beyond the epoch's size.
-            StateError: the source can reach only the places of its own checkpoints.
+            StateError: the source can reach only the places of its own checkpoints, or only beginnings of epochs.
         """
         if position is None:
             position = self.position if epoch is None else 0
@@ -312,7 +326,8 @@ class Loader:
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._course.is_over and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
-        if not (self._adapter.can_seek or ends):
+        begins = not position and self._adapter.begins_anew
+        if not (self._adapter.can_seek or begins or ends):
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
             self._move(self._course.lead(epoch + 1, 0).before(size))

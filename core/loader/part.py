@@ -155,7 +155,7 @@ class Part:
         if (state["epoch"], state["position"]) == (epoch, 0):
             return state
         adapter = self.loader._adapter
-        if not adapter.can_seek and epoch != state["epoch"] + 1:
+        if not adapter.begins_anew and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         here = self._place_in(state)
         if here.over:

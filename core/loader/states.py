@@ -77,7 +77,7 @@ class States:
         else:
             adapter.refresh()  # the user may still change what the epoch's order comes from
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
-        if checked["size"] != size and not (place.over and size is None):
+        if checked["size"] != size and not (size is None and (place.over or adapter.size_is_its_readers)):
             by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
             if by == "data":
                 _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")

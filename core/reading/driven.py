@@ -24,7 +24,7 @@ from midepoch.samplers import Listed, ListedEpoch, length_of
 from midepoch.state.checksum import checksum_of
 
 from .indexed import as_list, draws_nothing, spans
-from .private import let_go
+from .private import is_place_holder, let_go
 
 __all__ = [
     "RAW",
@@ -51,7 +51,8 @@ def exposed_samplers(dataset: Any) -> dict[Path, Any]:
     found: dict[Path, Any] = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, Sampler):
-            found[(name,)] = value
+            if not is_place_holder(value):
+                found[(name,)] = value
             continue
         items: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, dict):

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from midepoch.copying import directly_held
 from midepoch.dividing import check_division
 from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -24,6 +23,7 @@ from midepoch.world import World
 from .driven import Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import keeps_nothing, unchanged
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
+from .trials import of_kept_workers, reads_a_loader
 from .workers import Server
 
 __all__ = ["IterableAdapter", "IterableLoaderAdapter"]
@@ -116,7 +116,11 @@ class IterableAdapter(Adapter):
 
     def _instead(self, gain: str) -> str:
         """What to pass in place of a source that reads a DataLoader."""
-        if "then=" in self._why or not _reads_a_loader(self._stream):
+        if "then=" in self._why:
+            return ""
+        if isinstance(self._stream, DataLoader):
+            return f"; {gain}, wrap a plain DataLoader, and pass what is done with its batches as then="
+        if not reads_a_loader(self._stream):
             return ""
         return f"; {gain}, wrap the DataLoader that it reads, and pass what is done with its batches as then="
 
@@ -329,11 +333,10 @@ class IterableAdapter(Adapter):
         if trial.differs:
             why = f"two passes under the same random numbers begin differently: {trial.differs}"
             self.found(why, order=True)
+            instead = of_kept_workers(self._stream)
             self._tell(
                 f"{why}; a resumed epoch would be another one, or be refused. Let its order and content follow from "
-                "the random generators or the epoch alone; a DataLoader inside that keeps its workers draws other "
-                "seeds in later passes: wrap that DataLoader itself, with what is done to its batches as then=, or "
-                "leave out persistent_workers"
+                f"the random generators or the epoch alone, and draw in the thread that iterates{instead}"
             )
 
     def _tell(self, what: str) -> None:
@@ -359,11 +362,6 @@ class IterableAdapter(Adapter):
 
 def _told(draws: tuple[int, ...]) -> str:
     return f"draws={','.join(map(str, draws))}"
-
-
-def _reads_a_loader(source: Any) -> bool:
-    """Whether a DataLoader is in an attribute of an object, or in a variable that a function uses."""
-    return any(isinstance(each, DataLoader) for each in directly_held(source).values())
 
 
 def _nothing() -> None:

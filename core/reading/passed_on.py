@@ -49,6 +49,11 @@ class PassedOnAdapter(Adapter):
         """As of what is inside."""
         return self._way.can_seek
 
+    @property
+    def begins_anew(self) -> bool:
+        """As of what is inside."""
+        return self._way.begins_anew
+
     def refresh(self) -> None:
         """Follow a dataset that has changed between epochs."""
         self._way.refresh()

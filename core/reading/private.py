@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from typing_extensions import TypeIs
 
 from midepoch.errors import UnsupportedSourceError
@@ -26,6 +26,7 @@ __all__ = [
     "end_when_collected",
     "gives_its_own",
     "is_iterator",
+    "is_place_holder",
     "iterates_as_torch",
     "iterates_with",
     "keep_iterator",
@@ -55,6 +56,14 @@ _check("_BaseDataLoaderIter", isinstance(_Iterator, type))
 _WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
 _check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
+
+
+_PlaceHolder: Any = getattr(torch.utils.data.dataloader, "_InfiniteConstantSampler", ())
+
+
+def is_place_holder(sampler: object) -> bool:
+    """Whether it is what a DataLoader over a stream has in place of a sampler."""
+    return isinstance(sampler.sampler if type(sampler) is BatchSampler else sampler, _PlaceHolder)
 
 
 def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:

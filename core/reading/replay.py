@@ -20,7 +20,16 @@ from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
-from .trials import Beginning, Trial, passes_differ, reading_threads, standing, undisturbed, used_differs
+from .trials import (
+    Beginning,
+    Trial,
+    of_kept_workers,
+    passes_differ,
+    reading_threads,
+    standing,
+    undisturbed,
+    used_differs,
+)
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
 
@@ -362,6 +371,7 @@ class ReplayReader:
                         f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
                         f"{request.epoch} differs from what was consumed before the save; make it depend on midepoch's "
                         "streams or a seed alone, and if it divides its data by rank or worker itself, pass shard=False"
+                        f"{of_kept_workers(self.dataset)}"
                     )
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
@@ -386,12 +396,14 @@ class ReplayReader:
         if ended and reached < request.size:
             raise SourceError(
                 f"the source ended after {reached} units, but its len() is {request.size}: if it divides its data by "
-                "rank or worker itself, pass shard=False; otherwise correct its __len__"
+                "rank or worker itself, pass shard=False; otherwise wrap a function that reads it, as in "
+                "midepoch.wrap(lambda: iter(loader)), or correct its __len__ if that is your own"
             )
         if reached == request.size and self._units(1):
             raise SourceError(
-                f"the source has more than the {request.size} units that its len() states: correct its __len__, or "
-                "wrap a generator function that reads it"
+                f"the source has more than the {request.size} units that its len() states: wrap a function that reads "
+                f"so many, as in midepoch.wrap(lambda: itertools.islice(loader, {request.size})), or all of them, as "
+                "in midepoch.wrap(lambda: iter(loader)); if its __len__ is your own, you may correct that"
             )
 
     def _own_part(self, request: ReplayRequest, begin: int, units: list[Any]) -> list[Any]:

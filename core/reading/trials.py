@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from midepoch.copying import Apart, private_copy
+from midepoch.copying import Apart, directly_held, private_copy
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.checksum import checksum_of
@@ -30,7 +30,8 @@ from midepoch.state.witness import Look, is_inert, look_at
 from .private import let_go
 
 __all__ = [
-    "Beginning", "Trial", "passes_differ", "reading_threads", "standing", "started_threads",
+    "Beginning", "Trial", "of_kept_workers", "passes_differ", "reading_threads", "reads_a_loader", "standing",
+    "started_threads",
     "undisturbed", "used_differs",
 ]  # fmt: skip
 
@@ -182,6 +183,24 @@ def undisturbed(batch: Any, read: Callable[[], _Read]) -> tuple[Any, _Read]:
     if kept is not None and look_at(kept).differing(look_at(batch)):
         batch = kept
     return batch, result
+
+
+# --- DataLoaders inside -----------------------------------------------------------------------------------------------
+
+
+def reads_a_loader(source: Any) -> bool:
+    """Whether it holds a DataLoader, or is a function that uses one."""
+    return any(isinstance(each, DataLoader) for each in directly_held(source).values())
+
+
+def of_kept_workers(source: Any) -> str:
+    """What to write in place of a source that reads a DataLoader, whose workers may be kept; empty for others."""
+    if not reads_a_loader(source):
+        return ""
+    return (
+        "; a DataLoader inside that keeps its workers draws other seeds in later passes: wrap that DataLoader itself, "
+        "with what is done to its batches as then=, or leave out persistent_workers"
+    )
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from midepoch.loader.notebook import table
+
 __all__ = [
     "HOLDS",
     "InapplicableError",
@@ -144,6 +146,17 @@ class Report:
             if verdict.error is not None:
                 lines.append(str(verdict.error))
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the laws in a table, each with its reason, and what was expected and got of a broken one."""
+        rows = [
+            (each.law, each.status, "" if each.error is None else each.error.place,
+             each.reason if each.error is None else str(each.error), f"{each.seconds:.2f}")
+            for each in (*self.trials, *self.verdicts)
+        ]  # fmt: skip
+        broken = len(self.failures)
+        title = f"{broken} of {len(rows)} laws and trials are broken" if broken else "every law that applies holds"
+        return table(title, ("law", "verdict", "where", "", "seconds"), rows)
 
 
 HOLDS = Outcome("holds")

@@ -1,0 +1,170 @@
+"""Sources that are elastic by themselves, and stay so: Grain's ElasticIterator, LitData's StreamingDataLoader."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from midepoch.adapters.stateful import private
+from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
+from midepoch.errors import MidepochWarning, UnsupportedSourceError
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order import MAXIMUM_SIZE
+from midepoch.state.parts import parts_in
+from midepoch.world import Share, Tail, World
+
+__all__ = ["ElasticGrainAdapter", "LitDataAdapter"]
+
+
+class ElasticGrainAdapter(Adapter):
+    """Grain's ElasticIterator. Its state is a position: the number of samples that all ranks have received."""
+
+    name: ClassVar[str] = "grain-elastic"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._global_batch, self._shard, samples = private.elastic_parts(source)
+        self.batch_size, self.drop_last = self._global_batch // self._shard[1], True
+        self._size = None if samples > MAXIMUM_SIZE else samples  # one that repeats itself for ever has no end
+        if options.shard:
+            raise UnsupportedSourceError("shard=True: an ElasticIterator divides its data itself; leave shard out")
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """An ElasticIterator."""
+        return is_of("grain", source) and type(source).__name__ == "ElasticIterator"
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Samples; None if it repeats itself for ever."""
+        return self._size
+
+    @property
+    def tail_in_use(self) -> Tail:
+        """Grain leaves out a last global batch that is not full."""
+        return "drop"
+
+    def describe(self) -> dict[str, str]:
+        """The transformations and the amount of data, as far as they can be determined."""
+        text = private.grain_steps(self.source)
+        return {"order": "Grain's own", "data": f"{zlib.crc32(text.encode()):08x}"}
+
+    def capabilities(self) -> Capabilities:
+        """As elastic as Grain."""
+        place = Capability(True, "Grain goes to any sample, and shares what follows among any number of shards")
+        return Capabilities(
+            exact_order=Capability(True, "Grain's order is a function of the sample's number"),
+            exact_augmentations=NOT_RESTORED,
+            constant_time_resume=place,
+            elastic_world=place,
+            elastic_workers=place,
+            rank_independent=promises.ONE_STATE,
+        )
+
+    def open(self, run: Run) -> Session:
+        """Grain's own iterator from the position on."""
+        shard, world = self._shard, run.world
+        if self.options.shard is None and shard != (world.rank, world.world_size):
+            raise UnsupportedSourceError(
+                f"the ElasticIterator has ShardOptions(shard_index={shard[0]}, shard_count={shard[1]}), but this is "
+                f"rank {world.rank} of {world.world_size}: make it with ShardOptions(shard_index={world.rank}, "
+                f"shard_count={world.world_size}), or pass shard=False if the ranks are meant to read these shards"
+            )
+        return _ElasticSession(self.source, run)
+
+
+class _ElasticSession(Session):
+    def __init__(self, source: Any, run: Run) -> None:
+        self._source, self._run = source, run
+        self._left = None if run.share is None else run.share.steps
+        self._iterator: Iterator[Any] | None = None
+
+    def take(self) -> Any:
+        """The next batch."""
+        if self._left == 0:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = private.elastic_iterator(self._source, self._run.position)
+        batch = next(self._iterator)
+        if self._left is not None:
+            self._left -= 1
+        return batch
+
+
+class LitDataAdapter(StatefulAdapter):
+    """LitData's StreamingDataLoader. One rank's state continues the epoch on any number of ranks and workers.
+
+    The length is unknown for the rest of an epoch that another number of ranks or workers, or another batch size, has
+    begun.
+    """
+
+    name: ClassVar[str] = "litdata"
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A StreamingDataLoader over one StreamingDataset. Combined datasets are not elastic."""
+        return is_of("litdata", source) and type(getattr(source, "dataset", None)).__name__ == "StreamingDataset"
+
+    def describe(self) -> dict[str, str]:
+        """The kind of source, and its chunks with the numbers of their samples; not what follows from the ranks."""
+        samples, chunks = private.litdata_chunks(self.source)
+        data = f"{samples} samples:{zlib.crc32(chunks.encode()):08x}"
+        return {"source": super().describe()["source"], "data": data}
+
+    def capabilities(self) -> Capabilities:
+        """As elastic as LitData."""
+        own = Capability(True, "LitData divides what is left among them: exact where their global batch divides it")
+        return dataclasses.replace(
+            super().capabilities(),
+            elastic_world=own,
+            elastic_workers=own,
+            rank_independent=Capability(False, "each rank asks its own source; any one rank's state will do for all"),
+        )
+
+    def part(self, detail: str, saved_world_size: int, world: World) -> str:
+        """Any rank's part: they are equal."""
+        return next(iter(parts_in(detail).values()))
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Batches of all ranks; None if others have begun the epoch."""
+        if self._was_begun_by_others(detail, world):
+            return None
+        return super().size(seed, epoch, world, detail)
+
+    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
+        """None if others have begun the epoch."""
+        return None if self._was_begun_by_others(detail, world) else super().share(seed, epoch, position, world, detail)
+
+    @property
+    def size_is_its_readers(self) -> bool:
+        """Others know no length for the rest of an epoch."""
+        return True
+
+    def _was_begun_by_others(self, detail: str, world: World) -> bool:
+        if not detail or detail.startswith("ended:"):
+            return False
+        return private.litdata_begun_by_others(self.state_in(detail), self.source, world.world_size)
+
+    def open(self, run: Run) -> Session:
+        """Its own iterator, if it takes this process for the same rank."""
+        rank = private.litdata_rank(self.source)
+        if self.options.shard is None and rank != (run.world.rank, run.world.world_size):
+            raise UnsupportedSourceError(
+                f"LitData takes this process for rank {rank[0]} of {rank[1]}, and midepoch for rank {run.world.rank} "
+                f"of {run.world.world_size}: initialize torch.distributed before the StreamingDataset is made, or pass "
+                "shard=False if the ranks are meant to read the same"
+            )
+        if run.position and self._was_begun_by_others(run.detail, run.world):
+            again = private.litdata_repeats(self.state_in(run.detail), self.source, run.world.world_size)
+            if again and run.world.rank == 0:
+                warnings.warn(
+                    f"LitData goes on at a multiple of its new global batch: the last {again} samples that were "
+                    "read come again. A global batch that divides what was read repeats none",
+                    MidepochWarning,
+                    stacklevel=5,
+                )
+        return super().open(run)

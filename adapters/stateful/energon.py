@@ -1,0 +1,136 @@
+"""Megatron-Energon: ``save_state_rank`` and ``restore_state_rank`` behind the two calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
+from midepoch.errors import MidepochWarning, StateCorruptError, StateError
+from midepoch.loader.adapter import Options, Run
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.reading.workers import workers_outlive_signals
+from midepoch.state.codec import encode
+from midepoch.world import World
+
+__all__ = ["EnergonAdapter"]
+
+_PACKAGE = "megatron.energon"
+_MAKE_ANOTHER = (
+    "a Megatron-Energon loader that was read cannot go elsewhere: make another one, and load this state into it"
+)
+_KIND = "energon"  # the key under which a plain state has the class of a part
+
+
+class EnergonAdapter(StatefulAdapter):
+    """What `megatron.energon.get_savable_loader` returns. A training loader's pass does not end."""
+
+    name: ClassVar[str] = "energon"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self._resumed = False
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """A SavableDataLoader."""
+        return is_of(_PACKAGE, source) and hasattr(source, "save_state_rank") and hasattr(source, "restore_state_rank")
+
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Unknown: its len() is that of one round through the data, of which a training loader makes many."""
+        return None
+
+    def describe(self) -> dict[str, str]:
+        """The kind of loader and its workers, whose states are restored one by one."""
+        kind = f"{type(self.source).__module__}.{type(self.source).__qualname__}"
+        return {"source": kind, "num_workers": str(self.source.num_workers)}
+
+    def capabilities(self) -> Capabilities:
+        """What Energon restores: in worker processes, the global generators too."""
+        told = super().capabilities()
+        exact = Capability(True, "Energon's state holds the generators of its worker processes")
+        if not self.source.num_workers:
+            exact = Capability(False, "without worker processes, Energon does not restore the global generators")
+        return dataclasses.replace(
+            told,
+            exact_augmentations=exact,
+            elastic_world=Capability(False, "Energon's own rule: `energon checkpoint redist` makes states for others"),
+        )
+
+    @property
+    def elsewhere(self) -> str:
+        """Energon's own rule for other worlds."""
+        return (
+            ", or save Energon's own states (loader.source.save_state_global), and redistribute them with `energon "
+            "checkpoint redist --new-world-size`"
+        )
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """Energon's own iterator, after its state is restored."""
+        before = self._used
+        if state is not None:
+            self.restore(state)
+        elif before and run.epoch == 0:
+            raise StateError(_MAKE_ANOTHER)
+        self._used = True
+        if before and self._resumed and self.source.num_workers > 1:
+            self._resumed = False
+            why = "after a resume, Energon begins later passes with another of its worker processes"
+            self.found(why, order=True)
+            warnings.warn(
+                f"{why}: epoch {run.epoch} has its samples in another order than an uninterrupted run's; read one "
+                "endless pass, as a training loader gives it, or use one worker process",
+                MidepochWarning,
+                stacklevel=6,
+            )
+        with workers_outlive_signals(self.source):
+            return cast(Iterator[Any], iter(self.source))
+
+    def restore(self, state: Any) -> None:
+        """Restore a state, unless the loader stands there."""
+        used, self._used = self._used, True
+        if not used:
+            self._resumed = True
+            self.source.restore_state_rank(_restored(state))
+        elif encode(_plain(self.source.save_state_rank())) != encode(state):
+            raise StateError(_MAKE_ANOTHER)
+
+    def current(self, iterator: Iterator[Any]) -> Any:
+        """Energon's state of this rank."""
+        return _plain(self.source.save_state_rank())
+
+
+def _plain(value: Any) -> Any:
+    """A state as built-in types: objects of Energon's classes become dicts with the name of the class."""
+    kind = type(value)
+    if isinstance(value, dict):
+        items = [[key, _plain(each)] for key, each in value.items()]
+        return {_KIND: "" if kind is dict else f"{kind.__module__}:{kind.__qualname__}", "items": items}
+    if dataclasses.is_dataclass(value):
+        held = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {_KIND: f"{kind.__module__}:{kind.__qualname__}", "fields": held}
+    if isinstance(value, list | tuple):
+        return kind(map(_plain, value)) if kind in (list, tuple) else value
+    return value
+
+
+def _restored(value: Any) -> Any:
+    """The opposite of `_plain`. Makes objects of Energon's own data classes only."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_restored, value))
+    if not isinstance(value, dict):
+        return value
+    kind: Any = dict
+    if value.get(_KIND):
+        module, _, name = str(value[_KIND]).partition(":")
+        if not f"{module}.".startswith(f"{_PACKAGE}.") or not name.isidentifier():
+            raise StateCorruptError(f"{value[_KIND]!r:.80} is no part of Energon's states: use an undamaged state")
+        kind = getattr(importlib.import_module(module), name)
+        if not isinstance(kind, type) or not (dataclasses.is_dataclass(kind) or issubclass(kind, dict)):
+            raise StateCorruptError(f"{value[_KIND]!r:.80} is no part of Energon's states: use an undamaged state")
+    if "fields" in value:
+        return kind(**{name: _restored(each) for name, each in value["fields"].items()})
+    return kind((key, _restored(each)) for key, each in value["items"])

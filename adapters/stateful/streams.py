@@ -1,0 +1,141 @@
+"""DataLoaders over IterableDatasets that keep a state of their own, in this process or in worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from midepoch.adapters.stateful import private
+from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of
+from midepoch.adapters.stateful.keyed import keyed
+from midepoch.copying import stateful_copy
+from midepoch.loader.adapter import Adapter, Options, Run
+from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.order.keys import derive_key
+from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.carried import CarriedAdapter
+from midepoch.reading.driven import RAW, exposed_samplers
+from midepoch.reading.private import iterates_as_torch
+
+__all__ = ["StreamAdapter", "WorkersAdapter"]
+
+
+def _carries(source: Any) -> bool:
+    """Whether a DataLoader's dataset is a stream that says its state and loads one, without further arguments."""
+    if not iterates_as_torch(source) or not isinstance(source.dataset, IterableDataset):
+        return False
+    dataset: Any = source.dataset
+    if not has_state(dataset) or hasattr(type(dataset), RAW) or is_of("datasets", dataset) or exposed_samplers(dataset):
+        return False  # read by its samplers; or its state lacks what it holds back
+    try:
+        inspect.signature(dataset.state_dict).bind()
+        inspect.signature(dataset.load_state_dict).bind({})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class StreamAdapter(StatefulAdapter):
+    """A DataLoader without worker processes: its dataset's state is asked for when somebody asks."""
+
+    name: ClassVar[str] = "stateful-stream"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        self.opening = None  # see `start`
+        self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self._ended = False  # shown by a last batch that was not full; the state may then be that of a new pass
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """Without workers."""
+        return isinstance(source, DataLoader) and not source.num_workers and _carries(source)
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter | None:
+        """None where midepoch is to share the stream."""
+        return None if options.shard or (options.known_ranks > 1 and options.shard is None) else cls(source, options)
+
+    def drawing(self) -> tuple[object, ...]:
+        """What the DataLoader calls."""
+        return self.source.dataset, self.source.collate_fn
+
+    def capabilities(self) -> Capabilities:
+        """As the dataset's state, and what is drawn is the batch's."""
+        exact = Capability(True, "numbers drawn while a batch is read are the batch's: exact on the same split")
+        if self._streams is None:
+            exact = Capability(False, "randomness='none': nothing restores the generators that samples draw from")
+        return dataclasses.replace(super().capabilities(), exact_augmentations=exact)
+
+    def start(self, run: Run, state: Any) -> Iterator[Any]:
+        """The dataset's own iterator, after its state is loaded, in batches."""
+        dataset = self.source.dataset
+        if not self._used:
+            self._first_state = dataset.state_dict(), False
+        elif state is None and run.epoch == 0:
+            state = self._first_state
+        self._used, self._ended = True, False
+        if state is not None:
+            own, self._ended = state
+            dataset.load_state_dict(own)
+            if self._ended and run.position:
+                return iter(())
+        self._ended = False
+        if self._beginning is None:
+            return self._batches(iter(dataset))
+        with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+            return self._batches(iter(dataset))
+
+    def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
+        source = self.source
+        if source.batch_size is None:
+            yield from map(source.collate_fn, samples)
+            return
+        while units := list(itertools.islice(samples, source.batch_size)):
+            self._ended = len(units) < source.batch_size
+            if self._ended and source.drop_last:
+                return
+            yield source.collate_fn(units)
+
+    def restore(self, state: Any) -> None:
+        """Load a state from which the next epoch begins, and read nothing."""
+        if not self._used:
+            self._first_state = self.source.dataset.state_dict(), False
+        self._used = True
+        self.source.dataset.load_state_dict(state[0])
+
+    def current(self, iterator: Iterator[Any]) -> Any:
+        """The dataset's state, and whether it has ended."""
+        return self.source.dataset.state_dict(), self._ended
+
+    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
+        """Read each batch under its stream."""
+        return keyed(self._streams, run, iterator.__next__, self.seeds)
+
+    def _copied(self, source: Any) -> tuple[Any, str]:
+        return stateful_copy(source, private.shared_kinds())
+
+
+class WorkersAdapter(CarriedAdapter):
+    """A DataLoader with worker processes, each of which has a stream of its own."""
+
+    name: ClassVar[str] = "stateful-workers"
+
+    @classmethod
+    def recognises(cls, source: object) -> bool:
+        """With workers."""
+        return isinstance(source, DataLoader) and source.num_workers > 0 and _carries(source)
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter | None:
+        """None where midepoch is to share the stream, where nobody said who divides it, or where workers stay."""
+        if source.persistent_workers:
+            return None
+        alone = source.num_workers == 1 and options.known_ranks == 1
+        return cls(source, options) if options.shard is False or (options.shard is None and alone) else None

@@ -1,0 +1,24 @@
+"""Tables for notebooks, which show what an object's ``_repr_html_`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+__all__ = ["table"]
+
+_STYLE = "text-align: left; vertical-align: top; white-space: pre-wrap"
+
+
+def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """An HTML table. Every text is escaped, so none of a user's can be anything but text.
+
+    Args:
+        title: above the table.
+        headings: of the columns.
+        rows: as many texts each as there are headings.
+    """
+    head = "".join(f'<th style="{_STYLE}">{escape(heading)}</th>' for heading in headings)
+    lines = ("".join(f'<td style="{_STYLE}">{escape(text)}</td>' for text in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<div><b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

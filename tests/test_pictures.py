@@ -1,0 +1,63 @@
+"""The pictures of the documentation are what docs/pictures.py draws, and what it draws is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import xml.etree.ElementTree
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_what_is_stored_is_what_is_drawn(pictures: ModuleType) -> None:
+    stored = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    drawn = {name: str(draw()) for name, draw in pictures.PICTURES.items()}
+    assert stored.keys() == drawn.keys()
+    for name in drawn:
+        assert stored[name] == drawn[name], f"{name}.svg is old: run python docs/pictures.py"
+        xml.etree.ElementTree.fromstring(drawn[name])
+
+
+def test_every_picture_is_shown(pictures: ModuleType) -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    for name in pictures.PICTURES:
+        shown = re.search(rf"!\[[^\]]{{20,}}\]\(pictures/{name}\.svg\)", pages)
+        assert shown, f"no page shows {name}.svg, with words for those who cannot see it"
+
+
+def test_ranks_take_contiguous_blocks_of_each_global_batch(pictures: ModuleType) -> None:
+    """Worked out by hand for 24 samples in batches of 3: two ranks, two steps, then three ranks."""
+    order, before, after, state = pictures.cut()
+    assert sorted(order) == list(range(24))
+    assert before == [[order[0:3], order[6:9]], [order[3:6], order[9:12]]]
+    assert after == [[order[12:15], order[21:22]], [order[15:18], order[22:23]], [order[18:21], order[23:24]]]
+    assert (state["epoch"], state["position"]) == (0, 12)
+    given = Counter(sample for ranks in (before, after) for rank in ranks for batch in rank for sample in batch)
+    assert given == Counter(range(24))
+
+
+def test_every_key_of_a_state_is_explained(pictures: ModuleType) -> None:
+    assert list(pictures.MEANINGS) == list(pictures.cut()[3])
+
+
+def test_rooms_stand_above_what_they_import(pictures: ModuleType) -> None:
+    holds, arrows = pictures.rooms()
+    levels = pictures.floors(arrows)
+    floor = {room: number for number, level in enumerate(levels) for room in level}
+    assert floor.keys() == holds.keys() and len(arrows) > 20
+    assert all(floor[upper] < floor[lower] for upper, lower in arrows)
+    assert pictures.floors([("a", "b"), ("b", "c"), ("a", "c")]) == [["a"], ["b"], ["c"]]
