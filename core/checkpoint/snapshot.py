@@ -277,7 +277,6 @@ class Snapshot:
         if not self._was_loaded:
             self._load()
         resumed: Bodies | None = self._resumed or Bodies()
-        self._resumed = None
         epoch = self._epoch if self._epoch is not None else resumed and resumed.epoch
         if epoch is None:
             epoch = next((loader.epoch for loader in self._loaders().values()), 0)
@@ -286,6 +285,7 @@ class Snapshot:
         try:
             while epoch < n:
                 self._begin_body(epoch, resumed)
+                self._resumed = None  # not before: a later loop goes on there if this one runs nothing
                 yield epoch
                 epoch, resumed = epoch + 1, None
                 self._end_body(epoch)

@@ -274,7 +274,9 @@ class Passes:
     @property
     def _was_left(self) -> bool:
         cursor = self.cursor
-        return cursor is not None and cursor.phase in (Phase.RUNNING, Phase.GIVEN) and not cursor.in_use
+        if cursor is None or cursor.phase is Phase.EXHAUSTED:
+            return False
+        return cursor.phase is Phase.CLOSED or not cursor.in_use  # who leaves may have closed the loader first
 
     @property
     def _is_behind(self) -> bool:
