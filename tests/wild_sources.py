@@ -532,7 +532,7 @@ class InTurn(Around):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self.works = itertools.cycle([torch.clone, torch.clone, torch.clone, torch.neg])
+        self.works: Iterator[Any] = itertools.cycle([torch.clone, torch.clone, torch.clone, torch.neg])
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
