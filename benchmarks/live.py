@@ -1,6 +1,6 @@
 """What failures cost a job that starts again, one whose ranks leave and join, and one under torchft's own sampler.
 
-Run ``python benchmarks/live.py --seeds 3``. Prints a Markdown table. Three groups of one process train on an epoch, on
+Run ``python benchmarks/live.py``. Prints a Markdown table. Three groups of one process train on an epoch, on
 CPUs, with gloo. Each failure kills one of them, at moments that a seed draws, the same for all three ways:
 
 * **restarts**: all processes end when one dies, and start again from the last checkpoint, as under torchrun;
@@ -267,10 +267,10 @@ def said(folder: Path, group: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--size", type=int, default=24000, help="samples of the epoch")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--size", type=int, default=15000, help="samples of the epoch")
     parser.add_argument("--pause", type=float, default=0.04, help="seconds of a step's computation")
-    parser.add_argument("--compressed", type=float, default=400.0, help="by how much time is compressed")
+    parser.add_argument("--compressed", type=float, default=800.0, help="by how much time is compressed")
     given = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {}
     for seed in range(given.seeds + 1):

@@ -247,7 +247,7 @@ def undisturbed(name: str, folder: Path) -> list[Any]:
 
 LONG = {
     "read_ahead_one_after_the_other", "accumulated_and_read_ahead", "by_turns", "evaluated_on_what_it_trains_on",
-    "a_limit_and_a_chain",
+    "a_limit_and_a_chain", "read_ahead_in_a_thread",
 }  # fmt: skip
 
 
@@ -501,6 +501,58 @@ def test_a_snapshot_after_an_exception_goes_on_behind_its_batch(where: str, tmp_
             log("second", epoch, batch)
     whole = {"first": epochs_of(shuffled(1), 0, 2), "second": epochs_of(shuffled(2), 0, 2)}
     assert log.lines == [[each, epoch, batch] for epoch in range(2) for each in whole for batch in whole[each][epoch]]
+
+
+def test_a_loop_that_runs_nothing_leaves_the_epoch_to_the_next_one(tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
+
+    def train(limit: int | None = None) -> list[Any]:
+        loader, log = shuffled(), bodies.Log()
+        log.limit = limit
+        snapshot = Snapshot(path, every=2, signals=(), data=loader, log=log)
+
+        def kill() -> None:
+            raise KilledError
+
+        log.kill = kill
+        with contextlib.suppress(KilledError):
+            for phase in (1, 2, 3):  # a resumed run asks for the phases that are done, too
+                for _ in snapshot.epochs(phase):
+                    for batch in loader:
+                        log(batch)
+                        snapshot.step()
+        return log.lines
+
+    train(limit=10)  # in the second phase
+    assert train() == [[batch] for epoch in whole for batch in epoch]
+
+
+@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
+def test_a_snapshot_on_the_way_out_of_a_signal_goes_on_with_the_epoch(where: str, step: int, tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 2)
+    loader, log = shuffled(), bodies.Log()
+    snapshot = Snapshot(path, data=loader, log=log)
+    try:
+        for epoch in snapshot.epochs(2):
+            try:
+                for batch in loader:
+                    log(epoch, batch)
+                    if len(log.lines) == step:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    snapshot.step()
+            finally:
+                if where == "in the body":
+                    snapshot.save()
+    except SystemExit:
+        if where == "behind the loop":
+            snapshot.save()
+    snapshot.close()
+    loader, log = shuffled(), bodies.Log()
+    for epoch in Snapshot(path, signals=(), data=loader, log=log).epochs(2):
+        for batch in loader:
+            log(epoch, batch)
+    assert log.lines == [[epoch, batch] for epoch in range(2) for batch in whole[epoch]]
 
 
 def test_a_cycle_that_began_anew_in_the_body_goes_on_in_the_next_one(tmp_path: Path) -> None:
