@@ -1,6 +1,6 @@
 """What failures cost a job that starts again, one whose ranks leave and join, and one under torchft's own sampler.
 
-Run ``python benchmarks/live.py --seeds 3``. Prints a Markdown table. Three groups of one process train on an epoch, on
+Run ``python benchmarks/live.py``. Prints a Markdown table. Three groups of one process train on an epoch, on
 CPUs, with gloo. Each failure kills one of them, at moments that a seed draws, the same for all three ways:
 
 * **restarts**: all processes end when one dies, and start again from the last checkpoint, as under torchrun;
@@ -16,6 +16,7 @@ and between checkpoints are those of a large job, compressed alike. The model is
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -175,19 +176,35 @@ def step(job: Job, manager: Any, counts: torch.Tensor, gradient: torch.Tensor) -
 
 @dataclass
 class Outcome:
-    """What became of a run: seconds from the first step to the last, samples trained on, lost, trained on again."""
+    """What became of a run.
+
+    Attributes:
+        seconds: from the first step to the last.
+        step: the median of a step's seconds, which is that of most steps where a failure is rare.
+        trained, lost, repeated: samples.
+    """
 
     way: str
     seed: int
     failures: int
     seconds: float
+    step: float
     trained: int
     lost: int
     repeated: int
 
     @property
     def rate(self) -> float:
+        """Samples a second."""
         return self.trained / self.seconds
+
+    @property
+    def share(self) -> float:
+        """Of the samples that all groups would have trained on with steps of this length, and nothing between them.
+
+        A machine that is slower in one run than in another makes both slower alike.
+        """
+        return self.rate * self.step / (GROUPS * BATCH)
 
 
 def run(way: str, seed: int, size: int, pause: float, compressed: float, failures: bool) -> Outcome:
@@ -233,10 +250,12 @@ def run(way: str, seed: int, size: int, pause: float, compressed: float, failure
                         program_of.wait()
                         due[group] = time.monotonic() + START / compressed
             time.sleep(0.01)
-        times = [float(line.split()[0]) for log in folder.glob("log-*") for line in log.read_text().splitlines()]
+        logs = [[float(line.split()[0]) for line in log.read_text().splitlines()] for log in folder.glob("log-*")]
+        took = statistics.median(after - before for log in logs for before, after in itertools.pairwise(log))
+        times = [when for log in logs for when in log]
         counts = max((torch.load(path) for path in folder.glob("counts-*")), key=lambda each: float(each.sum()))
         return Outcome(
-            way, seed, struck, max(times) - min(times), int((counts > 0).sum()), int((counts == 0).sum()),
+            way, seed, struck, max(times) - min(times), took, int((counts > 0).sum()), int((counts == 0).sum()),
             int((counts > 1).sum()),
         )  # fmt: skip
 
@@ -248,25 +267,27 @@ def said(folder: Path, group: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--size", type=int, default=24000, help="samples of the epoch")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--size", type=int, default=15000, help="samples of the epoch")
     parser.add_argument("--pause", type=float, default=0.04, help="seconds of a step's computation")
-    parser.add_argument("--compressed", type=float, default=400.0, help="by how much time is compressed")
+    parser.add_argument("--compressed", type=float, default=800.0, help="by how much time is compressed")
     given = parser.parse_args()
     outcomes: dict[str, list[Outcome]] = {}
     for seed in range(given.seeds + 1):
         for way in WAYS:
             outcome = run(way, seed, given.size, given.pause, given.compressed, failures=seed > 0)
             outcomes.setdefault(way, []).append(outcome)
-            print(outcome, f"{outcome.rate:.1f} a second", file=sys.stderr, flush=True)
-    print(f"| way | samples a second, undisturbed | with failures | of undisturbed | failures | lost of {given.size:,} "
-          "| trained on again |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|")
+            print(outcome, f"{outcome.rate:.1f} a second, share {outcome.share:.3f}", file=sys.stderr, flush=True)
+    columns: dict[str, Callable[[Outcome], str]] = {
+        "failures": lambda o: str(o.failures), "samples a second": lambda o: f"{o.rate:.0f}",
+        "ms of a step": lambda o: f"{o.step * 1000:.0f}", "share": lambda o: f"{o.share:.1%}",
+        f"lost of {given.size:,}": lambda o: str(o.lost), "trained on again": lambda o: str(o.repeated),
+    }  # fmt: skip
+    print(f"| way | share, undisturbed | {' | '.join(columns)} |")
+    print("|---|---|" + "---|" * len(columns))
     for way, (base, *others) in outcomes.items():
-        rate = statistics.mean(each.rate for each in others)
-        columns: list[Callable[[Outcome], int]] = [lambda o: o.failures, lambda o: o.lost, lambda o: o.repeated]
-        rest = [", ".join(str(column(each)) for each in others) for column in columns]
-        print(f"| {way} | {base.rate:.0f} | {rate:.0f} | {rate / base.rate:.0%} | {' | '.join(rest)} |")
+        cells = [", ".join(column(each) for each in others) for column in columns.values()]
+        print(f"| {way} | {base.share:.1%} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

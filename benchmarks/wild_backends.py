@@ -354,6 +354,11 @@ def ffcv_labels(batch: Any) -> list[int]:
     return list(ffcv_sources.identify(batch))
 
 
+def tested(tests: str, package: str) -> Row:
+    """A row of tests of the repository, which drive a trainer."""
+    return Row(lambda: None, (package,), identify=None, tests=tests)
+
+
 WEBDATASET, STREAMED = ("webdataset",), functools.partial(shards, True)
 
 BACKENDS: dict[str, Row] = {
@@ -422,4 +427,9 @@ BACKENDS: dict[str, Row] = {
     "DALI jax data_iterator": Row(dali_jax, ("jax", "nvidia-dali-cuda120"), identify=None),
     "DALI ndd reader, in an object": Row(dali_dynamic, ("nvidia-dali-cuda120",), drawn=True),
     "FFCV Loader": Row(ffcv, ("ffcv",), identify=ffcv_labels),
+    "Grain's assert_equal_output_after_checkpoint": tested(
+        "tests/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
+    ),
+    "ignite Engine": tested("tests/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "Lightning with ExactResume": tested("tests/test_lightning.py::test_every_batch", "lightning"),
 }

@@ -43,6 +43,7 @@ class Row(NamedTuple):
         batches: of one pass, if it does not end.
         in_order: the bare loader gives the same order.
         drawn: which samples an epoch has follows from random numbers.
+        tests: tests of the repository that run it, in place of a source.
     """
 
     make: Callable[[], Any]
@@ -52,6 +53,7 @@ class Row(NamedTuple):
     batches: int | None = None
     in_order: bool = False
     drawn: bool = False
+    tests: str = ""
 
 
 def loader(kind: Any = DataLoader, **keywords: Any) -> Any:

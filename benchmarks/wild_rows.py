@@ -211,7 +211,8 @@ def nodes() -> Any:
     from torchdata import nodes as blocks
 
     source = blocks.SamplerWrapper(RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1)))
-    return blocks.Loader(blocks.Batcher(blocks.Mapper(source, lambda index: torch.tensor([float(index)])), BATCH))
+    numbers = blocks.Mapper(source, lambda index: torch.tensor([float(index)]))
+    return blocks.Loader(blocks.Mapper(blocks.Batcher(numbers, BATCH, drop_last=False), torch.stack))
 
 
 def own(name: str) -> Any:

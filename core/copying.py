@@ -23,8 +23,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 __all__ = [
-    "LARGEST_COPY", "Apart", "copy_apart", "copy_with", "directly_held", "private_copy", "shared_modules",
-    "stateful_copy",
+    "LARGEST_COPY", "Apart", "copy_apart", "copy_with", "directly_held", "private_copy", "reached",
+    "shared_modules", "stateful_copy", "what_code_shares",
 ]  # fmt: skip
 
 LARGEST_COPY = 64 << 20
@@ -105,6 +105,29 @@ def shared_modules(value: Any) -> list[torch.nn.Module]:
     """The modules that `value` holds, and shares with a copy by `copy_with`."""
     reached = _reached(value, lambda each: each is not value and isinstance(each, _SHARED), with_closures=True)
     return [each for each in reached if isinstance(each, torch.nn.Module)]
+
+
+def reached(value: Any, is_other: Callable[[Any], bool]) -> Iterator[Any]:
+    """What `value` holds, and what functions there close over, but not what datasets, modules, or others hold."""
+    return _reached(value, lambda each: isinstance(each, _SHARED) or is_other(each), with_closures=True)
+
+
+def what_code_shares(value: Any, others: tuple[type, ...]) -> str:
+    """What code of `value`, and of what it holds, uses that a copy by `copy_with` shares; empty if none does.
+
+    `others`: are not looked at, nor datasets and modules.
+    """
+    own, others = _Own(), (*_SHARED, *others)
+    for each in reached(value, lambda each: isinstance(each, others)):
+        if isinstance(each, types.FunctionType):
+            why = own.why_function(each)
+        elif isinstance(each, others):
+            continue
+        else:
+            why = own.why_class(type(each), getattr(each, "__dict__", {}))
+        if why:
+            return why
+    return ""
 
 
 class Apart(NamedTuple):
@@ -215,7 +238,7 @@ class _Own:
         stored, names = _stored_and_used(function)
         if consuming := _CONSUMING.intersection(part for each in names for part in each.split(".")):
             return f"{name} uses {min(consuming)}, which may consume what it reads"
-        for used in sorted(names):
+        for used in sorted(_globals_of(function)):
             value = function.__globals__.get(used, sys.modules.get(used))  # some are imported in the function
             if value is not None and (why := self._why_shared(f"{name} uses the global variable {used}", value)):
                 return why
@@ -256,6 +279,12 @@ def _stored_and_used(function: types.FunctionType) -> tuple[set[str], set[str]]:
     instructions = itertools.chain.from_iterable(map(dis.get_instructions, codes))
     stored = {each.argval for each in instructions if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
     return stored, set(itertools.chain.from_iterable(code.co_names for code in codes))
+
+
+def _globals_of(function: types.FunctionType) -> set[str]:
+    """The names of global variables, and of modules imported inside, that code uses; attributes may share a name."""
+    instructions = itertools.chain.from_iterable(map(dis.get_instructions, _codes_in(function.__code__)))
+    return {each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")}
 
 
 # Names in code. Each may mean something harmless too; then a source that could be tried is believed.

@@ -45,6 +45,8 @@ _ROUNDS, _LONG = 4, 0.5  # who has given each index so often, and took so many s
 _PART = 1024  # indices that are taken at once
 _FEW = 5  # samples of the dataset on which a sampler is tried
 _TRIED = 100  # rounds that one without an end must give of them; some end after a few
+_DIFFERENT = 40  # of these rounds at least, if it shuffles all samples: of 120 orders, about 68 come up
+_MORE = 600  # samples on which it must not shuffle within blocks
 
 
 class ListedEpoch:
@@ -338,7 +340,7 @@ def _endless(sampler: Any, size: int) -> Understood | None:
     if len(items) != _TRIED * _FEW or any(sorted(each) != list(range(_FEW)) for each in rounds):
         return None
     shuffles = items != _TRIED * list(range(_FEW))
-    if shuffles and all(each == rounds[0] for each in rounds):
+    if shuffles and (len(set(map(tuple, rounds))) < _DIFFERENT or _is_local(sampler, few, alone)):
         return None
     second = items[1::2]
     if world_size[1] > 1 and _first_of(sampler, few | {rank[0]: 1, world_size[0]: 2})[: len(second)] != second:
@@ -349,6 +351,17 @@ def _endless(sampler: Any, size: int) -> Understood | None:
         world=World(rank[1], world_size[1]) if world_size[1] > 1 else None,
     )
 
+
+def _is_local(sampler: Any, few: dict[str, Any], alone: dict[str, int]) -> bool:
+    """Whether samples stay near their places, or beside their neighbours, in the first round over more of them."""
+    larger = {int: _MORE, range: range(_MORE)}
+    more = {name: larger.get(type(value), value) for name, value in few.items()}
+    items = _first_of(sampler, more | alone, _MORE)
+    if sorted(items) != list(range(_MORE)):
+        return True
+    moved = sum(abs(place - index) for place, index in enumerate(items)) / _MORE  # a third of them, if none stays near
+    beside = sum(abs(second - first) == 1 for first, second in itertools.pairwise(items))  # two, if none stays beside
+    return bool(moved < _MORE / 4 or beside > 30)
 
 def repeated(sampler: Any) -> Any | None:
     """The sampler inside an object that holds nothing else and gives its items again and again; None if it is none.
@@ -371,7 +384,7 @@ def _method_that_made(generator: Any, owner: Any) -> FunctionType | None:
     return None if made is None or begun or len(inspect.signature(made).parameters) != 1 else made
 
 
-def _first_of(sampler: Any, attributes: dict[str, Any]) -> list[Any]:
+def _first_of(sampler: Any, attributes: dict[str, Any], count: int = _TRIED * _FEW) -> list[Any]:
     """The first indices that a copy with other attributes gives; none if it cannot be read."""
     twin = copy.copy(sampler)
     twin.__dict__.update(attributes)
@@ -380,6 +393,6 @@ def _first_of(sampler: Any, attributes: dict[str, Any]) -> list[Any]:
             if isinstance(value, FunctionType):
                 twin.__dict__[name] = value(twin)
         with Streams().under(derive_key(Purpose.LISTING, 0, 0)):
-            return list(itertools.islice(iter(twin), _TRIED * _FEW))
+            return list(itertools.islice(iter(twin), count))
     except Exception:  # noqa: BLE001  # it is the user's code, on data that it was not made for
         return []

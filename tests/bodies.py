@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -263,6 +265,64 @@ def read_ahead_of_validations(make: Make, log: Log, epochs: int) -> None:
                 for other in validation:
                     log("middle", epoch, other)
             snapshot.step(in_flight)
+        for other in validation:
+            log("after", epoch, other)
+
+
+class Prefetcher:
+    """Reads ahead in a thread. What it has read is counted under its lock."""
+
+    def __init__(self, source: Iterable[Any], depth: int) -> None:
+        self.source, self.depth, self.lock = source, depth, threading.Condition()
+        self.read: list[Any] = []
+        self.over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        thread = threading.Thread(target=self._work, daemon=True)
+        thread.start()
+        try:
+            while True:
+                with self.lock:
+                    self.lock.wait_for(lambda: self.read or self.over)
+                    if not self.read:
+                        return
+                    batch = self.read.pop(0)
+                    self.lock.notify_all()
+                yield batch
+        finally:
+            with self.lock:
+                self.over = True
+                self.lock.notify_all()
+            thread.join()
+
+    def _work(self) -> None:
+        batches = iter(self.source)
+        while True:
+            with self.lock:
+                self.lock.wait_for(lambda: len(self.read) < self.depth or self.over)
+                batch = None
+                with contextlib.suppress(midepoch.MidepochError):  # who leaves closes the loader
+                    batch = None if self.over else next(batches, None)
+                self.over = batch is None
+                self.read += [] if batch is None else [batch]
+                self.lock.notify_all()
+                if batch is None:
+                    return
+
+
+def read_ahead_in_a_thread(make: Make, log: Log, epochs: int) -> None:
+    train, validation = loader(30), loader(6, 3, 2)
+    snapshot = make(log=log, train=train, validation=validation)
+    for epoch in snapshot.epochs(epochs):
+        prefetcher = Prefetcher(train, 2)
+        for batch in prefetcher:
+            number = log.counts[str(epoch)] = log.counts.get(str(epoch), 0) + 1
+            log("train", epoch, batch)
+            with prefetcher.lock:
+                if number % 2:
+                    for other in validation:
+                        log("middle", epoch, other)
+                snapshot.step(len(prefetcher.read))
         for other in validation:
             log("after", epoch, other)
 
@@ -628,9 +688,9 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
         a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
         a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
         parts_of_its_own_state, read_ahead, read_ahead_of_validations, read_ahead_in_a_zip,
-        read_ahead_one_after_the_other, zips_within_one_that_is_read_ahead, a_loop_that_drops_what_it_has_read_ahead,
-        accumulated_and_read_ahead, in_functions_and_generators, by_turns, evaluated_on_what_it_trains_on,
-        a_limit_and_a_chain,
+        read_ahead_in_a_thread, read_ahead_one_after_the_other, zips_within_one_that_is_read_ahead,
+        a_loop_that_drops_what_it_has_read_ahead, accumulated_and_read_ahead, in_functions_and_generators, by_turns,
+        evaluated_on_what_it_trains_on, a_limit_and_a_chain,
     )
 }  # fmt: skip
 

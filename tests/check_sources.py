@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
 
 import midepoch
 
@@ -60,6 +60,36 @@ def needs(path: str) -> Any:
 
 number = 3
 loader = DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True)
+
+
+dropping = DataLoader(TensorDataset(torch.arange(22)), batch_size=4, shuffle=True, drop_last=True)
+
+
+def built_for_its_rank(rank: int = 0, world_size: int = 1) -> Any:
+    data = TensorDataset(torch.arange(24))
+    sampler: Any = DistributedSampler(data, num_replicas=world_size, rank=rank)
+    return DataLoader(data, batch_size=4, sampler=sampler)
+
+
+class Failing(Dataset[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            raise OSError("seven is damaged")
+        return index
+
+
+failing = DataLoader(Failing(), batch_size=4)
+
+
+def mix(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [each + torch.rand(()) for each in batch]
+
+
+source = DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4, shuffle=True)
+mixing = midepoch.wrap(source, seed=0, then=mix, prefetch=2)
 
 
 class Unseeded(Sampler[int]):

@@ -316,7 +316,7 @@ def with_a_generator() -> Any:
     numbers = range(40)  # a RandomSampler draws with replacement in blocks of 32
     return torch.utils.data.RandomSampler(
         numbers, replacement=True, num_samples=SIZE, generator=torch.Generator().manual_seed(1)
-    )  # type: ignore[arg-type]  # it needs a length only
+    )
 
 
 def without_a_generator() -> Any:

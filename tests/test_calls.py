@@ -71,18 +71,21 @@ def test_a_steady_batch_takes_few_calls() -> None:
         assert first.total() <= most, first
 
 
-@pytest.mark.parametrize("in_flight", [0, 2])
-def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: int) -> None:
-    """Of python's; and it calls nothing, of C's neither. In a body of `epochs`, with `every` and with signals."""
+@pytest.mark.parametrize(("in_flight", "most"), [(0, 1), (2, 18)])
+def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: int, most: int) -> None:
+    """It calls nothing, of C's neither, in a body of `epochs`, with `every` and with signals.
+
+    Where something reads ahead, it looks at each loader's pass.
+    """
     loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4), seed=1)
     with midepoch.Snapshot(tmp_path / "snapshot.pt", every=900, data=loader) as snapshot:
         for _ in snapshot.epochs(1):
             for _ in loader:
                 counted = every_call_of(lambda: snapshot.step(in_flight))
                 if snapshot.steps in (1, 900):
-                    assert sum(counted.values()) > 5, "it looks whether something is due"
+                    assert counted["_act"] == 1 and sum(counted.values()) > 5, "it looks whether something is due"
                 else:
-                    assert counted == {"step": 1}, snapshot.steps
+                    assert counted["step"] >= 1 and sum(counted.values()) <= most, counted
     assert snapshot.steps == 1000
 
 

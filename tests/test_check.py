@@ -155,6 +155,38 @@ def test_a_plain_dataloader_is_examined_bare_and_wrapped() -> None:
         assert tried in done.stderr
 
 
+def test_samples_that_the_loader_drops_are_not_lost() -> None:
+    """As its DataLoader says: two of 22 in batches of four, and what does not divide by the ranks."""
+    done = check("check_sources:dropping", "--quick", "--epochs=1", "--laws=partition,topology")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Laws and trials: 2 hold." in done.stdout
+    assert re.search(r"continued on 2 ranks .* exact", done.stdout)
+    assert re.search(r"continued with batches of 5 .* exact", done.stdout)
+
+
+def test_samples_that_then_mixes_have_no_name_and_are_compared_by_batches() -> None:
+    done = check("check_sources:mixing", "--quick", "--epochs=1", "--laws=tail,partition,topology")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "It continues exactly where it was cut" in done.stdout
+    assert re.search(r"rest of an epoch that was cut +\d+ of 22 samples lost, \d+ twice +exact", done.stdout)
+    assert "2 do not apply (partition, topology)" in done.stdout
+
+
+def test_a_loader_that_is_built_for_its_rank_refuses_to_change_it() -> None:
+    done = check("check_sources:built_for_its_rank", "--quick", "--epochs=1", "--laws=reshard")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 refused clearly (reshard)" in done.stdout
+
+
+def test_an_error_of_the_dataset_is_named_with_its_line() -> None:
+    done = check("check_sources:failing")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "OSError while iterating, pass 0: seven is damaged" in done.stdout
+    assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
+    assert re.search(r"raised at +check_sources.py:\d+: raise OSError", done.stdout)
+    assert len(done.stdout.splitlines()) < 15 and "Traceback" not in done.stdout
+
+
 def test_a_generator_function_and_what_cannot_be_wrapped() -> None:
     done = check("check_sources:streamed", "--quick", "--epochs=1", "--laws=tail")
     assert done.returncode == 0 and "It continues exactly" in done.stdout, done.stdout + done.stderr
@@ -166,7 +198,7 @@ def test_a_generator_function_and_what_cannot_be_wrapped() -> None:
 def test_no_law_is_begun_when_the_time_is_over() -> None:
     done = check("check_sources:alone", "--seconds=0.001", "--epochs=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"25 were not reached \(lists, .*rollback\)", done.stdout)
+    assert re.search(r"25 not reached \(lists, .*rollback\)", done.stdout)
     assert "--seconds 300" in done.stdout and "No law that was examined is broken" in done.stdout
 
 
@@ -501,7 +533,8 @@ def test_from_an_empty_folder(tmp_path: Path) -> None:
         return subprocess.run([python, *command], cwd=folder, env=quiet, capture_output=True, text=True, timeout=300)
 
     def check_mine() -> subprocess.CompletedProcess[str]:
-        return run("-m", "midepoch", "check", "mine:make_loader", "--quick", "--epochs=1", "--world-sizes=1,2")
+        few = ("--quick", "--epochs=1", "--world-sizes=1,2", "--laws=tail,next epoch,topology")
+        return run("-m", "midepoch", "check", "mine:make_loader", *few)
 
     assert run("-c", "import midepoch; print(midepoch.__file__)").stdout.startswith(str(site))
     readme = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)

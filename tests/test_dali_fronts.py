@@ -221,7 +221,8 @@ def test_dynamic_mode_goes_on_by_its_own_checkpoint(options: dict[str, Any], roo
 
 def test_dynamic_mode_goes_back_and_on_in_the_same_loader(root: str) -> None:
     loader = dynamic(root)
-    beginning, epochs, states = loader.state_dict(), [], []
+    beginning, states = loader.state_dict(), []
+    epochs: list[list[Any]] = []
     for _ in range(2):
         epochs.append([])
         for batch in loader:
@@ -243,7 +244,11 @@ def test_dynamic_mode_is_refused_where_its_epochs_are_not_seen(root: str) -> Non
     def batches() -> Iterator[Any]:
         yield from reader.next_epoch(batch_size=BATCH)
 
-    for source in (batches, reader, lambda: reader.next_epoch(batch_size=BATCH)):
+    class Epochs:
+        def __iter__(self) -> Iterator[Any]:
+            yield from reader.next_epoch(batch_size=BATCH)
+
+    for source in (batches, Epochs(), reader, lambda: reader.next_epoch(batch_size=BATCH)):
         with pytest.raises(Unsupported, match=r"dynamic mode.*functools\.partial\(reader\.next_epoch"):
             midepoch.wrap(source)
     with pytest.raises(Unsupported, match="no batch_size"):
@@ -315,7 +320,7 @@ def test_the_number_of_attempts_at_a_window(root: str) -> None:
     jpegs = str(Path(root).parent / "jpeg")
 
     def shapes(**keywords: Any) -> torch.Tensor:
-        @pipeline_def(batch_size=SIZE, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
+        @pipeline_def(batch_size=SIZE, num_threads=1, device_id=None)
         def pipeline() -> Any:
             encoded, _ = dali.readers.file(file_root=jpegs)
             return dali.random.crop_window(encoded, random_aspect_ratio=(0.05, 20.0), **keywords)[1]

@@ -247,7 +247,7 @@ def undisturbed(name: str, folder: Path) -> list[Any]:
 
 LONG = {
     "read_ahead_one_after_the_other", "accumulated_and_read_ahead", "by_turns", "evaluated_on_what_it_trains_on",
-    "a_limit_and_a_chain",
+    "a_limit_and_a_chain", "read_ahead_in_a_thread",
 }  # fmt: skip
 
 

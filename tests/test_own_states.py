@@ -617,10 +617,14 @@ def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> 
     assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
+def _right_by_itself() -> Loader:
+    return wrap(own.Stream())
+
+
 @pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
 def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
     anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
-    make = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else _right_by_itself
     loader = make()
     if not anew:
         with pytest.raises(StateError, match="where its own checkpoints lead"):
@@ -853,3 +857,113 @@ def test_a_stream_alone_is_asked_for_its_state_only_when_somebody_asks() -> None
 def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
     loader = wrap(DataLoader(Counting(), 2, num_workers=1, persistent_workers=True))
     assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
+
+
+def test_a_source_that_ignores_what_it_loads_is_refused_and_one_that_applies_it_late_is_not() -> None:
+    class Late(own.Stream):
+        """Applies its state when it is read."""
+
+        pending: Any = None
+
+        def __iter__(self) -> Any:
+            if self.pending is not None:
+                super().load_state_dict(self.pending)
+                self.pending = None
+            return super().__iter__()
+
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.pending = state
+
+    whole = taken(wrap(Late()))
+    late = wrap(Late())
+    late.load_state_dict(wrap_state(Late, 3))
+    assert taken(late) == whole[3:]
+    ignores = wrap(own.StartsOver())
+    ignores.load_state_dict(wrap_state(own.StartsOver, 3))
+    with pytest.raises(StateError, match="StartsOver reports another state than was loaded"):
+        next(iter(ignores))
+
+
+class DrawsSeldom(Counting):
+    """Draws for some numbers only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.size:
+            self.place += 1
+            number = self.place - 1
+            yield torch.tensor([number, random.random() if number > 9 and number % 2 else 0.5])
+        self.place = 0
+
+
+@pytest.mark.parametrize("outer", [DataLoader, StatefulDataLoader])
+def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_same(outer: Any) -> None:
+    def make() -> Loader:
+        return wrap(outer(DrawsSeldom(), 2), seed=3)
+
+    loader = make()
+    random.seed(1)
+    before = random.getstate()
+    given = [batch.tolist() for _ in range(2) for batch in loader]
+    assert random.getstate() == before
+    assert len({number for batch in given for _, number in batch}) == 11  # five in each epoch, and 0.5
+    # A StatefulDataLoader that ends as it is resumed has no state from which that could be read again: a warning.
+    for cut in (0, 3, 6, 8, 14, 10)[: 5 + (outer is DataLoader)]:
+        random.seed(100 + cut)
+        head = make()
+        batches = (batch for _ in range(2) for batch in head)
+        for _ in range(cut):
+            next(batches)
+        resumed = make()
+        resumed.load_state_dict(head.state_dict())
+        rest = [batch.tolist() for _ in range(2) for batch in resumed]
+        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+
+
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))

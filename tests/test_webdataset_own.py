@@ -595,6 +595,30 @@ def test_what_draws_is_keyed_where_it_is_replayed(urls: list[str], name: str) ->
     assert list(midepoch.wrap(REPLAYED[name](urls), seed=2, replay=True)) != whole[0]
 
 
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning:midepoch")
+@pytest.mark.filterwarnings("ignore:.*is read again from its start:midepoch.MidepochWarning")
+@pytest.mark.parametrize("mix", [wds.RandomMix, wds.RoundRobin])
+@pytest.mark.parametrize("workers", [None, 0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_mix_by_itself_is_replayed_and_keyed(urls: list[str], mix: Any, workers: int | None) -> None:
+    def make(seed: int = 1) -> Any:
+        mixed = _mixed(mix, urls).pipeline[0]
+        return midepoch.wrap(mixed if workers is None else in_workers(mixed, workers), seed=seed)
+
+    whole = check_resumes(make, (2, 8, 27, 31))
+    assert [sorted(epoch) for epoch in whole] == [list(range(27))] * 2
+    assert whole[0] != whole[1]
+    assert list(make(2)) != whole[0]
+
+
+def test_an_attribute_is_not_the_global_variable_of_its_name(
+    urls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts have a variable `urls`."""
+    monkeypatch.setattr(own, "urls", urls, raising=False)
+    loader = midepoch.wrap(pipeline(own.RepeatedShards(urls)).with_epoch(9), seed=1)
+    assert loader.capabilities.constant_time_resume
+
+
 # Workers are the same mechanism for every stage: a generator of worker and rank, or one that all share.
 IN_WORKERS = ["shuffle", "own", "own shuffle"]
 

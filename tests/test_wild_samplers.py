@@ -118,6 +118,9 @@ NOT_UNDERSTOOD: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: wild.Weighted(SIZE),
     "rare samples more often": lambda: wild.Rare(SIZE, [2] * SIZE),
     "the same in each round": lambda: wild.SameRounds(SIZE),
+    "shuffled in its first round": lambda: wild.ShuffledOnce(SIZE),
+    "neighbours together": lambda: wild.Paired(SIZE),
+    "shuffled in blocks": lambda: wild.InBlocks(SIZE),
     "a number that may mean anything": lambda: wild.Staged(SIZE, 1),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import threading
@@ -224,6 +225,64 @@ def test_a_function_that_counts_is_replayed() -> None:
     assert sources.taken(first) == sources.taken(midepoch.wrap(lambda: wild.CountingInAFunction(loader()), seed=3))
     assert "in counting.<locals>.work.number" in first.capabilities.constant_time_resume.reason
     assert_exact_at_every_cut(make, epochs=1)
+
+
+COUNTING_DEEPER: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "in an object's function": (
+        lambda inside: wild.Working(inside, wild.Calls(wild.counting())), "counting.<locals>.work.number"
+    ),
+    "in a partial": (
+        lambda inside: wild.Working(inside, functools.partial(wild.counting())), "counting.<locals>.work.number"
+    ),
+    "in a default argument": (
+        lambda inside: wild.Working(inside, wild.counting_by_default), "counting_by_default.count"
+    ),
+    "in an iterator that it holds": (wild.InTurn, "in list_iterator"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTING_DEEPER)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_what_counts_further_inside_is_replayed(name: str) -> None:
+    kind, where = COUNTING_DEEPER[name]
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(loader()), seed=3)
+
+    first = make()
+    sources.taken(first, 1)
+    assert where in first.capabilities.constant_time_resume.reason
+    if "default" not in name:  # that count belongs to the process
+        assert_exact_at_every_cut(make, epochs=1)
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_one_that_counts_its_passes_is_told(at_the_end: bool) -> None:
+    around = midepoch.wrap(wild.CountingPasses(loader(), at_the_end), seed=3)
+    with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
+        sources.taken(around)
+    assert "something else of a batch in each pass" in around.capabilities.constant_time_resume.reason
+    assert not around.capabilities.exact_order
+
+
+def test_what_its_copies_share_is_believed() -> None:
+    around = midepoch.wrap(wild.CountingInItsClass(loader()), seed=3)
+    sources.taken(around)
+    said = around.capabilities
+    assert said.constant_time_resume
+    assert said.exact_augmentations.believed
+    assert "CountingInItsClass.count belongs to the class" in said.exact_augmentations.reason
+
+
+def test_generators_that_what_it_works_with_closes_over_follow_from_the_batch() -> None:
+    def make() -> midepoch.Loader:
+        generator = random.Random(5)
+        return midepoch.wrap(wild.Working(loader(), wild.Calls(lambda batch: batch + generator.random())), seed=3)
+
+    assert_exact_at_every_cut(make)
+    around = make()
+    sources.taken(around, 1)
+    assert around.capabilities.constant_time_resume
 
 
 @pytest.mark.parametrize("source", [lambda: wild.CountingInAFunction(loader()), lambda: counting_around(loader())])

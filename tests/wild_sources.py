@@ -94,6 +94,39 @@ class Rare(Rounds):
             yield from (repeated[place] for place in torch.randperm(len(repeated), generator=generator).tolist())
 
 
+class Paired(Rounds):
+    """Neighbours stay together."""
+
+    def _rounds(self) -> Iterator[int]:
+        generator = random.Random(self._seed)
+        while True:
+            firsts = list(range(0, self._size, 2))
+            generator.shuffle(firsts)
+            for first in firsts:
+                yield from range(first, min(first + 2, self._size))
+
+
+class InBlocks(Rounds):
+    """Shuffles eight at a time."""
+
+    def _rounds(self) -> Iterator[int]:
+        generator = random.Random(self._seed)
+        while True:
+            for first in range(0, self._size, 8):
+                block = list(range(first, min(first + 8, self._size)))
+                generator.shuffle(block)
+                yield from block
+
+
+class ShuffledOnce(Rounds):
+    """Its first round alone is shuffled."""
+
+    def _rounds(self) -> Iterator[int]:
+        yield from torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed)).tolist()
+        while True:
+            yield from range(self._size)
+
+
 class SameRounds(Rounds):
     """Each round is the first one again."""
 
@@ -464,6 +497,71 @@ class CountingInAFunction(Around):
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             yield self.work(batch)
+
+
+class Calls:
+    """An object that calls a function of its own."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, batch: Any) -> Any:
+        return self.function(batch)
+
+
+def counting_by_default(batch: Any, count: list[int] = [0]) -> Any:  # noqa: B006  # as some are written
+    """Counts its calls in a default argument."""
+    count[0] += 1
+    return batch if count[0] % 100 < 4 else -batch
+
+
+class Working(Around):
+    """Passes batches through some work."""
+
+    def __init__(self, loader: Any, work: Any) -> None:
+        super().__init__(loader)
+        self.work = work
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield self.work(batch)
+
+
+class InTurn(Around):
+    """Takes one of several functions for each batch, in turn."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.works: Iterator[Any] = itertools.cycle([torch.clone, torch.clone, torch.clone, torch.neg])
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield next(self.works)(batch)
+
+
+class CountingPasses(Around):
+    """What it makes of a batch depends on the pass."""
+
+    def __init__(self, loader: Any, at_the_end: bool) -> None:
+        super().__init__(loader)
+        self.passes, self.at_the_end = 0, at_the_end
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += not self.at_the_end
+        for batch in self.loader:
+            yield batch * (1 + self.passes)
+        self.passes += self.at_the_end
+
+
+class CountingInItsClass(Around):
+    """Its copies share the count."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            type(self).count += 1
+            yield batch if self.count < 100 else -batch
 
 
 class CountingModule(torch.nn.Module):

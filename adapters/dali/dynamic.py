@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import nvidia.dali
 
 from midepoch.adapters.dali import private
-from midepoch.copying import directly_held
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -77,7 +76,7 @@ class DynamicAdapter(Adapter):
         """A dynamic reader, or whatever reads one."""
         if _readers() is None:
             return False
-        held = directly_held(source).values()
+        held = private.read_by(source)
         return _is_reader(source) or _reader_of(source) is not None or any(map(_is_reader, held))
 
     @classmethod

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.native import NativeAdapter
 from midepoch.adapters.dali.sampled import SampledAdapter
-from midepoch.copying import directly_held
 from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
@@ -45,7 +44,7 @@ class HolderAdapter(PassedOnAdapter):
     @classmethod
     def recognises(cls, source: object) -> bool:
         """An object that holds one DALI iterator, or a function that reads one."""
-        return _inside_of(source) is not None or any(map(private.is_iterator, directly_held(source).values()))
+        return _inside_of(source) is not None or any(map(private.is_iterator, private.read_by(source)))
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:

@@ -24,6 +24,7 @@ from nvidia.dali import types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
+from midepoch.copying import directly_held
 from midepoch.errors import UnsupportedSourceError
 from midepoch.packages import Package, Replacement
 
@@ -48,6 +49,7 @@ __all__ = [
     "last_batch",
     "own_parts",
     "pipelines_of",
+    "read_by",
     "reader_name",
     "refuse_reader_name",
     "restore",
@@ -128,6 +130,12 @@ def is_iterator(source: object) -> bool:
         return True
     jax = sys.modules.get("nvidia.dali.plugin.jax.iterator")
     return jax is not None and isinstance(source, jax.DALIGenericIterator)
+
+
+def read_by(source: Any) -> list[Any]:
+    """What an object holds and a function uses, and what the object's iteration uses."""
+    held = directly_held(source) | directly_held(getattr(type(source), "__iter__", None))
+    return list(held.values())
 
 
 def own_parts(iterator: Any) -> tuple[object, ...]:

@@ -85,6 +85,8 @@ class WrapperAdapter(PassedOnAdapter):
         self.learned()
         if self._through.statistics:
             self.believes(self._of_statistics())
+        if self._through.shares:
+            self.believes(f"{self._through.name} is read through copies, and {self._through.shares}")
         return through
 
     def _of_statistics(self) -> str:
@@ -99,7 +101,9 @@ class WrapperAdapter(PassedOnAdapter):
         if run.position or run.expects is not None:
             raise SourceError(
                 f"{self._through.name} passed on the batches of the DataLoader inside one for one when the state was "
-                f"saved, and does not now: {why}; restore the wrapper that it was saved with, or start over"
+                f"saved, and does not now: {why}; restore the wrapper that it was saved with. If this is it, what it "
+                "makes of a batch depends on others: start over, with a generator function that reads it, or with the "
+                "DataLoader inside and then="
             )
         self._why_replayed = why
         self._use(self._replay)

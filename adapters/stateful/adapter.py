@@ -46,11 +46,13 @@ class StatefulAdapter(Adapter):
     unit = "batch"
     seals_detail = True
     remembers = False
+    stands_at_its_state: bool = False  # its state before an iterator is made leads where that iterator begins
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
+        self.seeds = False  # a batch has drawn, so each is seeded from now on
         self._used = False
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
@@ -223,6 +225,36 @@ class StatefulAdapter(Adapter):
             stacklevel=8,
         )
 
+    def doubts(self, state: Any) -> bool:
+        """Whether a source of an unknown kind does not report the state that it was given."""
+        if type(self) is not StatefulAdapter or self._pristine is None:
+            return False
+        return encode(_state_of(self.source)) != encode(state)
+
+    def check_begun(self) -> None:
+        """Raise a StateError if the source stands, behind its first batch, where it stands behind its very first one.
+
+        A source that reports another state than it was given may apply that when it is read.
+        """
+        copy = self._copied(self._pristine)[0]
+        if copy is None:
+            return
+        fresh = read_from(lambda run: _First(copy), self.source, copy, Run(0, 0, 0, World(), None, "pad", ""))
+        if fresh.error is None and encode(_state_of(copy)) == encode(_state_of(self.source)):
+            raise StateError(
+                f"{type(self.source).__name__} reports another state than was loaded, that of its very beginning: its "
+                "load_state_dict does not lead there; mend it, or wrap a function that makes what it reads"
+            )
+
+    def tell_of_unseeded(self, run: Run, batches: int) -> None:
+        """Say that a batch drew random numbers, and cannot be read again."""
+        warnings.warn(
+            f"batch {batches} of epoch {run.epoch} drew random numbers, as none before it, and cannot be read again: "
+            "its numbers may differ after a resume, those of later batches do not",
+            MidepochWarning,
+            stacklevel=5,
+        )
+
     # --- what differs between sources ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
@@ -264,6 +296,13 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
+
+
+class _First(Session):
+    """Gives the first batch of a source, by the source's own means."""
+
+    def __init__(self, source: Any) -> None:
+        self.take = lambda: next(iter(source))
 
 
 def _state_of(source: Any) -> Any:

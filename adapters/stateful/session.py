@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from midepoch.adapters.stateful.keyed import DrewAfterAllError
 from midepoch.adapters.stateful.trial import Outcome
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
@@ -33,7 +35,8 @@ class StatefulSession(Session):
         self._advance: Callable[[], Any] | None = None
         self._trial: Callable[[str, int], Outcome | None] | None = None
         self._handed_out = 0
-        self._failed = self._finished = False
+        self._failed = self._finished = self._doubted = False
+        self._began_at = ""  # the source's state at the session's beginning; empty if only an iterator leads there
         self._over = run.detail.startswith(ENDED)  # the source has ended
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
 
@@ -48,11 +51,29 @@ class StatefulSession(Session):
         except StopIteration:
             self._over = self._finished = True
             raise
+        except DrewAfterAllError as drew:
+            batch = self._read_seeded(drew)
         except BaseException:
             self._failed = True
             raise
         self._handed_out += 1
         return batch
+
+    def _read_seeded(self, drew: DrewAfterAllError) -> Any:
+        """Read the session again up to the batch that drew, each batch under its stream, and give that batch."""
+        adapter, run = self._adapter, self._run
+        adapter.seeds = True
+        self._trial = None
+        if not self._began_at and run.epoch and not adapter.begins_anew:
+            adapter.tell_of_unseeded(run, self._handed_out)
+            behind = run.position + (self._handed_out + 1) * run.world.world_size
+            self._next = self._advance = adapter.reading(dataclasses.replace(run, position=behind), self._iterator)
+            return drew.args[0]
+        self._iterator = adapter.start(run, decode(self._began_at) if self._began_at else None)
+        advance = self._next = self._advance = adapter.reading(run, self._iterator)
+        for _ in range(self._handed_out):
+            advance()
+        return advance()
 
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
@@ -64,6 +85,8 @@ class StatefulSession(Session):
             with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
                 advance = self._started()
                 batch = advance()
+        if self._doubted:
+            adapter.check_begun()
         self._trial, self._advance = adapter.trial(run), advance
         self._next = advance if self._trial is None else self._second
         return batch
@@ -111,10 +134,15 @@ class StatefulSession(Session):
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
         adapter.begin()
+        self._began_at = run.detail
         if not run.detail:
+            if run.epoch and adapter.stands_at_its_state:
+                self._began_at = encode(adapter.current(iter(())))
             self._iterator = adapter.start(run, None)
         else:
-            self._iterator = self._loading(lambda: adapter.start(run, decode(run.detail)))
+            state = decode(run.detail)
+            self._iterator = self._loading(lambda: adapter.start(run, state))
+            self._doubted = run.position > 0 and adapter.doubts(state)
         return adapter.reading(run, self._iterator)
 
     def _loading(self, load: Callable[[], Any]) -> Any:

@@ -44,11 +44,13 @@ class StreamAdapter(StatefulAdapter):
     """A DataLoader without worker processes: its dataset's state is asked for when somebody asks."""
 
     name: ClassVar[str] = "stateful-stream"
+    stands_at_its_state = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = None  # see `start`
         self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
         self._ended = False  # shown by a last batch that was not full; the state may then be that of a new pass
 
     @classmethod
@@ -86,9 +88,9 @@ class StreamAdapter(StatefulAdapter):
             if self._ended and run.position:
                 return iter(())
         self._ended = False
-        if self._streams is None:
+        if self._beginning is None:
             return self._batches(iter(dataset))
-        with self._streams.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+        with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
             return self._batches(iter(dataset))
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -115,7 +117,7 @@ class StreamAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream."""
-        return keyed(self._streams, run, iterator.__next__)
+        return keyed(self._streams, run, iterator.__next__, self.seeds)
 
     def _copied(self, source: Any) -> tuple[Any, str]:
         return stateful_copy(source, private.shared_kinds())

@@ -35,6 +35,7 @@ class TorchdataAdapter(StatefulAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
         self.opening = None  # see `start`
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
@@ -87,12 +88,12 @@ class TorchdataAdapter(StatefulAdapter):
             self._inside.set_epoch(run.epoch)
             if state is None:
                 self._inside.load_state_dict(self._inside_first)
-        if self._streams is None:
+        if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
         batches = getattr(self.source.batch_sampler, "sampler", None)
         _seed_generators([self.source, self.source.sampler, batches], key)
-        with self._streams.under(key):
+        with self._beginning.under(key):
             return super().start(run, state)
 
     def _read_again(self, run: Run) -> Iterator[Any]:
@@ -116,7 +117,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
-        return keyed(None if self.source.num_workers else self._streams, run, iterator.__next__)
+        return keyed(None if self.source.num_workers else self._streams, run, iterator.__next__, self.seeds)
 
 
 def _seed_generators(holders: list[Any], key: int) -> None:
@@ -183,4 +184,4 @@ class NodesAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this thread."""
-        return keyed(self._streams, run, iterator.__next__)
+        return keyed(self._streams, run, iterator.__next__, self.seeds)

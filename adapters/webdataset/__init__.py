@@ -26,6 +26,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from webdataset import cache
 from webdataset.filters import reraise_exception
+from webdataset.mix import RandomMix, RoundRobin
 from webdataset.pipeline import DataPipeline
 
 from midepoch.adapters.webdataset.index import Index, Keys, build_index, default_cache
@@ -49,10 +50,12 @@ class WebDatasetAdapter(Adapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A DataPipeline (WebDataset, WebLoader, ...), or a DataLoader over one."""
+        """A DataPipeline (WebDataset, WebLoader, ...), a mix of several, or a DataLoader over one of these."""
         if isinstance(source, DataLoader):
-            return type(source).__iter__ is DataLoader.__iter__ and isinstance(source.dataset, DataPipeline)
-        return isinstance(source, DataPipeline) and type(source).__iter__ is DataPipeline.__iter__
+            return type(source).__iter__ is DataLoader.__iter__ and isinstance(source.dataset, (DataPipeline, *_MIXES))
+        return type(source) in _MIXES or (
+            isinstance(source, DataPipeline) and type(source).__iter__ is DataPipeline.__iter__
+        )
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter:
@@ -63,7 +66,7 @@ class WebDatasetAdapter(Adapter):
             SourceError: a shard cannot be read, or there are no samples.
         """
         settings = _checked(options.settings)
-        if settings["replay"]:
+        if settings["replay"] or isinstance(getattr(source, "dataset", source), _MIXES):
             return replayed(source, options)
         pipeline = understand(source)
         if options.shard is False:
@@ -80,6 +83,9 @@ class WebDatasetAdapter(Adapter):
             unless = ", or pass empty_check=False to WebDataset" if pipeline.limit is None else ""
             raise SourceError(f"no samples in {len(pipeline.urls)} shards: check the urls{unless}")
         return IndexedAdapter(source, options, pipeline, _keys(pipeline), index)
+
+
+_MIXES = (RandomMix, RoundRobin)  # are replayed, as other iterables that midepoch cannot interpret
 
 
 def _checked(settings: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from midepoch.errors import SnapshotError
-from midepoch.loader.bodies import LastStep, Passes
+from midepoch.loader.bodies import Passes
 
 __all__ = ["Bodies"]
 
@@ -22,14 +22,14 @@ class Bodies(NamedTuple):
         left: the loaders whose latest pass had come to its end or was left, so that the next one begins a new epoch,
             and whether that pass would be made again.
         ends: without such a loop: the snapshot was saved after an epoch's last batch, by `step`.
-        in_flight: batches that were in flight then. Who reads ahead may do so again before the first step.
+        ahead: the loaders that are read ahead. A run that resumes may do so before its first step.
     """
 
     epoch: int | None = None
     whole: Mapping[str, int] = {}  # a mappingproxy cannot be sent to another rank
     left: Mapping[str, bool] = {}
     ends: bool = False
-    in_flight: int = 0
+    ahead: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -41,7 +41,7 @@ class Bodies(NamedTuple):
             epoch,
             {name: whole for name, (whole, _) in recorded.items() if whole is not None},
             {name: again for name, (_, again) in recorded.items() if again is not None},
-            in_flight=in_flight,
+            ahead=[name for name, each in passes.items() if each.ahead],
         )
 
     @classmethod
@@ -60,15 +60,18 @@ class Bodies(NamedTuple):
                     f"the ranks do not run the same body of epochs(): rank 0 is {first}, rank {rank} is {each}; let "
                     "every rank make the same passes in an epoch"
                 )
-        return first._replace(left={name: again for each in of_ranks for name, again in each.left.items()})
+        return first._replace(
+            left={name: again for each in of_ranks for name, again in each.left.items()},
+            ahead=sorted({name for each in of_ranks for name in each.ahead}),
+        )
 
-    def passes(self, name: str, last_step: LastStep) -> Passes:
+    def passes(self, name: str) -> Passes:
         """The passes over a loader in a body that is run again."""
-        return Passes(self.whole.get(name), self.left.get(name), last_step=last_step)
+        return Passes(self.whole.get(name), self.left.get(name), ahead=name in self.ahead)
 
     def as_content(self) -> dict[str, Any]:
         """Built-in types, which `read` takes."""
-        return self._asdict() | {"whole": dict(self.whole), "left": dict(self.left)}
+        return self._asdict() | {"whole": dict(self.whole), "left": dict(self.left), "ahead": list(self.ahead)}
 
     @classmethod
     def read(cls, content: Any, names: Iterable[str]) -> Bodies | None:
@@ -82,18 +85,19 @@ class Bodies(NamedTuple):
         known = set(names)
         try:
             epoch, whole, left, ends = content["epoch"], content["whole"], content["left"], content["ends"]
-            in_flight = content.get("in_flight", 0)  # older ones do not say
+            ahead = list(content.get("ahead", ()))  # older ones do not say
             sound = (
                 (epoch is None or _is_count(epoch))
                 and whole.keys() | left.keys() <= known
-                and all(map(_is_count, (*whole.values(), in_flight)))
+                and all(map(_is_count, whole.values()))
+                and all(each in known for each in ahead)
                 and all(type(each) is bool for each in (ends, *left.values()))
             )
         except (KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
             raise SnapshotError(f"the snapshot's record of its epochs is damaged ({content!r:.200}): restore a copy")
-        return cls(epoch, dict(whole), dict(left), ends, in_flight)
+        return cls(epoch, dict(whole), dict(left), ends, ahead)
 
     def __str__(self) -> str:
         """For messages."""

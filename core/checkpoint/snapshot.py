@@ -31,6 +31,7 @@ from midepoch.loader.bodies import (
     check_epochs,
     only_the_rest_is_left,
     tell_of_done,
+    tell_of_flight,
 )
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
@@ -128,7 +129,8 @@ class Snapshot:
         self.steps = 0
         self._parts = merge(parts, keywords)
         self._every, self._exit_status = every, exit_status
-        self._in_flight = 0  # as the last step was told
+        self._reads_ahead = False  # a step has told of batches in flight, in this body or before
+        self._ahead: list[str] = []  # the loaders that are read ahead
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
         self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
@@ -176,7 +178,9 @@ class Snapshot:
                 intact.
         """
         self.steps += 1
-        self._in_flight = in_flight
+        if in_flight or self._reads_ahead:
+            self._reads_ahead = True
+            tell_of_flight(self._passes.values(), in_flight)
         if self.steps >= self._due:
             self._act(in_flight)
 
@@ -305,15 +309,9 @@ class Snapshot:
         loaders = self._loaders()
         if any(loader._course.passes is not None for loader in loaders.values()):
             raise MidepochError(RUNNING)
-        before = Bodies(left=self._left) if resumed is None else resumed
-        this = weakref.ref(self)  # a cycle would keep worker processes
-
-        def last_step() -> tuple[int, int]:
-            snapshot = this()
-            return (0, 0) if snapshot is None else (snapshot.steps, snapshot._in_flight)
-
-        self._in_flight = before.in_flight
-        passes = [before.passes(name, last_step) for name in loaders]
+        before = Bodies(left=self._left, ahead=self._ahead) if resumed is None else resumed
+        self._reads_ahead = bool(before.ahead)
+        passes = [before.passes(name) for name in loaders]
         bring_together(passes)
         for (name, loader), each in zip(loaders.items(), passes, strict=True):
             loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
@@ -322,10 +320,12 @@ class Snapshot:
     def _end_body(self, epoch: int) -> None:
         """The body has ended, and `epoch` is next. Save what was put off."""
         ranks = self._agreement.ranks()
-        where = f"is at the end of the body, after step {self.steps}, {Bodies.of(epoch - 1, self._passes)}"
+        bodies = Bodies.of(epoch - 1, self._passes)._replace(ahead=())  # whether it reads ahead is each rank's own
+        where = f"is at the end of the body, after step {self.steps}, {bodies}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
         going_on = [loader._leave_body() for loader in self._loaders().values()]
         self._left = {name: False for name, each in self._passes.items() if each.stays}
+        self._ahead = [name for name, each in self._passes.items() if each.ahead]
         self._forget_body()
         self._epoch = epoch
         # Python may free a pass that was left later on one rank than on another.
@@ -435,7 +435,7 @@ class Snapshot:
                 bodies = Bodies.of(self._epoch, self._passes, handled is not None, in_flight)
             else:
                 ends = ends and self._epoch is None
-                bodies = (self._resumed or Bodies(self._epoch, left=self._left))._replace(ends=ends)
+                bodies = (self._resumed or Bodies(self._epoch, left=self._left, ahead=self._ahead))._replace(ends=ends)
             return states, _Contribution(loaders, save_generators(), bodies, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"
@@ -446,7 +446,7 @@ class Snapshot:
         if not in_flight or any(each.leading for each in self._passes.values()):
             return
         for name, each in self._passes.items():
-            if each.may_fly(self.steps - 1):
+            if each.may_fly:
                 raise SnapshotError(
                     f"{name} and then another loader have come to their end since the last step, and in_flight="
                     f"{in_flight} may be said of either: read fewer batches ahead than a loader has"
@@ -584,7 +584,7 @@ class Snapshot:
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
-        self._epoch, self._left, self._owes_a_save = None, {}, False
+        self._epoch, self._left, self._ahead, self._owes_a_save = None, {}, [], False
         self._file.take_over(found)
         return True
 

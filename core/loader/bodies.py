@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from midepoch.errors import MidepochWarning
 
 from .cursor import Cursor, Phase
 
-__all__ = ["RUNNING", "Passes", "bring_together", "check_epochs", "only_the_rest_is_left", "tell_of_done"]
+__all__ = [
+    "RUNNING",
+    "Passes",
+    "bring_together",
+    "check_epochs",
+    "only_the_rest_is_left",
+    "tell_of_done",
+    "tell_of_flight",
+]
 
 RUNNING = "a loop over epochs is running already: leave it before the next one"
 
 Places = list[tuple[Cursor, int]]
 """Passes, and the positions at which they stood."""
-
-LastStep = Callable[[], tuple[int, int]]
-"""How often `Snapshot.step` was called, and how many batches were in flight the last time."""
 
 
 class Passes:
@@ -34,10 +39,10 @@ class Passes:
             that had ended all the same is one that an earlier body had left.
         again: whether the latest pass, which had ended then, would be made again; None if it had not ended.
         alone: no one records the number of passes, so a resume knows of one pass only.
-        last_step: None if no one says what is in flight.
+        ahead: the loader is one that is read ahead, as an earlier step has told.
 
     Attributes:
-        alone: as given.
+        alone, ahead: as given; a step in this body may tell of what is read ahead.
         stays: the body has ended, and its loader stands where the latest pass was left: the next one begins an epoch.
         spans: the loader is read by an iterator that is older than the body, so its passes belong to no body.
         empty: passes to be made that give nothing.
@@ -50,12 +55,14 @@ class Passes:
         ended: int | None = None,
         again: bool | None = None,
         alone: bool = False,
-        last_step: LastStep | None = None,
+        ahead: bool = False,
     ) -> None:
-        self._recorded, self.alone = (ended, again), alone
+        self._recorded, self.alone, self.ahead = (ended, again), alone, ahead
         self.empty = (ended or 0) + bool(again)
         self._together: Sequence[Passes] = ()
-        self._last_step = last_step or _no_step
+        self._steps = 0  # that told of what is in flight, and at the latest one:
+        self._in_flight = self._at = 0  # how many batches, and where the latest pass stood
+        self._flying: int | None = None  # batches in flight behind its end, as the latest step has told
         self.spans = self.stays = False
         self.whole = 0
         self._older: Cursor | None = None
@@ -65,8 +72,7 @@ class Passes:
         self._stopped: Places | None = None  # the same when it came to its end or was left
         self._in_turns = False  # by then, these had all gone on
         self._drained: int | None = None  # it began and stopped behind this step, while another one was drained
-        # Since it stopped, another one began, behind this step and with so many of its batches in flight.
-        self._others_began: tuple[int, int] | None = None
+        self._others_began = False  # since it came to its end or was left, and was drained
 
     # --- what happens ---
 
@@ -104,18 +110,17 @@ class Passes:
                     stacklevel=6,
                 )
         self.cursor, self._outer, self._stood, self._stopped, self._in_turns = cursor, [], None, None, False
-        self._drained = self._others_began = None
+        self._drained = self._flying = None
+        self._others_began, self._at = False, 0
         for each in self._together:
             if each is self or each.cursor is None:
                 continue
             if each.runs:
                 self._outer.append((each.cursor, -1 if continues else each.cursor.position))
-            if not _runs(each.cursor) and (each._others_began is None or each._others_began[1]):
-                steps, in_flight = each._last_step()
-                drained = each._is_drained(in_flight)
-                each._others_began = steps, in_flight if drained else 0
-                if drained:
-                    self._drained = steps
+            if each._is_drained:
+                self._drained = self._steps
+            elif not _runs(each.cursor):
+                each._others_began = True
 
     def end(self) -> None:
         """The latest pass is told that it has no more batches."""
@@ -129,8 +134,28 @@ class Passes:
 
     def _stop(self, outer: Places) -> None:
         self._stopped, self._in_turns = _places(outer), _all_have_gone_on(outer)
-        if self._drained != self._last_step()[0]:
+        if self._drained != self._steps:
             self._drained = None
+
+    def step(self, in_flight: int, others_lead: bool) -> None:
+        """A batch was trained on, and so many others are in flight. Not called before a step has told of any.
+
+        Args:
+            in_flight: batches of the passes that are read.
+            others_lead: a pass that began while others were drained goes on, so these were left.
+        """
+        self._others_began = self._others_began or (others_lead and self._has_ended)
+        self._steps, self._in_flight = self._steps + 1, in_flight
+        cursor = self.cursor
+        if cursor is None:
+            return
+        self._at = cursor.position
+        is_read = self.runs or not (self._others_began or self._is_within)
+        self.ahead = self.ahead or (in_flight > 0 and is_read)
+        if self._has_ended and not self._others_began:
+            # What is in flight becomes less with each step; or else another pass is read, and this one was left.
+            falls = self._flying is None or in_flight < self._flying
+            self._flying = in_flight if falls else 0
 
     def watched(self, user: Any) -> weakref.ref[Any]:
         """A reference to a pass's iterator, which tells this object when that is freed."""
@@ -152,7 +177,7 @@ class Passes:
     @property
     def _is_within(self) -> bool:
         """Whether the latest pass began within others, and was asked for nothing more when they had ended."""
-        if self._drained is not None and (self._stopped is not None or self._drained == self._last_step()[0]):
+        if self._drained is not None and (self._stopped is not None or self._drained == self._steps):
             return True
         if not self._outer or self.cursor is None:
             return False
@@ -169,12 +194,26 @@ class Passes:
             return False
         return not self._is_within or any(_runs(each) for each, _ in self._outer)
 
-    def _is_drained(self, in_flight: int) -> bool:
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the latest pass came to its end, or was left by a zip that did."""
+        if self._is_within:
+            return self._stopped is not None and self._in_turns
+        return self.cursor is not None and self.cursor.phase is Phase.EXHAUSTED
+
+    @property
+    def _is_drained(self) -> bool:
         """Whether a prefetcher has read the latest pass to its end, and the loop has not come to its last batch."""
         cursor = self.cursor
-        if cursor is None or cursor.phase is not Phase.EXHAUSTED or not in_flight or self._is_within:
+        if cursor is None or not self._has_ended or not self.ahead or self._others_began:
             return False
-        return self._others_began is None or in_flight <= self._others_began[1]
+        left = self._in_flight or cursor.position > self._at if self._flying is None else self._flying
+        return bool(left)
+
+    @property
+    def leads_behind_others(self) -> bool:
+        """Whether the latest pass began while another one was drained, behind the last step, and goes on."""
+        return self._drained == self._steps and self._stopped is None and self.going_on
 
     @property
     def _turns(self) -> Places:
@@ -211,8 +250,7 @@ class Passes:
         Args:
             in_flight: the batches that it holds now. Behind the end of a pass, they become fewer with each step.
         """
-        cursor = self.cursor
-        if cursor is None or (self._others_began is not None and in_flight >= self._others_began[1]):
+        if self.cursor is None or self._others_began or (self._flying is not None and in_flight > self._flying):
             return False
         in_turns = _all_have_gone_on(self._outer) if self._stopped is None else self._in_turns
         return self.runs or not self._is_within or in_turns
@@ -243,25 +281,21 @@ class Passes:
     @property
     def _is_behind(self) -> bool:
         """Whether the body has gone on since the latest pass was left."""
-        return self._others_began is not None or _have_gone_on(self._stopped or [])
+        return self._others_began or _have_gone_on(self._stopped or [])
 
-    def may_fly(self, steps: int) -> bool:
-        """Whether the latest pass came to its end, and another one began, since step `steps`, with nothing in flight.
+    @property
+    def may_fly(self) -> bool:
+        """Whether a prefetcher may have read all of the latest pass, before the first step that told of one.
 
-        A prefetcher may have read all of it before the first step told of one.
+        Another one began since, so nobody can tell.
         """
-        cursor = self.cursor
-        ended = cursor is not None and cursor.phase is Phase.EXHAUSTED and not self._is_within
-        return ended and self._others_began == (steps, 0)
+        ended = self.cursor is not None and self.cursor.phase is Phase.EXHAUSTED
+        return ended and self._others_began and not self.ahead and self._steps == 1 and not self._is_within
 
 
 def _runs(cursor: Cursor) -> bool:
     # One that was left by `break` or an exception keeps its phase, and is used no more.
     return cursor.in_use and cursor.phase in (Phase.RUNNING, Phase.GIVEN)
-
-
-def _no_step() -> tuple[int, int]:
-    return 0, 0
 
 
 def _places(passes: Places) -> Places:
@@ -285,6 +319,14 @@ def only_the_rest_is_left(passes: Iterable[Passes]) -> bool:
     """Whether the passes of a body have come to their end, so that only the rest of the body is left."""
     passes = list(passes)
     return any(each.over for each in passes) and not any(each.leading for each in passes)
+
+
+def tell_of_flight(passes: Iterable[Passes], in_flight: int) -> None:
+    """A batch of a body with these passes was trained on, and so many others are in flight."""
+    passes = list(passes)
+    others_lead = any(each.leads_behind_others for each in passes)
+    for each in passes:
+        each.step(in_flight, others_lead)
 
 
 def bring_together(passes: Sequence[Passes]) -> None:

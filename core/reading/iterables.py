@@ -116,8 +116,6 @@ class IterableAdapter(Adapter):
 
     def _instead(self, gain: str) -> str:
         """What to pass in place of a source that reads a DataLoader."""
-        if "then=" in self._why:
-            return ""
         if isinstance(self._stream, DataLoader):
             return f"; {gain}, wrap a plain DataLoader, and pass what is done with its batches as then="
         if not reads_a_loader(self._stream):
@@ -278,9 +276,10 @@ class IterableAdapter(Adapter):
     def _open_replay(self, run: Run) -> Session:
         varies = run.detail.startswith("varies")
         if not self._warned and run.position > 0:
+            instead = "" if "then=" in self._why else self._instead("to jump")
             warnings.warn(
                 f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
-                f"loader.capabilities.constant_time_resume says what that costs{self._instead('to jump')}",
+                f"loader.capabilities.constant_time_resume says what that costs{instead}",
                 MidepochWarning,
                 stacklevel=5,
             )

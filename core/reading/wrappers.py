@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from midepoch.copying import copy_with, shared_modules
+from midepoch.copying import copy_with, reached, shared_modules, what_code_shares
 from midepoch.dividing import attributes_of
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Run, Seen, Session
@@ -233,6 +233,7 @@ class Through:
         name: of the wrapper's class, for messages.
         lead: batches inside that the wrapper asks for ahead; None if that has not been proved yet.
         statistics: names of what its modules change as it makes batches.
+        shares: what its code uses that copies share; empty if nothing is known.
     """
 
     def __init__(self, inside: Inside) -> None:
@@ -240,6 +241,7 @@ class Through:
         self.name = type(inside.chain[0][0]).__name__
         self.lead: int | None = None
         self.statistics: tuple[str, ...] = ()
+        self.shares = ""
 
     def copied(self, batches: int | None) -> _Copied:
         """A new copy of the wrapper. `batches`: that it will be given; None if nobody knows.
@@ -430,9 +432,16 @@ class _Reading:
         """What the wrapper, and its iterator, keep between two batches and may read again."""
         wrappers = {id(each) for each, _ in self._copied.holders}
         kept = self._copied.own()
-        functions = [each for each in kept.values() if isinstance(each, types.FunctionType)]
-        kept |= _kept_by(self._iterator, functions, wrappers)
+        kept |= _kept_by(self._iterator, list(kept.values()), wrappers)
         return {name: value for name, value in kept.items() if id(value) not in wrappers and type(value) is not _Feed}
+
+    def shares(self) -> str:
+        """What code of the wrapper, and of what it holds, uses that a copy shares with the original; empty if none."""
+        return what_code_shares(self._copied.wrapper, (DataLoader, _Feed))
+
+    def again(self, take: Callable[[], Any]) -> _Reading:
+        """Another pass over this copy. `take`: returns the next batch inside, from the first one on."""
+        return _Reading(self._copied, take, self.first, self._key_of)
 
     def ends(self) -> bool:
         """Whether the wrapper gives no more. What it raises at its end is no concern: nobody would have asked."""
@@ -515,10 +524,20 @@ def _copy_of(batch: Any) -> Any:
         raise NotOneForOneError(f"its batches cannot be copied ({type(error).__name__}: {error!s:.100})") from None
 
 
-def _kept_by(iterator: Any, functions: list[types.FunctionType], wrappers: set[int]) -> dict[str, Any]:
-    """What an iterator keeps, those that it reads, and functions, by name: variables, attributes, counts, closures."""
+def _kept_by(iterator: Any, values: list[Any], wrappers: set[int]) -> dict[str, Any]:
+    """What an iterator, and those that it reads, keep, and what counts in other values, by name.
+
+    That are variables, attributes, counts of iterators, and what functions close over or have as default arguments.
+    """
     kept: dict[str, Any] = {}
-    queue: deque[tuple[Any, bool]] = deque((each, True) for each in (iterator, *functions))
+
+    def counting(value: Any) -> list[tuple[Any, bool]]:
+        found = reached(value, lambda each: id(each) in wrappers or isinstance(each, DataLoader | _Feed))
+        return [(each, True) for each in found if isinstance(each, Iterator | types.FunctionType)]
+
+    queue: deque[tuple[Any, bool]] = deque([(iterator, True)])
+    for value in values:
+        queue.extend(counting(value))
     seen: dict[int, Any] = {}
     while queue:
         each, counts = queue.popleft()
@@ -531,16 +550,17 @@ def _kept_by(iterator: Any, functions: list[types.FunctionType], wrappers: set[i
             before = "" if each is iterator else f"{frame.f_code.co_qualname}."
             here = {f"{before}{name}": value for name, value in frame.f_locals.items() if name in read}
         elif isinstance(each, types.FunctionType):
-            here = _closed_over(each)
+            here = _held_in_function(each)
         else:
             here = {f"{type(each).__name__}.{name}": value for name, value in attributes_of(each)}
             if counts:
                 here[type(each).__name__] = _counts_of(each)
         for name, value in here.items():
-            if isinstance(value, Iterator | types.FunctionType):
-                queue.append((value, True))
-            else:
+            if not isinstance(value, Iterator | types.FunctionType):
+                while name in kept:
+                    name += "'"  # of another object of the class
                 kept[name] = value
+            queue.extend(counting(value))
         # What a loop itself reads counts only in variables, which have been looked at.
         held = gc.get_referents(each)
         held += [member for value in held if type(value) is tuple for member in value]  # as map and zip hold theirs
@@ -552,12 +572,15 @@ def _kept_by(iterator: Any, functions: list[types.FunctionType], wrappers: set[i
     return kept
 
 
-def _closed_over(function: types.FunctionType) -> dict[str, Any]:
-    held: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+def _held_in_function(function: types.FunctionType) -> dict[str, Any]:
+    """What a function closes over, and its default arguments."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    held = dict(zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True))
+    held |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
-            held[f"{function.__qualname__}.{name}"] = cell.cell_contents
-    return held
+            held[name] = cell.cell_contents
+    return {f"{function.__qualname__}.{name}": value for name, value in held.items()}
 
 
 def _counts_of(iterator: Any) -> list[int]:
@@ -762,7 +785,7 @@ class _WrapperSession(Session):
         looks = start.looks()
         start.put_back()
         self._jump(reading, (reading.kept or [])[: reading.asked - 1], start, looks)
-        self._through.lead = lead
+        self._through.lead, self._through.shares = lead, reading.shares()
         start.put_back()
         # It hands out one and the same object each time, or statistics would be ahead of what is handed out.
         if self._through.statistics or look_at(self._made[0]).differing(look):
@@ -798,8 +821,8 @@ class _WrapperSession(Session):
         """
         other, batch = self._made_of(copy.deepcopy(batches))
         kept, others = other.keeps(), start.looks()
-        made = look_at(self._made[1])
-        if differing := made.differing(look_at(batch)):
+        made, jumped = look_at(self._made[1]), look_at(batch)
+        if differing := made.differing(jumped):
             raise NotOneForOneError(f"after a jump it makes something else of a batch ({made.names(differing)})")
         for name, value in reading.keeps().items():
             again = kept.get(name)
@@ -808,12 +831,26 @@ class _WrapperSession(Session):
         for key, look in looks.items():
             if key not in others or look.differing(others[key]):
                 raise NotOneForOneError(f"it keeps something of earlier batches, in {key[1]}")
-        if find_generators(*(value for name, value in kept.items() if name not in other.own()))[0]:
+        known = {id(each.generator) for each in find_generators(*other.own().values())[0]}
+        if any(id(each.generator) not in known for each in find_generators(*kept.values())[0]):
             raise NotOneForOneError("it makes a generator of random numbers in each pass")
         self._to_the_end(other, len(batches) - 1)
         other.close()
+        start.put_back()
+        self._pass_again(other, batches, jumped)
         if reading.asked > len(self._made):
             self._made_of(batches[:1])[0].close()  # it has to notice the end
+
+    def _pass_again(self, reading: _Reading, batches: list[Any], look: Look) -> None:
+        """Compare what a copy makes first in another pass: each pass of midepoch's reads a new copy, which forgets."""
+        again = reading.again(iter(copy.deepcopy(batches)).__next__)
+        try:
+            batch = again.give()
+        except Exception as error:  # noqa: BLE001  # it may be meant for one pass
+            raise NotOneForOneError(f"another pass of it raised {type(error).__name__}: {error!s:.200}") from None
+        if look.differing(look_at(batch)):
+            raise NotOneForOneError("it makes something else of a batch in each pass")
+        again.close()
 
     def _to_the_end(self, reading: _Reading, left: int) -> None:
         """Read a copy that has given its first batch, and has so many left, to its end."""

@@ -7,6 +7,7 @@ import itertools
 import linecache
 import os
 import random
+import re
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -104,7 +105,8 @@ def _unreadable(examination: Examination, error: LawError) -> Diagnosis:
     if ours:
         title = title.partition(": ")[2]
     facts = (("first seen", f"{error.place or 'when it is made'}, in a run that nothing interrupts"),)
-    return Diagnosis(title, "bad", (*facts, *(_drawn(examination) if ours else [("instead", error.cure)])))
+    raised = [("raised at", line) for line in _raised_at(error.got)]
+    return Diagnosis(title, "bad", (*facts, *(_drawn(examination) if ours else [*raised, ("instead", error.cure)])))
 
 
 _SEEDED = (
@@ -161,12 +163,23 @@ _LIBRARIES = tuple(
 )
 
 
+def _raised_at(trace: str) -> list[str]:
+    """The innermost line of the user's own files in a traceback, in a list; empty if there is none."""
+    lines = re.findall(r'File "(.*?)", line (\d+), in .*\n +(.*)', trace)
+    own = [(file, number, line) for file, number, line in lines if _is_users(file) and "/midepoch/" not in file]
+    return [f"{Path(file).name}:{number}: {line}" for file, number, line in own[-1:]]
+
+
+def _is_users(file: str) -> bool:
+    return not os.path.realpath(file).startswith(_LIBRARIES) and Path(file).is_file()
+
+
 def _users_line(frame: FrameType | None) -> str:
     """File, number and text of the innermost line that is neither a library's nor midepoch's; '' if there is none."""
     while frame is not None:
         file = os.path.realpath(frame.f_code.co_filename)
         ours = frame.f_globals.get("__name__", "").partition(".")[0] == "midepoch"
-        if not ours and not file.startswith(_LIBRARIES) and Path(file).is_file():
+        if not ours and _is_users(file):
             line = linecache.getline(file, frame.f_lineno).strip()
             return f"{Path(file).name}:{frame.f_lineno}: {line}"
         frame = frame.f_back

@@ -32,6 +32,9 @@ class _Journal:
     failure: Failure | None = None
 
 
+_UNSUPPORTED = "midepoch.errors.UnsupportedSourceError"
+
+
 @law(
     "reshard",
     cause="what was read ahead for the old world is handed out, or a rank's share is computed in the old world",
@@ -62,7 +65,10 @@ def reshard(examination: Examination) -> Outcome:
     for workers in _workers(examination):
         for sequence in _sequences(worlds, examination.settings.quick):
             if not (compared and examination.settings.quick):
-                compared = _judge_sequence(examination, sequence, workers) or compared
+                try:
+                    compared = _judge_sequence(examination, sequence, workers) or compared
+                except _UnsupportedError as error:
+                    return Outcome("refused clearly", str(error))
     return HOLDS if compared else Outcome("not applicable", "an epoch is too short for a change of the world")
 
 
@@ -71,11 +77,17 @@ def _not_compared(examination: Examination) -> Outcome:
     return Outcome("not applicable", f"not compared, because the law '{examination.broken[0]}' is broken")
 
 
+class _UnsupportedError(Exception):
+    """The source is built for its rank, so its world cannot change in mid-epoch: it says so, and what to build."""
+
+
 def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: Mapping[str, int]) -> bool:
     """Whether the epoch was long enough to compare anything."""
     options = examination.options(**workers)
     journal: _Journal = examination.investigate(_change_worlds, options, tuple(sequence))
     what = " -> ".join(map(str, sequence)) + " ranks" + (f" with {workers}" if workers else "")
+    if journal.failure is not None and _UNSUPPORTED in journal.failure.kinds:
+        raise _UnsupportedError(journal.failure.message)
     if journal.failure is not None:
         raise examination.error(f"training that goes on with {what}", f"{journal.failure}\n{journal.failure.trace}")
     alone = examination.observed()

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .examine import Examination
-from .items import digest
-from .naming import UNNAMED
 from .record import Pass, Recording
 from .report import LawError
+from .worlds import contents_of, starts_next_epoch
 
 __all__ = ["Answer", "Comparison", "answer_all"]
 
@@ -113,6 +112,7 @@ def _world(examination: Examination, head: Recording, places: Sequence[Place]) -
                 _answer(examination, head.passes[epoch], cut, [head.passes[epoch]],
                         [recordings[number] for recordings in resumed], 0, world_size)
                 for number, (epoch, cut) in enumerate(places)
+                if _is_enough(examination, head.passes[epoch], cut, world_size)
             ]
         )  # fmt: skip
     return found
@@ -139,6 +139,7 @@ def _options(examination: Examination, head: Recording, places: Sequence[Place])
             [
                 _answer(examination, head.passes[epoch], cut, [head.passes[epoch]], [recording], 0, elastic=True)
                 for (epoch, cut), recording in zip(places, resumed, strict=False)
+                if _is_enough(examination, head.passes[epoch], cut, 1, options.get("batch_size", 0))
             ]
         )
     return found
@@ -181,12 +182,20 @@ def _answer(
     if len(parts) == 1 and parts[0].digests == whole.digests[cut:]:
         return EXACT
     if examination.naming is not None and examination.naming.blind:
-        return Answer("other batches" if len(parts) == 1 and not elastic else UNNAMED, "bad")
+        if len(parts) == 1 and not elastic:
+            return Answer("other batches", "bad")
+        return Answer("not known: nothing names the samples", "other")
     order = _count(whole.ids)
     got = _count(ids for part in before for ids in part.ids[:cut]) + _count(ids for part in parts for ids in part.ids)
     lost, twice = (order - got).total(), (got - order).total()
-    padding = world_size - 1 if examination.settings.tail == "pad" else 0
-    if lost or twice > padding:
+    settings = examination.settings
+    # Which samples an uninterrupted run leaves out depends on the batch size: they are neither lost nor surplus.
+    padding = world_size - 1 if settings.tail == "pad" else 0
+    dropped = world_size - 1 if settings.tail == "drop" else 0
+    if settings.drop_last:
+        twice = (Counter({name: count for name, count in got.items() if name in order}) - order).total()
+        dropped = world_size * max(len(ids) for part in (whole, *parts) for ids in part.ids) - 1
+    if lost > dropped or twice > padding:
         return Answer(f"{lost} of {order.total()} samples lost, {twice} twice", "bad")
     if (
         len(parts) == 1
@@ -194,7 +203,8 @@ def _answer(
         and [each for ids in parts[0].ids for each in ids] != [each for ids in whole.ids[cut:] for each in ids]
     ):
         return Answer("the same samples in another order", "bad")
-    if not _contents(parts) <= _contents([whole]):
+    known = contents_of([whole])
+    if any(not content <= known[name] for name, content in contents_of(parts).items() if name in known):
         return Answer("the same samples, with other content", "bad")
     return EXACT
 
@@ -202,18 +212,15 @@ def _answer(
 def _worst(answers: Sequence[Answer]) -> Answer:
     """The answer to show: the first bad one at the cut in the middle, else any that is not good."""
     middle = [*answers[len(answers) // 2 :], *answers]
-    return next((each for tone in ("bad", "other") for each in middle if each.tone == tone), answers[0])
+    bad = (each for tone in ("bad", "other") for each in middle if each.tone == tone)
+    return next(bad, answers[0] if answers else Answer("too little is left", "other"))
+
+
+def _is_enough(examination: Examination, whole: Pass, cut: int, world_size: int, batch: int = 0) -> bool:
+    """Whether so much is left that no loader which drops its tail starts the next epoch instead."""
+    batch = max([batch, *map(len, whole.ids)])
+    return not starts_next_epoch(examination, _count(whole.ids[cut:]), world_size, batch)
 
 
 def _count(batches: Any) -> Counter[Hashable]:
     return Counter(sample for ids in batches for sample in ids)
-
-
-def _contents(parts: Sequence[Pass]) -> set[str]:
-    """A digest of each sample's name and content. Empty if batches cannot be split."""
-    return {
-        digest((str(name), content))
-        for part in parts
-        for seen in part.batches
-        for name, content in zip(seen.ids, seen.samples or (), strict=False)
-    }

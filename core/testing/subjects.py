@@ -21,7 +21,7 @@ from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
-from midepoch.world import World
+from midepoch.world import Tail, World
 
 from .record import Settings, from_midepoch, open_loader
 
@@ -171,6 +171,9 @@ class Nature:
         other: the one to compare it with; None for none.
         refusal: why midepoch does not wrap it; then only the bare side can be examined.
         derived: as of `Subject`, for both sides; none have been tried.
+        drop_last: whether its DataLoader leaves out an incomplete last batch.
+        tail: how midepoch shares its last samples; None if it does not.
+        works_on_batches: ``then=`` may mix samples, so that on another split no part of a batch names them.
     """
 
     kind: str
@@ -178,6 +181,9 @@ class Nature:
     other: Side | None
     refusal: str = ""
     derived: tuple[tuple[str, int], ...] = ()
+    drop_last: bool = False
+    tail: Tail | None = None
+    works_on_batches: bool = False
 
 
 def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
@@ -196,15 +202,19 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
         ranks = loader is None or (isinstance(made, Loader) and Part("", made).stated_world is None)
         if ranks and not own_state and not taken.keys() & set(_WORLD):
             derived += [("rank", 0), ("world_size", 1)]
-        fixed = tuple(derived)
+        fixed, drop_last = tuple(derived), isinstance(source, DataLoader) and source.drop_last
         if loader is not None:
             iterable = isinstance(made, Loader) and (hasattr(type(source), "__iter__") or inspect.isfunction(source))
-            return Nature(kind, "given", "bare" if iterable else None, derived=fixed)
+            part = Part("", loader)
+            then = part.options["then"] is not None
+            return Nature(kind, "given", "bare" if iterable else None, "", fixed, drop_last, part.tail, then)
         try:
-            from_midepoch("wrap")(made, seed=0)
+            wrapped = from_midepoch("wrap")(made, seed=0)
         except UnsupportedSourceError as error:
             return Nature(kind, "given" if own_state else "bare", None, str(error), fixed)
-        return Nature(kind, "given", "wrapped") if own_state else Nature(kind, "wrapped", "bare", derived=fixed)
+        if own_state:
+            return Nature(kind, "given", "wrapped")
+        return Nature(kind, "wrapped", "bare", "", fixed, drop_last, Part("", wrapped).tail)
 
 
 def possible_variations(settings: Settings, subject: Subject) -> Subject:

@@ -38,6 +38,7 @@ _WITH_WORKERS = 8  # states, since each starts processes
 _CHUNK = 16  # states that are tried between two looks at the clock
 _FIRST_EPOCHS = 8  # whose first samples are looked at
 _LISTED_EPOCHS = 5
+_BETWEEN = ", between processes"
 
 
 @dataclass(frozen=True)
@@ -206,11 +207,14 @@ def _samples(examination: Examination, seconds: float) -> Outcome:
         here = _merged(here, there, only_most)
     if here.finding is not None:
         where, differs = here.finding
+        between = differs.endswith(_BETWEEN)
         raise examination.error(
             f"the sample at position {where.unit} (index {here.indices.get(where, '?')}), the same at each read under "
             "its stream",
             f"two reads of sample {here.indices.get(where, '?')} differ in {differs}",
             epoch=where.epoch,
+            cause="what depends on the process: the order of a set, hash() of a text, the host" if between else None,
+            cure="sort what comes from sets and folders, and derive nothing from the process" if between else None,
         )
     epochs = len({where.epoch for where in here.looks})
     return Outcome("holds", f"{len(here.looks)} samples of {epochs} epochs, {here.reads} reads in 2 processes")
@@ -270,7 +274,7 @@ def _merged(here: _Looked, there: _Looked, only_most: bool) -> _Looked:
     for where, look in there.looks.items():
         differs = _differs(here.looks[where], look, only_most) if where in here.looks else ""
         if differs and finding is None:
-            finding = where, f"{differs}, between processes"
+            finding = where, f"{differs}{_BETWEEN}"
     return _Looked(here.looks, here.indices, here.reads + there.reads, finding)
 
 

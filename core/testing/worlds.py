@@ -12,7 +12,10 @@ from .law import law
 from .record import Failure, Pass, Recording, Settings, length_of, open_loader
 from .report import HOLDS, Outcome, combined, names_all
 
-__all__ = ["check_content", "check_cover", "count", "largest_batch", "no_world", "partition", "topology"]
+__all__ = [
+    "check_content", "check_cover", "contents_of", "count", "largest_batch", "no_world", "partition",
+    "starts_next_epoch", "topology",
+]  # fmt: skip
 
 _STATE_ERROR = "midepoch.errors.StateError"
 _CAPABILITY = {"world_size": "elastic_world", "num_workers": "elastic_workers", "batch_size": "elastic_world"}
@@ -254,7 +257,7 @@ def _judge_change(
         consumed = count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
         rest = count(examination.observed().passes[epoch].ids) - consumed
         got = count(ids for part in parts for ids in part.passes[0].ids)
-        if _starts_next_epoch(examination, rest, world_size, batch):
+        if starts_next_epoch(examination, rest, world_size, batch):
             continue
         who = f"the rest of the epoch with {change}"
         check_cover(examination, rest, got, world_size, batch, epoch, cut, who)
@@ -273,7 +276,7 @@ def _judge_change(
     return HOLDS if compared else Outcome("not applicable", f"too little is left after each cut for {change}")
 
 
-def _starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_size: int, batch: int) -> bool:
+def starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_size: int, batch: int) -> bool:
     """Whether so little may be left that a loader which drops its tail must start the next epoch."""
     settings = examination.settings
     if settings.drop_last:
@@ -354,8 +357,8 @@ def check_content(examination: Examination, parts: Sequence[Pass], epoch: int, w
     """A sample's content in an epoch must not depend on the topology."""
     if not examination.settings.elastic_content or examination.capability("exact_augmentations")[0] is False:
         return
-    alone = _contents([examination.observed().passes[epoch]])
-    for sample, contents in _contents(parts).items():
+    alone = contents_of([examination.observed().passes[epoch]])
+    for sample, contents in contents_of(parts).items():
         if sample in alone and len(alone[sample]) == 1 and not contents <= alone[sample]:
             raise examination.error(
                 f"sample {sample} with the content it has in a world of one",
@@ -366,7 +369,8 @@ def check_content(examination: Examination, parts: Sequence[Pass], epoch: int, w
             )
 
 
-def _contents(parts: Iterable[Pass]) -> dict[Hashable, set[str]]:
+def contents_of(parts: Iterable[Pass]) -> dict[Hashable, set[str]]:
+    """Each sample's digests. Empty if batches cannot be split."""
     found: dict[Hashable, set[str]] = {}
     for part in parts:
         for seen in part.batches:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from midepoch.testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
 from midepoch.testing.examine import Examination
 from midepoch.testing.laws import LAWS, judge
+from midepoch.testing.naming import Naming
 from midepoch.testing.page import make_page, take_pictures
 from midepoch.testing.record import Settings, experiment
 from midepoch.testing.report import LawError, Report, Verdict
@@ -49,6 +50,7 @@ def examine(
     trials: float = 0.0,
     seconds: float = 0.0,
     verbose: bool = False,
+    tail_is_stated: bool = True,
 ) -> Report:
     """Examine a loader, wrapped and bare, with a progress bar. Print the finding first, and write the page if asked.
 
@@ -60,6 +62,7 @@ def examine(
         trials: seconds that trials may take; 0 for no trials.
         seconds: after which no other trial or law is begun; 0 for no limit.
         verbose: print each law's verdict and error too.
+        tail_is_stated: the user says how ranks share the last samples, whatever the loader does.
 
     Raises:
         ValueError: a law is unknown, or the loader has no batch.
@@ -75,6 +78,11 @@ def examine(
         with _Bar(4 + len(tries) + len(names)) as bar:
             bar.begin("what it is")
             nature = _recognise(settings, target)
+            if not tail_is_stated and nature.tail is not None:
+                settings = replace(settings, tail=nature.tail)
+            settings = replace(settings, drop_last=settings.drop_last or nature.drop_last)
+            if nature.works_on_batches and settings.identify is None:
+                settings = replace(settings, identify=Naming(blind=True), elastic_content=False)
             sides = _sides(settings, nature)
             if nature.refusal and nature.side == "bare":
                 report = Report((_refused(nature),))
@@ -145,6 +153,8 @@ def _sides(settings: Settings, nature: Nature) -> dict[str, Examination]:
         own = replace(settings, make_loader=subject)
         if len(found):
             own = replace(own, quick=True, epochs=1)
+            if isinstance(own.identify, Naming):  # without `then`, the samples may have names
+                own = replace(own, identify=None)
         heading = _OF_OURS if side == "given" and nature.other == "bare" else _HEADINGS[side]
         found[heading] = Examination(own)
     return found
@@ -200,7 +210,7 @@ def _draft(page: Path | None) -> Iterator[Path | None]:
 def _run_through(examination: Examination, seconds: float) -> Verdict | None:
     """None, unless the loader fails in an uninterrupted run: then every law would fail in the same way.
 
-    If cutting its epochs everywhere would take more than an eighth of the time, they are cut at three places.
+    If cutting its epochs everywhere would take more than an eighth of the time, one is cut at three places.
     """
     begun = time.perf_counter()
     examination.begin(
@@ -216,7 +226,7 @@ def _run_through(examination: Examination, seconds: float) -> Verdict | None:
         return Verdict(UNINTERRUPTED, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
     cuts = sum(len(part.batches) + 1 for part in head.passes[:-1])
     if seconds and cuts * (time.perf_counter() - asked) / len(head.passes) > seconds / 8:
-        examination.settings = replace(examination.settings, quick=True)
+        examination.settings = replace(examination.settings, quick=True, epochs=1)
     return None
 
 
@@ -316,8 +326,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 _WORDS = {
-    "holds": "hold", "failed": "fail", "refused clearly": "are refused clearly", "not applicable": "do not apply",
-    "not reached": "were not reached",
+    "holds": "hold", "failed": "fail", "refused clearly": "refused clearly", "not applicable": "do not apply",
+    "not reached": "not reached",
 }  # fmt: skip
 
 

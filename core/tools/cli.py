@@ -58,7 +58,10 @@ def check(
         bool | None,
         typer.Option("--shuffled/--sequential", help="Whether epochs must differ in their order, or agree."),
     ] = None,
-    tail: Annotated[str, typer.Option(help="How ranks share the last samples: pad, drop or uneven.")] = "pad",
+    tail: Annotated[
+        str | None,
+        typer.Option(help="How ranks share the last samples: pad, drop or uneven; default: as midepoch shares them."),
+    ] = None,
     drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an incomplete last batch.")] = False,
     cuts: Annotated[str | None, typer.Option(help="Batches before each cut, such as 1,7; default: all.")] = None,
     identify: Annotated[
@@ -113,7 +116,7 @@ def check(
             epochs=epochs,
             quick=quick,
             shuffled=shuffled,
-            tail=tail,  # type: ignore[arg-type]  # Settings checks it
+            tail=tail or "pad",  # type: ignore[arg-type]  # Settings checks it
             drop_last=drop_last,
             cuts=None if cuts is None else integers(cuts),
             identify=None if identify is None else find_function(identify),
@@ -123,7 +126,7 @@ def check(
         )
         with sigterm_unwinds():
             chosen = None if laws is None else names(laws)
-            found = examine(settings, target, chosen, report, trials, seconds, verbose)
+            found = examine(settings, target, chosen, report, trials, seconds, verbose, tail is not None)
     except (TargetError, TypeError, ValueError, OSError) as error:
         fail(printable(str(error)))
     except KeyboardInterrupt:
