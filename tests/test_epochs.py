@@ -555,6 +555,31 @@ def test_a_snapshot_on_the_way_out_of_a_signal_goes_on_with_the_epoch(where: str
     assert log.lines == [[epoch, batch] for epoch in range(2) for batch in whole[epoch]]
 
 
+@pytest.mark.parametrize("how", ["a pass that was left", "a seek", "the first epoch's snapshot"])
+def test_an_epoch_that_was_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
+    loader = shuffled()
+    snapshot = Snapshot(path, every=1, signals=(), data=loader)
+    if how == "a pass that was left":
+        assert len(sources.taken(loader, 2)) == 2
+    elif how == "a seek":
+        loader.seek(position=8)
+    else:
+        for _ in itertools.islice(loader, 2):
+            snapshot.step()
+        loader = shuffled()
+        snapshot = Snapshot(path, every=1, signals=(), data=loader)
+    for epoch in snapshot.epochs(2):
+        assert [sources.plain(batch) for batch in loader] == whole[epoch][2 if epoch == 0 else 0 :]
+        if epoch == 0:
+            snapshot.step()  # put off to the body's end
+        else:
+            break
+    loader = shuffled()
+    left = [(epoch, sources.taken(loader)) for epoch in Snapshot(path, signals=(), data=loader).epochs(3)]
+    assert left == [(1, whole[1]), (2, whole[2])]
+
+
 def test_a_cycle_that_began_anew_in_the_body_goes_on_in_the_next_one(tmp_path: Path) -> None:
     """Also if the run is ended at the last batch of the other loader."""
 

@@ -553,7 +553,7 @@ class Course:
         if passes is None:
             return False
         cursor = self.cursor
-        if epoch is None and (passes.going_on or passes.spans):
+        if epoch is None and (passes.going_on or (passes.spans and not passes.ended)):
             return not passes.spans
         left = passes.ended and self.has_begun and not self.is_over
         if left and epoch is None and not self.adapter.can_seek:
