@@ -157,7 +157,6 @@ SOURCES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a list follows a set": (lambda: loader_of(Numbers, InHashOrder), "lists", "begins with"),
     "passes differ after their beginning": (RepeatsItsBeginning, "passes", "pass 2 over epoch 0"),
     "a state is wrong in the middle": (WrongLater, "states", "after 5 batches"),
-    "a shuffle buffer inside torchdata.nodes": (buffered_nodes, "states", "batches of epoch"),
     "threads begin to read later": (ReadsAheadLater, "threads", "threads go on reading"),
 }
 """Name -> the source, the trial that finds it, and words of the finding."""

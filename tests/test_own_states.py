@@ -922,6 +922,64 @@ def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_sam
         assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
 
 
+class _EndsOnceMore:
+    """From the state of its end it gives an empty pass, as torchdata's tests have it."""
+
+    def __init__(self) -> None:
+        self.given, self.resumes = 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        self.given = self.given if self.resumes else 0
+        self.resumes = False
+        while self.given < 10:
+            self.given += 1
+            yield self.given
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.resumes = state["given"], True
+
+
+class _EndsOnceMoreOfALength(_EndsOnceMore):
+    def __len__(self) -> int:
+        return 10
+
+
+class _EndsOnceMoreInADataLoader(_EndsOnceMore, IterableDataset[int]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _EndsOnceMore,
+        _EndsOnceMoreOfALength,
+        lambda: DataLoader(_EndsOnceMoreInADataLoader(), batch_size=4),
+        lambda: DataLoader(_EndsOnceMoreInADataLoader(), batch_size=5),
+        lambda: DataLoader(_EndsOnceMoreInADataLoader(), batch_size=4, num_workers=1),
+    ],
+)
+def test_a_source_that_ends_once_more_at_its_end_begins_the_next_epoch(make: Callable[[], Any]) -> None:
+    loader = wrap(make(), seed=1)
+    batches, states = [], [loader.state_dict()]
+    for _ in range(3):
+        for batch in loader:
+            batches.append(str(batch))
+            states.append(loader.state_dict())
+        states[-1] = loader.state_dict()
+    for cut, state in enumerate(states[:-1]):
+        resumed = wrap(make(), seed=1)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        rest: list[str] = []
+        while len(rest) < len(batches) - cut:
+            given = list(map(str, resumed))
+            assert given, f"an empty epoch behind batch {cut}"
+            rest += given
+        assert rest == batches[cut:]
+
+
 # --- grain's own test of checkpoints ---
 
 

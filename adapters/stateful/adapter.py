@@ -53,6 +53,7 @@ class StatefulAdapter(Adapter):
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self.seeds = False  # a batch has drawn, so each is seeded from now on
+        self.was_put_at_its_end = False  # by a state, and not read since
         self._used = False
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read

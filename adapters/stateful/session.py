@@ -78,18 +78,31 @@ class StatefulSession(Session):
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
         if adapter.opening is None:
-            advance = self._started()
-            batch = advance()
+            advance, batch = self._begun()
         else:
             # torch's loaders draw the workers' seed here, which must not change the caller's generator.
             with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
-                advance = self._started()
-                batch = advance()
+                advance, batch = self._begun()
         if self._doubted:
             adapter.check_begun()
         self._trial, self._advance = adapter.trial(run), advance
         self._next = advance if self._trial is None else self._second
         return batch
+
+    def _begun(self) -> tuple[Callable[[], Any], Any]:
+        adapter, run = self._adapter, self._run
+        at_its_end = not run.position and (bool(run.detail) or adapter.was_put_at_its_end)
+        adapter.was_put_at_its_end = False
+        advance = self._started()
+        try:
+            return advance, advance()
+        except StopIteration:
+            if not at_its_end:
+                raise
+        # Some sources end once more from the state of their end, and begin anew in the pass after it.
+        self._iterator = adapter.start(run, None)
+        advance = adapter.reading(run, self._iterator)
+        return advance, advance()
 
     def _begin_at_the_end(self) -> None:
         """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
@@ -97,6 +110,7 @@ class StatefulSession(Session):
         if own:
             self._adapter.begin()
             self._loading(lambda: self._adapter.restore(decode(own)))
+            self._adapter.was_put_at_its_end = True
 
     def _second(self) -> Any:
         """The next batch, behind a trial of the state before it."""
