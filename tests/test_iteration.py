@@ -788,6 +788,22 @@ def test_an_error_in_a_sample_keeps_the_state(num_workers: int, tmp_path: Path) 
     assert sources.resumed(shuffled, state) == whole[0][2:]
 
 
+def test_the_caller_who_asks_again_for_a_bad_batch_of_a_stream_is_told() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(3)
+        raise ValueError("a bad sample")
+
+    batches = iter(midepoch.wrap(numbers))
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        with pytest.raises(ValueError, match="a bad sample"):
+            next(batches)
+    told = pytest.warns(MidepochWarning, match="position 3 of epoch 0 has failed again.*pass over bad samples")
+    with told, pytest.raises(ValueError, match="a bad sample"):
+        next(batches)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("bad", [[0], [2], [2, 3], [5], [4, 5]], ids=str)
 def test_the_caller_who_goes_on_after_an_error_gets_the_batch_behind(

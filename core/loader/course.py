@@ -73,6 +73,7 @@ class Course:
         self.unfinished: int | None = None
         self.lost = ""
         self.failed: list[str] = []
+        self.stuck: tuple[int, int] | None = None  # where a batch failed last that cannot be passed over
         self.ends_early = self.retries = False
         self.refusal: tuple[type[BaseException], str] | None = None
         self.passes: Passes | None = None
@@ -450,6 +451,8 @@ class Course:
             if self._passes_over(error):
                 # A worker's error has its whole traceback in its message; the last line says what it was.
                 self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)
+            elif not self.adapter.jumps and isinstance(error, Exception) and not isinstance(error, MidepochError):
+                self._tell_of_stuck()
             return False
         cursor.catch_up()
         if cursor.last_step is not None:
@@ -511,6 +514,19 @@ class Course:
             return False
         stated = self.options.on_error
         return stated == "next" or (stated is None and not self.retries and self.setting.world().world_size == 1)
+
+    def _tell_of_stuck(self) -> None:
+        """Warn the caller who asks again for a batch that has failed, and will each time."""
+        here = self.epoch, self.position
+        if here == self.stuck:
+            warnings.warn(
+                f"the batch at position {self.position} of epoch {self.epoch} has failed again, and what is behind it "
+                "cannot be reached, because this source is read from its start, or from a state of its own: leave the "
+                "loop, or let the source pass over bad samples",
+                MidepochWarning,
+                stacklevel=4,
+            )
+        self.stuck = here
 
     def _tell_of_failed(self, epoch: int, start: int, stop: int) -> None:
         """Name the positions that were passed over, now that the caller has gone on behind them."""

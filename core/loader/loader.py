@@ -72,8 +72,9 @@ class Loader:
         self._committed: State | None = None
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
-                f"on_error='next': a {adapter.name} source is read from its start, or from a state of its own, so the "
-                "batch behind a bad one cannot be reached: leave on_error out, and let the source pass over bad samples"
+                f"on_error='next': this source ({adapter.name}) is read from its start, or from a state of its own, so "
+                "the batch behind a bad one cannot be reached: leave on_error out, and let the source pass over bad "
+                "samples"
             )
         if options.global_batch is not None and not adapter.reads_any_span:
             raise UnsupportedSourceError(
