@@ -1,13 +1,11 @@
-"""What a sampler costs from ten thousand samples to a million millions, that it misses none, and what resuming saves.
+"""What a sampler costs from ten thousand samples to a million millions, and that it misses none.
 
-Run ``python benchmarks/scale.py --plot goodput.png``. Prints Markdown in three parts:
+Run ``python benchmarks/scale.py``. Prints Markdown in two parts:
 
 * **Cost**: time for each index that one rank gets, time to the first index, and memory, by size and by world size.
 * **Coverage**: at 10**12 samples and 16,384 ranks, what all ranks together get in stretches of the epoch; at small
   sizes, all of the epoch, interrupted and continued on another world size. Ends with an error where anything is not
   covered.
-* **Goodput**: the share of time that is spent on new samples, as a function of failures per hour, by a model (see
-  `goodput`) of which the resume times are an input.
 """
 
 from __future__ import annotations
@@ -17,18 +15,14 @@ import datetime
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import platform
 import random
-import statistics
 import sys
-import textwrap
 import time
 import tracemalloc
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +32,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measuring import between
 
 from midepoch import ResumableSampler, World, reseal
 from midepoch.order import Order, Shuffled
@@ -56,12 +49,6 @@ STEPS = 4
 """In a window of the epoch: from the third on, an order has computed ahead for the rank that asks."""
 FIRST_INDICES = 20
 """Times that the first index is measured in each round, since that is short."""
-ASSUMED_SECONDS = (0.01, 1.0, 10.0, 60.0, 600.0, 3600.0)
-FAILURES = np.geomspace(0.01, 30, 200).tolist()
-"""Failures per hour that are drawn."""
-LISTED_FAILURES = (0.1, 1.0, 10.0)
-"""Failures per hour that are listed."""
-
 Indices = npt.NDArray[np.int64]
 State = dict[str, Any]
 
@@ -310,201 +297,6 @@ def report_coverage(size: int, world_size: int, windows: int, largest_size: int,
 
 
 # ----------------------------------------------------------------------------------------------------
-# Goodput
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is the same for all loaders, in seconds.
-
-    Attributes:
-        restart: from a failure to the point where the data loader is resumed.
-        save: one checkpoint.
-        interval: between checkpoints, where that is fixed.
-        epoch: time that an epoch's samples take; a loader that cannot resume within an epoch goes back that far.
-    """
-
-    restart: float
-    save: float
-    interval: float
-    epoch: float
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A loader's time to its first batch after a resume; None where it has to begin its epoch again."""
-
-    label: str
-    seconds: float | None
-
-
-def goodput(failures_per_hour: float, interval: float, save: float, restart: float) -> float:
-    """The share of time that is spent on samples that no failure will take back.
-
-    Daly's expression for failures that come at random at a constant rate, at any time, restarts and saves included (J.
-    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
-    Systems 22, 2006): work of length `interval` takes ``M * exp(R / M) * (exp((interval + save) / M) - 1)`` on average,
-    where M is the mean time between failures and R the restart. It follows from the expected number of attempts at a
-    stretch of length L that end in a failure, exp(L / M) - 1, and the time they take; half an interval is lost by each
-    failure where these are rare.
-
-    Args:
-        failures_per_hour: of the whole job, 0 or more.
-        interval, save, restart: in seconds; the restart includes the resume of the data loader.
-    """
-    rate, stretch = failures_per_hour / 3600, interval + save
-    if rate == 0:
-        return interval / stretch
-    # Multiplied by exp(-stretch * rate) above and below, so that nothing overflows.
-    return rate * interval * math.exp(-rate * (restart + stretch)) / -math.expm1(-rate * stretch)
-
-
-def optimum(failures_per_hour: float, save: float) -> float:
-    """Seconds between checkpoints that cost the least in first order.
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17, 1974.
-    """
-    return math.sqrt(2 * save * 3600 / failures_per_hour)
-
-
-def goodput_of(peer: Peer, failures_per_hour: float, job: Job, fixed: bool) -> float:
-    """With the fixed interval, or with Young's.
-
-    Where a loader begins its epoch again, only what is saved at the end of one counts: the interval is an epoch. How
-    long the first batch takes it then is left out, in its favour.
-    """
-    if peer.seconds is None:
-        return goodput(failures_per_hour, job.epoch, job.save, job.restart)
-    interval = job.interval if fixed else optimum(failures_per_hour, job.save)
-    return goodput(failures_per_hour, interval, job.save, job.restart + peer.seconds)
-
-
-def duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds >= 7200:
-        return f"{seconds / 3600:.3g} h"
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-
-
-def longer(early: Sequence[float], late: Sequence[float]) -> bool:
-    """Whether the later times are longer beyond their noise: a ratio of 1 is below the interval of the rounds' ratios.
-
-    What took seconds was measured once, and is longer if it is longer than all the others.
-    """
-    pairs = [b / a for a, b in zip(early, late, strict=False)]
-    return between(pairs).low > 1 if len(pairs) > 2 else min(late) > max(early)
-
-
-def peers_in(path: Path, samples: int) -> list[Peer]:
-    """One for each peer in a file of measurements; assumed ones where there is no file, or no measurement in it.
-
-    The file has ``{"first_batch": [{"peer", "work", "size", "progress", "workers", "times", "why"}, ...]}``. Of
-    pictures that are decoded without workers, the first batch at 0 % and at 90 % says what a sample costs that is
-    skipped: nothing, where their difference is within their noise. A job fails at the middle of its epoch of so many
-    samples, on average. A peer that did not manage 90 % begins its epoch again.
-    """
-    rows = json.loads(path.read_text()).get("first_batch", []) if path.exists() else []
-    rows = [row for row in rows if row["work"] == "jpeg" and not row.get("workers")]
-    if not rows:
-        return [Peer(f"{duration(seconds)} (assumed)", seconds) for seconds in ASSUMED_SECONDS]
-    peers = []
-    for name in dict.fromkeys(row["peer"] for row in rows):
-        at = {row["progress"]: row for row in rows if row["peer"] == name}
-        early, late = at[0]["times"], at[0.9]["times"]
-        if not early or not late:
-            why = at[0.9]["why"] or at[0]["why"]
-            peers.append(Peer(f"{name}: epoch again ({textwrap.shorten(why, 40)})", None))
-            continue
-        seconds = statistics.median(early)
-        if longer(early, late):
-            seconds += (statistics.median(late) - seconds) / (0.9 * at[0.9]["size"]) * samples / 2
-        peers.append(Peer(f"{name}: {duration(seconds)}", seconds))
-    return peers
-
-
-def report_goodput(peers: Sequence[Peer], samples: int, job: Job, plot: Path | None) -> dict[str, Any]:
-    """Prints the model's table; draws it."""
-    print(
-        f"\n## Goodput\n\nShare of time spent on samples that are kept: a model, not a measurement. A restart takes "
-        f"{duration(job.restart)} and the loader's resume, a checkpoint {duration(job.save)}; checkpoints at Young's "
-        f"optimum / every {duration(job.interval)}. What cannot resume within an epoch ({duration(job.epoch)}) goes "
-        "back to its beginning. The resume is that of pictures, as measured beside the peers at 0 % and, where 90 % "
-        f"takes longer than noise explains, carried on in proportion to the middle of an epoch of {samples:,}, in one "
-        "process without workers."
-    )
-    heads = [f"{failures:g} failures an hour" for failures in LISTED_FAILURES]
-    print(f"\n| first batch after a resume | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
-    for peer in peers:
-        pairs = (
-            " / ".join(f"{goodput_of(peer, failures, job, fixed):.1%}" for fixed in (False, True))
-            for failures in LISTED_FAILURES
-        )
-        print(f"| {peer.label} | {' | '.join(pairs)} |")
-    curves = [
-        {**asdict(peer), **{
-            name: [goodput_of(peer, failures, job, fixed) for failures in FAILURES]
-            for name, fixed in (("optimum", False), ("fixed", True))
-        }}
-        for peer in peers
-    ]  # fmt: skip
-    if plot is not None:
-        draw(curves, job, plot)
-        print(f"\n![Share of time on new samples against failures per hour]({plot.name})")
-    return {"job": asdict(job), "failures_per_hour": FAILURES, "peers": curves}
-
-
-def alike(curves: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Groups whose lines could not be told apart, in the order of their resume times; those without any come last."""
-    groups: list[list[dict[str, Any]]] = []
-    for curve in sorted(curves, key=lambda curve: math.inf if curve["seconds"] is None else curve["seconds"]):
-        if groups and np.allclose(curve["optimum"], groups[-1][0]["optimum"], rtol=0, atol=0.01):
-            groups[-1].append(curve)
-        else:
-            groups.append([curve])
-    return groups
-
-
-def draw(curves: Sequence[dict[str, Any]], job: Job, path: Path) -> None:
-    """By failures per hour, a line for each group of loaders; and by the resume time, with a mark for each loader."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    groups = alike(curves)
-    labels = [textwrap.fill(", ".join(curve["label"] for curve in group), 120) for group in groups]
-    figure = Figure(figsize=(11, 5.5 + 0.2 * sum(label.count("\n") + 1 for label in labels)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.06})
-    resumes = np.geomspace(0.01, 3600, 200)
-    for failures, style in zip(LISTED_FAILURES, (":", "--", "-"), strict=True):
-        shares = [goodput_of(Peer("", seconds), failures, job, False) for seconds in resumes]
-        right.plot(resumes, shares, style, color="grey", linewidth=1.2, zorder=1)
-        said = f"{failures:g} failure{'s' * (failures != 1)} an hour"
-        right.annotate(said, (0.011, shares[0] - 0.01), va="top", fontsize=9)
-    for number, (group, label) in enumerate(zip(groups, labels, strict=True)):
-        style = "--" if group[0]["seconds"] is None else "-"
-        left.plot(FAILURES, group[0]["optimum"], style, color=f"C{number}", linewidth=2, label=label)
-        for curve in group:
-            if curve["seconds"] is not None:
-                peer = Peer(curve["label"], curve["seconds"])
-                shares = [goodput_of(peer, failures, job, False) for failures in LISTED_FAILURES]
-                right.plot([peer.seconds] * len(shares), shares, "o", color=f"C{number}", markersize=5)
-    left.set(xlabel="failures of the whole job per hour", xscale="log", xlim=(FAILURES[0], FAILURES[-1]), ylim=(0, 1))
-    left.set_xticks([0.01, 0.1, 1, 10, 30])
-    left.xaxis.set_major_formatter("{x:g}")
-    right.set(xlabel="seconds to the first batch after a resume", xscale="log", xlim=(resumes[0], resumes[-1]))
-    right.xaxis.set_major_formatter("{x:g}")
-    for panel in (left, right):
-        panel.grid(alpha=0.3)
-    left.set_ylabel("time spent on new samples (% of all)")
-    left.yaxis.set_major_formatter(PercentFormatter(1))
-    figure.suptitle(
-        f"Model: restart {duration(job.restart)} and the resume, checkpoints of {duration(job.save)} at Young's optimum"
-    )
-    figure.legend(loc="outside lower center", fontsize=9, title="first batch after a resume")
-    figure.savefig(path, dpi=120)
-
-
-# ----------------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
@@ -522,12 +314,7 @@ def environment() -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results = Path(__file__).parent.parent / "docs" / "benchmarks" / "results.json"
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the goodput there")
-    parser.add_argument(
-        "--resume-times", type=Path, default=results, metavar="FILE.json", help="measured first batches"
-    )
     numbers: list[tuple[str, int, str]] = [
         ("--rounds", 9, "of the measurements of cost"),
         ("--indices", 500_000, "in each"),
@@ -535,18 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("--windows", 4, "at random places"),
         ("--largest-size", 300, "of which all epochs are checked"),
         ("--largest-world", 20, "of these"),
-        ("--samples", 1_281_167, "of an epoch in the goodput's model, as many as ImageNet-1k's pictures"),
     ]
     for name, default, meaning in numbers:
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
-    times: list[tuple[str, float, str]] = [
-        ("--restart", 60, "of everything but the data loader"),
-        ("--save", 10, "of one checkpoint"),
-        ("--interval", 1800, "between checkpoints, in the second panel"),
-        ("--epoch", 8 * 3600, "of an epoch"),
-    ]
-    for name, seconds, meaning in times:
-        parser.add_argument(name, type=float, default=seconds, help=f"seconds {meaning} (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     facts = environment()
@@ -559,9 +337,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report["coverage"] = report_coverage(
         SIZES[-1], chosen.ranks, chosen.windows, chosen.largest_size, chosen.largest_world
     )
-    job = Job(chosen.restart, chosen.save, chosen.interval, chosen.epoch)
-    peers = peers_in(chosen.resume_times, chosen.samples)
-    report["goodput"] = report_goodput(peers, chosen.samples, job, chosen.plot)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,11 +1,8 @@
-"""benchmarks/scale.py: that its check of coverage finds what is broken, that its model is right, that it runs."""
+"""benchmarks/scale.py: that its check of coverage finds what is broken, that it runs."""
 
 from __future__ import annotations
 
 import json
-import math
-import random
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,141 +146,16 @@ def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -
         scale.check_window(Shuffled(SIZE), SIZE // 2, RANKS, False)
 
 
-# --- goodput ---
-
-
-def simulated(failures_per_hour: float, interval: float, save: float, restart: float, times: int) -> list[float]:
-    """Seconds from one checkpoint to the next, event by event."""
-    generator, rate = random.Random(5), failures_per_hour / 3600
-    durations = []
-    for _ in range(times):
-        clock, failure = 0.0, generator.expovariate(rate)
-        end = interval + save
-        while failure < end:
-            clock = failure
-            failure = clock + generator.expovariate(rate)
-            end = clock + restart + interval + save
-        durations.append(end)
-    return durations
-
-
-@pytest.mark.parametrize(
-    ("failures_per_hour", "interval", "save", "restart"),
-    [(0.5, 1800.0, 10.0, 60.0), (2.0, 1800.0, 30.0, 300.0), (10.0, 85.0, 10.0, 61.0), (1.0, 3600.0, 10.0, 1800.0)],
-)
-def test_the_model_is_what_a_simulation_gives(
-    failures_per_hour: float, interval: float, save: float, restart: float
-) -> None:
-    durations = simulated(failures_per_hour, interval, save, restart, 40_000)
-    error = statistics.stdev(durations) / math.sqrt(len(durations))
-    expected = interval / scale.goodput(failures_per_hour, interval, save, restart)
-    assert abs(statistics.mean(durations) - expected) < 3 * error
-    assert error < 0.02 * expected  # so that the line above says something
-
-
-def test_without_failures_only_saving_costs() -> None:
-    assert scale.goodput(0, 1800, 10, 60) == 1800 / 1810
-    assert scale.goodput(1e-9, 1800, 10, 60) == pytest.approx(1800 / 1810, rel=1e-6)
-
-
-def test_few_failures_cost_the_restart_and_half_an_interval() -> None:
-    per_failure = 60 + 1810 / 2
-    assert 1810 / 1800 * scale.goodput(0.001, 1800, 10, 60) == pytest.approx(1 - per_failure * 0.001 / 3600, abs=1e-6)
-
-
-def test_many_failures_do_not_overflow() -> None:
-    assert scale.goodput(1e4, 1e6, 10, 1e6) == 0
-
-
-@pytest.mark.parametrize("failures_per_hour", [0.01, 0.1, 1.0])
-def test_youngs_interval_is_near_the_best(failures_per_hour: float) -> None:
-    young = scale.optimum(failures_per_hour, 10)
-    at_optimum = scale.goodput(failures_per_hour, young, 10, 60)
-    best = max(scale.goodput(failures_per_hour, young * factor, 10, 60) for factor in np.geomspace(0.1, 10, 401))
-    assert best - 2e-3 < at_optimum <= best
-    assert scale.goodput(failures_per_hour, young / 3, 10, 60) < at_optimum - 2e-3
-
-
-def test_a_loader_that_begins_its_epoch_anew_loses_half_an_epoch() -> None:
-    job = scale.Job(restart=60, save=10, interval=1800, epoch=28800)
-    again, exact = scale.Peer("again", None), scale.Peer("exact", 5.0)
-    assert scale.goodput_of(again, 0.01, job, True) == scale.goodput_of(again, 0.01, job, False)
-    assert scale.goodput_of(again, 0.01, job, True) == pytest.approx(1 - 0.01 * (28800 / 2 + 60) / 3600, abs=2e-3)
-    assert scale.goodput_of(exact, 1, job, True) == scale.goodput(1, 1800, 10, 65)
-    assert scale.goodput_of(exact, 1, job, False) == scale.goodput(1, math.sqrt(2 * 10 * 3600), 10, 65)
-
-
-# --- measured resume times ---
-
-
-def row(
-    peer: str, progress: float, times: list[float], why: str = "", work: str = "jpeg", size: int = 1000, **more: int
-) -> dict[str, Any]:
-    return {"peer": peer, "work": work, "size": size, "progress": progress, "times": times, "why": why, **more}
-
-
-def test_what_skipping_a_picture_costs_is_carried_on_to_half_an_epoch(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    rows = [
-        row("skips", 0, [0.24, 0.25, 0.26]),
-        row("skips", 0.9, [0.25 + 900 * 0.5]),  # too long to be measured more often
-        row("skips", 0.9, [1e-6], work="integers", size=10**9),
-        row("skips", 0, [1e-6], workers=2),
-        row("skips", 0.9, [1e-6], workers=2),
-        row("walks", 0, [0.10, 0.11, 0.12, 0.13]),
-        row("walks", 0.9, [0.205, 0.215, 0.225, 0.235]),
-        row("jumps", 0, [0.5, 0.5, 0.3, 0.5]),
-        row("jumps", 0.9, [0.4, 0.6, 0.5, 0.6]),  # within the noise
-        row("lucky", 0, [0.5, 0.6]),
-        row("lucky", 0.9, [0.25, 0.35]),
-        row("none", 0, [1.0]),
-        row("none", 0.9, [], "it has no state"),
-    ]
-    path.write_text(json.dumps({"first_batch": rows, "other": 1}))
-    found = scale.peers_in(path, 8000)
-    assert [peer.label for peer in found] == [
-        "skips: 2,000 s", "walks: 582 ms", "jumps: 500 ms", "lucky: 550 ms", "none: epoch again (it has no state)"
-    ]  # fmt: skip
-    expected = [0.25 + 4000 * 0.5, 0.115 + 4000 * 0.105 / 900, 0.5, 0.55, None]
-    assert [peer.seconds for peer in found] == pytest.approx(expected)
-
-
-def test_loaders_whose_lines_would_lie_on_each_other_share_one() -> None:
-    def curve(label: str, seconds: float | None) -> dict[str, Any]:
-        job, peer = scale.Job(restart=60, save=10, interval=1800, epoch=28800), scale.Peer(label, seconds)
-        shares = [scale.goodput_of(peer, failures, job, False) for failures in scale.FAILURES]
-        return {"label": label, "seconds": seconds, "optimum": shares}
-
-    curves = [curve("again", None), curve("slow", 300), curve("fast", 0.02), curve("near", 0.4)]
-    groups = [[each["label"] for each in group] for group in scale.alike(curves)]
-    assert groups == [["fast", "near"], ["slow"], ["again"]]
-
-
-@pytest.mark.parametrize("text", [None, "{}", '{"first_batch": []}'])
-def test_without_measurements_times_are_assumed_and_say_so(text: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    if text is not None:
-        path.write_text(text)
-    peers = scale.peers_in(path, 10**6)
-    assert [peer.seconds for peer in peers] == [0.01, 1, 10, 60, 600, 3600]
-    assert all(peer.label.endswith(" (assumed)") for peer in peers)
-
-
 # --- the script ---
 
 
 def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times, figures, plot = (tmp_path / name for name in ("times.json", "figures.json", "goodput.png"))
-    rows = [row("ours", 0, [0.5]), row("ours", 0.9, [0.5]), row("theirs", 0, [0.5]), row("theirs", 0.9, [], "no")]
-    times.write_text(json.dumps({"first_batch": rows}))
-    files = ["--json", str(figures), "--plot", str(plot), "--resume-times", str(times)]
+    figures = tmp_path / "figures.json"
     small = ["--rounds=1", "--indices=2000", "--ranks=16", "--windows=1", "--largest-size=5", "--largest-world=3"]
-    scale.main([*small, *files])
+    scale.main([*small, "--json", str(figures)])
     printed = capsys.readouterr().out
     assert "| 1,000,000,000,000 |" in printed
     assert "| 16,384 |" in printed
-    assert "| theirs: epoch again (no) |" in printed
-    assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(figures.read_text())
     assert set(report["environment"]) >= {"date", "python", "torch", "numpy", "midepoch", "cores", "memory_gibibytes"}
     assert {(case["size"], case["world_size"]) for case in report["cost"]["per_index"]} == {
@@ -291,4 +163,3 @@ def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest
     }  # fmt: skip
     assert all(len(case["nanoseconds"]) == 1 and case["kibibytes"] < 1024 for case in report["cost"]["per_index"])
     assert report["coverage"]["windows"]["windows"] == 4
-    assert [peer["seconds"] for peer in report["goodput"]["peers"]] == [0.5, None]
