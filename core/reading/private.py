@@ -32,6 +32,7 @@ __all__ = [
     "keep_iterator",
     "kept_iterator",
     "let_go",
+    "not_saved",
     "plain_loader",
     "request_again",
     "show_dataset",
@@ -86,6 +87,11 @@ def gives_its_own(loader: DataLoader[Any]) -> bool:
 def attributes_of_torch() -> frozenset[str]:
     """The attributes of every DataLoader, and what `iterates_with` sets."""
     return frozenset(vars(DataLoader([0]))) | {"_get_iterator"}  # type: ignore[arg-type]
+
+
+def not_saved(module: torch.nn.Module) -> frozenset[str]:
+    """The names of a module's own buffers that its ``state_dict`` leaves out."""
+    return frozenset(module._non_persistent_buffers_set)
 
 
 def plain_loader(loader: DataLoader[Any], **instead: Any) -> DataLoader[Any]:

@@ -44,6 +44,7 @@ from .private import (
     is_iterator,
     iterates_as_torch,
     iterates_with,
+    not_saved,
     plain_loader,
 )
 from .trials import started_threads
@@ -507,7 +508,7 @@ class _Modules:
             (number, f"{type(part).__name__}.{name}"): look_at(each)
             for number, (part, _) in enumerate(self._held)
             for name, each in (*vars(part).items(), *part._buffers.items())
-            if name not in (part._non_persistent_buffers_set ^ part._buffers.keys()) | _of_torch()
+            if name not in (not_saved(part) ^ part._buffers.keys()) | _of_torch()
         }
 
 
