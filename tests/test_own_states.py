@@ -980,6 +980,25 @@ def test_a_source_that_ends_once_more_at_its_end_begins_the_next_epoch(make: Cal
         assert rest == batches[cut:]
 
 
+class _DrawsLate(_EndsOnceMoreInADataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield number + (random.random() if number == 7 else 0.0)
+
+
+def test_a_source_that_ends_once_more_may_draw_late_in_the_next_epoch() -> None:
+    def make() -> Loader:
+        return wrap(DataLoader(_DrawsLate(), batch_size=2), seed=1)
+
+    loader = make()
+    batches = [str(batch) for batch in loader]
+    state = loader.state_dict()
+    batches = [str(batch) for batch in loader]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert list(map(str, resumed)) == batches and len(batches) == 5
+
+
 # --- grain's own test of checkpoints ---
 
 

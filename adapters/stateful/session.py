@@ -35,7 +35,7 @@ class StatefulSession(Session):
         self._advance: Callable[[], Any] | None = None
         self._trial: Callable[[str, int], Outcome | None] | None = None
         self._handed_out = 0
-        self._failed = self._finished = self._doubted = False
+        self._failed = self._finished = self._doubted = self._ended_once_more = False
         self._began_at = ""  # the source's state at the session's beginning; empty if only an iterator leads there
         self._over = run.detail.startswith(ENDED)  # the source has ended
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
@@ -70,6 +70,9 @@ class StatefulSession(Session):
             self._next = self._advance = adapter.reading(dataclasses.replace(run, position=behind), self._iterator)
             return drew.args[0]
         self._iterator = adapter.start(run, decode(self._began_at) if self._began_at else None)
+        if self._ended_once_more:  # as in `_begun`
+            next(self._iterator, None)
+            self._iterator = adapter.start(run, None)
         advance = self._next = self._advance = adapter.reading(run, self._iterator)
         for _ in range(self._handed_out):
             advance()
@@ -100,6 +103,7 @@ class StatefulSession(Session):
             if not at_its_end:
                 raise
         # Some sources end once more from the state of their end, and begin anew in the pass after it.
+        self._ended_once_more = True
         self._iterator = adapter.start(run, None)
         advance = adapter.reading(run, self._iterator)
         return advance, advance()
