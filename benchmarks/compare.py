@@ -14,6 +14,7 @@ import functools
 import importlib.metadata
 import json
 import math
+import operator
 import os
 import platform
 import select
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import filterfalse, zip_longest
@@ -61,16 +62,19 @@ class Plan:
 
     Attributes:
         rounds: of the overhead, each with processes of its own.
-        stretches: that each process is measured for, in turn with the others.
-        batches: for each work, how many are timed, and how many of the same epoch come before them, and after.
+        stretches: that a process is measured for at most, in turn with the others.
+        seconds: of a work after which a process has no further stretch.
+        batches: for each work, how many are timed, and how many of the same epoch come before them, and after; of slow
+            peers an eighth, but of pictures, which take all of them milliseconds.
         pictures: in the data set of which a resume at 0 and 90 % is measured too, without workers and with 2.
         limit: seconds for a first batch.
         memory: GiB of data that a process may have.
     """
 
     rounds: int = 5
-    stretches: int = 1
-    batches: tuple[tuple[str, int, int], ...] = (("integers", 400, 256), ("draws", 256, 256), ("jpeg", 64, 32))
+    stretches: int = 15
+    seconds: float = 1.5
+    batches: tuple[tuple[str, int, int], ...] = (("integers", 400, 256), ("draws", 256, 256), ("jpeg", 48, 16))
     progress: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.9, 0.99)
     memory_size: int = 10**6
     file_size: int = 10**5
@@ -85,7 +89,7 @@ class Plan:
 
 
 QUICK = Plan(
-    rounds=2, stretches=1, batches=(("integers", 40, 4), ("draws", 20, 4), ("jpeg", 6, 3)),
+    rounds=2, stretches=2, batches=(("integers", 40, 4), ("draws", 20, 4), ("jpeg", 6, 3)),
     memory_size=10**4, file_size=1000, pictures=320,
     sizes=(10**3, 10**4), state_sizes=(10**3, 10**4), repeats=3, samples=1920, boring=(2, 30),
 )  # fmt: skip
@@ -226,46 +230,60 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
     slower for as long as it lives: what varies between processes must be in the interval.
     """
     peers = with_bases(names)
-    times: dict[tuple[str, int, str], list[float]] = {
+    turns: dict[tuple[str, int, str], list[list[float]]] = {
         (work, workers, name): []
         for work, _, _ in plan.batches
         for workers in (0, 2)
         for name in peers
         if not workers or PEERS[name].workers
     }
-    for turn in range(plan.rounds):
-        tell(f"overhead: round {turn + 1} of {plan.rounds}")
+    for number in range(plan.rounds):
+        tell(f"overhead: round {number + 1} of {plan.rounds}")
         with servers(peers, plan, ALLOCATOR) as live:
             for work, timed, apart in plan.batches:
                 for workers in (0, 2):
-                    spec = {"work": work, "size": 32 * (timed + 2 * apart), "workers": workers}
-                    asked = [server for server in live if (work, workers, server.name) in times]
-                    for name, microseconds in stretches(asked, spec, plan.stretches, apart, turn % 2).items():
-                        times[work, workers, name].append(microseconds)
+                    asked = [server for server in live if (work, workers, server.name) in turns]
+                    how = {}
+                    for server in asked:
+                        part = 8 if PEERS[server.name].slow and work != "jpeg" and apart >= 8 else 1
+                        size = 32 * (timed // part + 2 * (apart // part))
+                        how[server.name] = {"work": work, "size": size, "workers": workers}, apart // part
+                    for name, microseconds in stretches(asked, how, plan, number % 2).items():
+                        turns[work, workers, name].append(microseconds)
     rows: list[Row] = []
-    for (work, workers, name), taken in times.items():
+    for (work, workers, name), taken in turns.items():
         base = PEERS[name].base
         if base not in peers:
             continue  # nobody asked for this one: another is compared with it
-        pairs = zip(taken, times[work, workers, base], strict=True)
-        ratio = between([mine / theirs for mine, theirs in pairs])
-        rows.append({"peer": name, "work": work, "workers": workers, "microseconds": statistics.median(taken),
-                     "lowest": min(taken), "highest": max(taken), "base": base, "ratio": ratio.middle,
+        pairs = zip(taken, turns[work, workers, base], strict=True)
+        # What disturbs the machine for a moment disturbs both stretches of a turn, or is no median.
+        ratio = between([statistics.median(map(operator.truediv, mine, theirs)) for mine, theirs in pairs])
+        times = [statistics.median(each) for each in taken]
+        rows.append({"peer": name, "work": work, "workers": workers, "microseconds": statistics.median(times),
+                     "lowest": min(times), "highest": max(times), "base": base, "ratio": ratio.middle,
                      "low": ratio.low, "high": ratio.high})  # fmt: skip
     return rows
 
 
-def stretches(live: Sequence[Server], spec: Row, number: int, apart: int, backwards: int) -> dict[str, float]:
-    """Microseconds a batch in each process; a first stretch builds the loader and does not count."""
+def stretches(
+    live: Sequence[Server], how: Mapping[str, tuple[Row, int]], plan: Plan, backwards: int
+) -> dict[str, list[float]]:
+    """Microseconds a batch in each process, a figure a turn; a first stretch builds the loader and does not count."""
     times: dict[str, list[float]] = {server.name: [] for server in live}
+    taken = dict.fromkeys(times, 0.0)
     for server in live:
-        server.ask("prepare", spec)
-    for turn in range(number + 1):
+        server.ask("prepare", how[server.name][0])
+    for turn in range(plan.stretches + 1):
         for server in live[:: 1 if (turn + backwards) % 2 else -1]:
-            taken = server.ask("stretch", spec, apart=apart)
+            if turn > 1 and taken[server.name] > plan.seconds:
+                continue
+            start = time.perf_counter()
+            spec, apart = how[server.name]
+            microseconds = server.ask("stretch", spec, apart=apart)
+            taken[server.name] += time.perf_counter() - start
             if turn:
-                times[server.name].append(taken)
-    return {name: statistics.geometric_mean(taken) for name, taken in times.items()}
+                times[server.name].append(microseconds)
+    return times
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------
@@ -569,19 +587,27 @@ def pivot(
     return [[name, *(cells.get(each, "-") for each in columns)] for name, cells in found.items()]
 
 
+def narrow(interval: Interval) -> bool:
+    """Whether a ratio is known to 5 % either way; the tables leave out what is not."""
+    return interval.high / interval.middle <= 1.05
+
+
 def told_overhead(rows: Sequence[Row]) -> str:
     def column(row: Row) -> tuple[str, int]:
         return row["work"], row["workers"]
 
     def cell(row: Row) -> str:
-        itself = row["peer"] == row["base"]
-        ratio = "" if itself else f"; {Interval(row['ratio'], row['low'], row['high'])}"
+        interval = Interval(row["ratio"], row["low"], row["high"])
+        ratio = f"; {interval}" if row["peer"] != row["base"] and narrow(interval) else ""
         return f"{row['microseconds']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f}){ratio}"
 
     columns = list(dict.fromkeys(map(column, rows)))
     head = ["peer", *(f"{work}, {workers} workers" for work, workers in columns), "compared with"]
     lines = [[*line, PEERS[line[0]].base] for line in pivot(rows, columns, column, cell)]
-    title = "µs a batch of 32: median (lowest to highest); ratio (95 %) to what it is compared with, in the same round"
+    title = (
+        "µs a batch of 32: median (lowest to highest of the rounds); ratio (95 %) to what it is compared with, in the "
+        "same round, where it is known to 5 % either way"
+    )
     return table(title, head, lines, "overhead")
 
 
@@ -827,7 +853,7 @@ LIMITS = ("limit", "memory")
 LESS_TO_CHECK: Row = {"progress": (0, 0.9), "sizes": (), "pictures": 0}
 """What no ratio is made of."""
 MEASURED: dict[str, Question] = {
-    "overhead": Question("overhead", overhead, ("rounds", "stretches", "batches")),
+    "overhead": Question("overhead", overhead, ("rounds", "stretches", "seconds", "batches")),
     "resume": Question(
         "first_batch", resume,
         ("repeats", "progress", "memory_size", "file_size", "pictures", "sizes", *LIMITS),

@@ -112,10 +112,11 @@ def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) 
 def test_it_is_said_when_from_what_and_by_which_plan_a_question_was_measured(output: Path) -> None:
     made = json.loads((output / "results.json").read_text())["made"]
     assert list(made) == ["overhead", "resume", "state"]
-    assert made["overhead"]["plan"] == {"rounds": 2, "stretches": 1, "batches": [list(each) for each in BATCHES]}
+    batches = [list(each) for each in BATCHES]
+    assert made["overhead"]["plan"] == {"rounds": 2, "stretches": 2, "seconds": 1.5, "batches": batches}
     assert set(made["overhead"]["versions"]) == {"torch", "midepoch", "torchdata"}
     row = next(line for line in (output / "results.md").read_text().splitlines() if line.startswith("| overhead |"))
-    assert f"| {made['overhead']['date']} | {made['overhead']['commit']} | rounds 2; stretches 1; batches" in row
+    assert f"| {made['overhead']['date']} | {made['overhead']['commit']} | rounds 2; stretches 2; seconds 1.5; " in row
     assert "lightning" in compare.conditions("boring", NAMES, compare.QUICK)["versions"]
 
 
@@ -225,7 +226,7 @@ def test_one_that_is_compared_with_another_than_the_plain_loader_can_be_measured
         yield [SimpleNamespace(name=name) for name in names]
 
     monkeypatch.setattr(compare, "servers", servers)
-    monkeypatch.setattr(compare, "stretches", lambda live, *_: {s.name: 1.0 + s.name.startswith("m") for s in live})
+    monkeypatch.setattr(compare, "stretches", lambda live, *_: {s.name: [1.0 + s.name.startswith("m")] for s in live})
     rows = compare.overhead(["midepoch Streaming"], compare.QUICK)
     assert {(row["peer"], row["base"], row["ratio"]) for row in rows} == {("midepoch Streaming", "Streaming", 2.0)}
 
