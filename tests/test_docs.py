@@ -152,6 +152,14 @@ def test_no_block_is_of_an_unknown_language() -> None:
             assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
 
 
+def test_every_page_shows_something_at_its_top() -> None:
+    """An example, a picture or a table of figures, within a screen."""
+    for page in PAGES:
+        if page.name not in ("CONTRIBUTING.md", "reference.md"):
+            top = "\n".join(page.read_text().splitlines()[:20])
+            assert re.search(r"^(```|!\[|\| ?---)", top, re.MULTILINE), f"{page.name} begins with text alone"
+
+
 @pytest.mark.parametrize("name", ["dataloader.py", "iterable.py", "several_loaders.py"])
 def test_example(name: str, tmp_path: Path) -> None:
     output = python([ROOT / "examples" / name], tmp_path)
