@@ -202,6 +202,49 @@ def test_a_job_that_looks_at_a_batch_before_its_loop_is_killed_and_goes_on(
     assert killed == whole[lost:] or later
 
 
+# --- a resumed loop whose number of the epoch is one too high ---
+
+COUNTING = """
+import json, os, signal, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+sys.path.insert(0, sys.argv[1])
+import midepoch, sources
+
+kill_at, log, checkpoint = int(sys.argv[2]), Path("log"), Path("checkpoint")
+loader = midepoch.wrap(DataLoader(sources.Noisy(22), 4, shuffle=True), seed=2)
+begun = 0
+if checkpoint.exists():
+    begun, state = json.loads(checkpoint.read_text())
+    loader.load_state_dict(state)
+while loader.epoch < 3:
+    loader.sampler.set_epoch(begun)
+    begun += 1
+    for batch in loader:
+        kill_at -= 1
+        if not kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with log.open("a") as file:
+            file.write(json.dumps(sources.plain(batch)) + "\\n")
+        checkpoint.write_text(json.dumps([begun, loader.state_dict()]))  # the epochs that have begun
+"""
+
+
+def test_a_job_that_sets_an_epoch_too_high_is_killed_and_loses_nothing(tmp_path: Path) -> None:
+    def start(folder: Path, kill_at: int) -> str:
+        folder.mkdir(exist_ok=True)
+        job = forking.Program(["-c", COUNTING, str(Path(__file__).parent), str(kill_at)], cwd=folder)
+        errors = job.communicate(120)[1]
+        assert job.returncode == (-signal.SIGKILL if kill_at else 0), errors
+        return errors
+
+    assert "MidepochWarning" not in start(tmp_path / "whole", 0)
+    assert "MidepochWarning" not in start(tmp_path / "killed", 4)
+    assert "set_epoch(1) is not followed: the loaded state is within epoch 0" in start(tmp_path / "killed", 0)
+    whole, killed = ((tmp_path / name / "log").read_text() for name in ("whole", "killed"))
+    assert killed == whole and len(whole.splitlines()) == 18
+
+
 # --- torch.multiprocessing.spawn ---
 
 
