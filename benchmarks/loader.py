@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -223,27 +223,31 @@ def microseconds_of_each(batches: Iterable[Any]) -> Any:
     return np.diff(times) * 1e6
 
 
+def fastest_of_each(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int, batches: int) -> dict[str, Any]:
+    """Microseconds of every batch in the fastest of the rounds, of each maker."""
+    times = {name: np.full(batches, np.inf) for name in makers}
+    for turn in range(rounds):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            times[name] = np.minimum(times[name], microseconds_of_each(makers[name]()))
+    return times
+
+
 def then(rounds: int, batches: int) -> None:
     """What `then=` costs, over calling the same function in the loop."""
-
-    def in_the_loop(function: Callable[[Any], Any]) -> Iterable[Any]:
-        return (function(batch) for batch in midepoch.wrap(plain(batches, 4, 0, False)))
+    inside = functools.partial(plain, batches, 4, 0, False)
 
     def as_then(function: Callable[[Any], Any], prefetch: int = 0) -> Iterable[Any]:
         return midepoch.wrap(plain(batches, 4, 0, False), then=function, prefetch=prefetch)
 
     makers: dict[str, Callable[[], Iterable[Any]]] = {
-        "nothing, in the loop": lambda: in_the_loop(nothing),
+        "nothing, in the loop": lambda: in_the_loop(inside, nothing),
         "nothing": lambda: as_then(nothing),
         "nothing, two ahead": lambda: as_then(nothing, 2),
     }
     for name, drawn in [*((each, [each]) for each in DRAWS), ("all", list(DRAWS))]:
-        makers[f"{name}, in the loop"] = functools.partial(in_the_loop, one_number(*drawn))
+        makers[f"{name}, in the loop"] = functools.partial(in_the_loop, inside, one_number(*drawn))
         makers[name] = functools.partial(as_then, one_number(*drawn))
-    times = {name: np.full(batches, np.inf) for name in makers}
-    for turn in range(rounds):
-        for name in list(makers)[:: 1 if turn % 2 else -1]:
-            times[name] = np.minimum(times[name], microseconds_of_each(makers[name]()))
+    times = fastest_of_each(makers, rounds, batches)
 
     def more(name: str, base: str) -> float:
         return float(times[name][_FIRST:].mean() - times[base][_FIRST:].mean())
@@ -258,6 +262,63 @@ def then(rounds: int, batches: int) -> None:
         + "giving back the caller's take, by themselves, "
         + ", ".join(f"{took:.1f} µs for {name}'s" for name, took in generators_alone().items())
         + "."
+    )
+
+
+class Around:
+    """Passes the batches of a DataLoader on, and calls a function for each."""
+
+    def __init__(self, loader: Any, function: Callable[[Any], Any]) -> None:
+        self.loader, self.function = loader, function
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield self.function(batch)
+
+
+class AroundAhead(Around):
+    """The same, one batch ahead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead = None
+        for batch in self.loader:
+            following = self.function(batch)
+            if ahead is not None:
+                yield ahead
+            ahead = following
+        yield ahead
+
+
+def in_the_loop(inside: Callable[[], Any], function: Callable[[Any], Any]) -> Iterable[Any]:
+    return (function(batch) for batch in midepoch.wrap(inside()))
+
+
+def wrapped_around(kind: type[Around], inside: Callable[[], Any], function: Callable[[Any], Any]) -> Iterable[Any]:
+    loader = midepoch.wrap(kind(inside(), function))
+    if not loader.capabilities.constant_time_resume:
+        raise RuntimeError(f"{kind.__name__} is not seen through: {loader.capabilities.constant_time_resume}")
+    return loader
+
+
+def wrappers(rounds: int, batches: int) -> None:
+    """What an object around a DataLoader costs, over the DataLoader inside; the numbers that it draws included."""
+    functions = {"nothing": nothing} | {name: one_number(name) for name in DRAWS} | {"all": one_number(*DRAWS)}
+    inside = functools.partial(plain, batches, 4, 0, False)
+    makers: dict[str, Callable[[], Iterable[Any]]] = {"inside": lambda: in_the_loop(inside, nothing)}
+    for name, function in functions.items():
+        makers[name] = functools.partial(wrapped_around, Around, inside, function)
+        makers[f"{name}, ahead"] = functools.partial(wrapped_around, AroundAhead, inside, function)
+    times = fastest_of_each(makers, rounds, batches)
+
+    def more(name: str) -> str:
+        return f"{float(times[name][_FIRST:].mean() - times['inside'][_FIRST:].mean()):.1f}"
+
+    print(
+        f"\nObjects around a DataLoader that are seen through: {more('nothing')} µs a batch more than the DataLoader "
+        f"inside, {more('nothing, ahead')} one batch ahead; where they draw a number for each batch, "
+        + ", ".join(f"{more(name)} from {name}'s generator" for name in DRAWS)
+        + f", {more('all')} from all three, {more('all, ahead')} one batch ahead. (Each of {batches} batches in the "
+        + f"fastest of {rounds} rounds.)"
     )
 
 
@@ -348,6 +409,7 @@ def main() -> None:
     memory()
     sampler(arguments.rounds)
     then(arguments.rounds, arguments.batches)
+    wrappers(arguments.rounds, arguments.batches)
     print(f"\n{boring_table(boring(10 * arguments.rounds, 300))}")
 
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict
     if "error" in resumed:
         return Verdict("could not run", resumed["error"])
     rest, following, told = resumed["rest"], saved["following"], saved["capabilities"]
-    words = " / ".join(dict.fromkeys(each for each in (*saved["told"], *resumed["told"]) if costs(each)))
+    words = told_once(each for each in (*saved["told"], *resumed["told"]) if costs(each))
     wrong = [place for place in following if rest[place] != following[place]]
     samples = compared(row, bare.get("samples"), saved["samples"])
     ranks = "-"
@@ -141,6 +142,14 @@ def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict
         return Verdict("exact, carried by its own state", told["constant_time_resume"][1], samples, ranks)
     how = "exact, in constant time" if told["constant_time_resume"][0] else "exact, by replay"
     return Verdict(how, told["constant_time_resume"][1], samples, ranks)
+
+
+def told_once(warnings: Iterable[str]) -> str:
+    """Each warning once: those that differ in numbers alone, as of a thread or an epoch, are the same."""
+    found: dict[str, str] = {}
+    for each in warnings:
+        found.setdefault(re.sub(r"\d+", "", each), each)
+    return " / ".join(found.values())
 
 
 def costs(warning: str) -> bool:

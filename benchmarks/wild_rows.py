@@ -236,14 +236,12 @@ def identify_own(batch: Any) -> list[int]:
 # --- written after published sources that cannot be installed here ----------------------------------------------------
 
 
-class Inference(torch.utils.data.Sampler[int]):
+class InferenceSampler(torch.utils.data.Sampler[int]):
     """Each rank's part in order, fixed when it is made. It asks torch.distributed for the rank, as `ranks` here."""
 
-    ranks = 0, 1
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, ranks: tuple[int, int] = (0, 1)) -> None:
         self._size = size
-        self._rank, self._world_size = rank, world_size = self.ranks
+        self._rank, self._world_size = rank, world_size = ranks
         share, left = divmod(size, world_size)
         sizes = [share + int(each < left) for each in range(world_size)]
         self._local_indices = range(sum(sizes[:rank]), min(sum(sizes[: rank + 1]), size))
@@ -253,12 +251,6 @@ class Inference(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._local_indices)
-
-
-class OfTheSecond(Inference):
-    """On the second of two ranks."""
-
-    ranks = 1, 2
 
 
 class Batches(torch.utils.data.Sampler[list[int]]):
@@ -289,7 +281,7 @@ class Buckets(torch.utils.data.Sampler[list[int]]):
         return len(self.batches)
 
 
-class ByRatio(torch.utils.data.IterableDataset[Any]):
+class AspectRatioGroupedDataset(torch.utils.data.IterableDataset[Any]):
     """Groups what another dataset gives in two buckets."""
 
     def __init__(self, dataset: Any, batch_size: int) -> None:
@@ -305,13 +297,13 @@ class ByRatio(torch.utils.data.IterableDataset[Any]):
                 bucket.clear()
 
 
-class Apex:
+class DataPrefetcher:
     """Reads the next batch when it gives one, as prefetchers to a device do."""
 
     def __init__(self, inside: Any) -> None:
         self.loader = inside
 
-    def __iter__(self) -> Apex:
+    def __iter__(self) -> DataPrefetcher:
         self.batches = iter(self.loader)
         self.preload()
         return self
@@ -327,7 +319,7 @@ class Apex:
         return batch.float().sub_(0.0)
 
 
-class InBackground(DataLoader[Any]):
+class DataLoaderX(DataLoader[Any]):
     """A subclass whose iterator a thread reads ahead."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -335,7 +327,8 @@ class InBackground(DataLoader[Any]):
 
 
 def grouped(sampler: Any) -> Any:
-    return DataLoader(Noisy(SIZE), batch_sampler=wild.Grouped(sampler, [index % 2 for index in range(SIZE)], BATCH))
+    groups = [index % 2 for index in range(SIZE)]
+    return DataLoader(Noisy(SIZE), batch_sampler=wild.GroupedBatchSampler(sampler, groups, BATCH))
 
 
 def function_around(**keywords: Any) -> Any:
@@ -348,8 +341,7 @@ def numbered(batch: Any) -> list[int]:
 
 
 def rare() -> Any:
-    made = noisy(sampler=wild.Rare(SIZE, [1 + index % 2 for index in range(SIZE)]))
-    return lambda: made
+    return lambda: noisy(sampler=wild.RepeatFactorTrainingSampler(SIZE, [1 + index % 2 for index in range(SIZE)]))
 
 
 def halved(batch: Any) -> list[int]:
@@ -427,31 +419,35 @@ ROWS: dict[str, Row] = {
     "torchdata.nodes Loader": Row(nodes, ("torchdata",)),
     "open_clip CsvDataset": Row(open_clip, ("open_clip",)),
     "detectron2 TrainingSampler": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rounds(SIZE)), DETECTRON2, batches=14
+        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.TrainingSampler(SIZE)), DETECTRON2, batches=14
     ),
     "detectron2 TrainingSampler, in order": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=wild.Rounds(SIZE, False)), DETECTRON2, batches=14, in_order=True
+        lambda: noisy(sampler=wild.TrainingSampler(SIZE, False)), DETECTRON2, batches=14, in_order=True
     ),
     "detectron2 RepeatFactorTrainingSampler": Row(lambda: rare()(), DETECTRON2, batches=14),
     "detectron2 RepeatFactorTrainingSampler, in a function": Row(rare, DETECTRON2, batches=14, drawn=True),
     "detectron2 InferenceSampler, one of two ranks": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=OfTheSecond(SIZE)), DETECTRON2
+        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=InferenceSampler(SIZE, (1, 2))), DETECTRON2
     ),
     "detectron2 InferenceSampler, one process": Row(
-        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=Inference(SIZE)), DETECTRON2, in_order=True
+        lambda: DataLoader(Noisy(SIZE), BATCH, sampler=InferenceSampler(SIZE)), DETECTRON2, in_order=True
     ),
     "detectron2 GroupedBatchSampler over RandomSampler": Row(
         lambda: grouped(RandomSampler(range(SIZE))), DETECTRON2, drawn=True
     ),
     "detectron2 GroupedBatchSampler over TrainingSampler": Row(
-        lambda: grouped(wild.Rounds(SIZE)), DETECTRON2, batches=14, identify=None
+        lambda: grouped(wild.TrainingSampler(SIZE)), DETECTRON2, batches=14, identify=None
+    ),
+    "detectron2 GroupedBatchSampler over TrainingSampler, in a function": Row(
+        lambda: lambda: grouped(wild.TrainingSampler(SIZE)), DETECTRON2, batches=14, identify=None
     ),
     "detectron2 AspectRatioGroupedDataset over a DataLoader": Row(
-        lambda: ByRatio(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2, identify=None
+        lambda: AspectRatioGroupedDataset(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2,
+        identify=None,
     ),  # which samples do not fill a last batch depends on the order
-    "apex data_prefetcher": Row(lambda: Apex(loader()), ("apex",)),
-    "apex data_prefetcher, kept workers": Row(lambda: Apex(loader(**KEPT)), ("apex",)),
-    "prefetch_generator's DataLoaderX": Row(lambda: loader(InBackground), ("prefetch_generator",)),
+    "apex data_prefetcher": Row(lambda: DataPrefetcher(loader()), ("apex",)),
+    "apex data_prefetcher, kept workers": Row(lambda: DataPrefetcher(loader(**KEPT)), ("apex",)),
+    "prefetch_generator's DataLoaderX": Row(lambda: loader(DataLoaderX), ("prefetch_generator",)),
     "to a device, kept workers": Row(lambda: wild.OnDevice(loader(**KEPT))),
     "lambda: enumerate(loader)": Row(function_around, identify=numbered),
     "lambda: enumerate(loader), kept workers": Row(lambda: function_around(**KEPT), identify=numbered),

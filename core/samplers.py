@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import time
+import warnings
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch.utils.data import (
 
 from .copying import private_copy
 from .dividing import Division, division_of, is_rank, is_world_size, length_of
-from .errors import SourceError
+from .errors import MidepochWarning, SourceError
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
@@ -41,8 +42,9 @@ __all__ = [
 
 _LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
 _KEPT = 1_000_000  # indices of a sampler that is not known to end: 40 MB
-_ROUNDS, _LONG = 4, 0.5  # who has given each index so often, and took so many seconds for it, does not end
-_PART = 1024  # indices that are taken at once
+_ROUNDS, _LONG = 4, 0.5  # who has given each index so often, and worked so many seconds for it, does not end
+_SLOW = 10  # seconds after which one that has given as many, but waits rather than works, is told
+_PART = 1024  # indices that are taken at once; fewer at first, since a slow one may never give as many
 _FEW = 5  # samples of the dataset on which a sampler is tried
 _TRIED = 100  # rounds that one without an end must give of them; some end after a few
 _DIFFERENT = 40  # of these rounds at least, if it shuffles all samples: of 120 orders, about 68 come up
@@ -165,8 +167,12 @@ class Listed:
 
         Raises:
             SourceError: it does not end.
+
+        Warns:
+            MidepochWarning: it may not end, and waits: whether a slow one ends cannot be known before it does.
         """
-        length, since = length_of(sampler), time.thread_time()
+        length, since, began = length_of(sampler), time.thread_time(), time.perf_counter()
+        told = False
         items: list[Any] = []
         given = indices = 0
         different = 0.0
@@ -179,19 +185,41 @@ class Listed:
                 items.clear()
             if self._size is None and length is None:
                 different = max(different, _most_different(some))
-            often = indices > _ROUNDS * (self._size or different)
-            if (
-                indices > _LONGEST_LIST
-                or (length is not None and given > 2 * length + 1000)
-                or (length is None and often and time.thread_time() - since > _LONG)
-            ):
+            enough = indices > _ROUNDS * (self._size or different) if length is None else given > length
+            worked = time.thread_time() - since > _LONG if length is None else given > 2 * length + 1000
+            if indices > _LONGEST_LIST or (enough and worked):
                 raise SourceError(
-                    f"{type(self._sampler).__name__} gave {indices} indices and does not end, and what comes at a "
-                    "position cannot be computed: wrap a function that returns what reads it, as in "
-                    "midepoch.wrap(lambda: loader), which is read again up to a resume's position, or take a sampler "
-                    "that gives one epoch and ends"
+                    f"{self._gave(indices, length)} and does not end, and what comes at a position cannot be computed: "
+                    f"{self._instead}"
+                )
+            if enough and not told and time.perf_counter() - began > _SLOW:
+                told = True
+                warnings.warn(
+                    f"{self._gave(indices, length)} in {_SLOW} seconds, and goes on: all that it gives in an epoch is "
+                    f"listed before the first batch. If it does not end, {self._instead}",
+                    MidepochWarning,
+                    stacklevel=6,
                 )
         return items if indices <= _KEPT else None
+
+    def _gave(self, indices: int, length: int | None) -> str:
+        """What it has given, in words that are the same in each run, unlike the number of indices."""
+        most = f"{_ROUNDS} indices for each sample" if length is None else f"the {length} of its len()"
+        if indices > _LONGEST_LIST:
+            most = f"{_LONGEST_LIST:,} indices"
+        return f"{type(self._sampler).__name__} gave more than {most}"
+
+    @property
+    def _instead(self) -> str:
+        """What to write in place of a sampler that does not end."""
+        inside = getattr(self._sampler, "sampler", None)
+        ends = "take a sampler that gives one epoch and ends"
+        if isinstance(inside, Sampler) and not _is_pure(inside):
+            ends = f"build it over a sampler that gives one epoch and ends, in place of {type(inside).__name__}"
+        return (
+            "wrap a function that makes what reads it, as in midepoch.wrap(lambda: make()), which is read again up to "
+            f"a resume's position, or {ends}"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
@@ -204,10 +232,11 @@ def _most_different(items: list[Any]) -> float:
 
 
 def _in_parts(iterator: Iterator[Any]) -> Iterator[list[Any]]:
-    while some := list(itertools.islice(iterator, _PART)):
+    # Some begin again when they are asked for an iterator or behind their end; a generator around them is not.
+    items, size = (item for item in iterator), 1
+    while some := list(itertools.islice(items, size)):
         yield some
-        if len(some) < _PART:
-            return  # asked again, some begin again
+        size = min(2 * size, _PART)
 
 
 def _is_pure(sampler: object) -> bool:

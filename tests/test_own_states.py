@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import random
+import re
 import sys
 import threading
 import warnings
@@ -177,6 +178,91 @@ def test_an_iterable_of_hugging_face_is_told_of_the_epoch() -> None:
     fresh = make()
     fresh.set_epoch(2)
     assert taken(fresh) == epochs[2]
+
+
+# --- what is said to write instead ---
+
+
+def drawn_here(batch: Any) -> Any:
+    return repr(batch), random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def grain_drawing() -> Any:
+    import grain
+
+    class Noise(grain.transforms.RandomMap):  # type: ignore[misc,unused-ignore]
+        def random_map(self, element: Any, rng: np.random.Generator) -> Any:
+            return element + rng.random() / 2
+
+    sampler = grain.samplers.IndexSampler(own.SIZE, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3)
+    operations = [Noise(), grain.transforms.Batch(own.BATCH)]
+    return grain.DataLoader(data_source=list(range(own.SIZE)), sampler=sampler, operations=operations, worker_count=0)
+
+
+def grain_random_map() -> Any:
+    import grain
+
+    rows = grain.MapDataset.range(own.SIZE).shuffle(seed=3).seed(5)
+    return rows.random_map(lambda number, rng: number + rng.random() / 2).batch(own.BATCH).to_iter_dataset()
+
+
+def with_noise(row: Any) -> Any:
+    return {**row, "noise": random.random()}
+
+
+def rows_in_workers(kind: Any = DataLoader) -> Any:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"number": list(range(own.SIZE))}).to_iterable_dataset(num_shards=4)
+    return kind(rows.map(with_noise), own.BATCH, num_workers=2, multiprocessing_context="fork")
+
+
+def nodes_ahead() -> Any:
+    import torchdata.nodes as parts
+
+    return parts.Loader(parts.Prefetcher(parts.Batcher(parts.IterableWrapper(range(own.SIZE)), own.BATCH), 2))
+
+
+THEN: dict[str, Any] = {"then": drawn_here}
+# Which package; what is told; what it says to write; what is passed to `wrap`.
+CURES: dict[str, tuple[str, Callable[[], Any], str, Callable[[], Any], dict[str, Any]]] = {
+    "Hugging Face, then=": ("datasets", own.datasets_stream, "draw in then=", own.datasets_stream, THEN),
+    "Grain DataLoader, then=": ("grain", own.grain_loader, "or in then=", own.grain_loader, THEN),
+    "Grain DataLoader, RandomMap": ("grain", own.grain_loader, "RandomMap", grain_drawing, {}),
+    "Grain IterDataset, random_map": ("grain", own.grain_dataset, "random_map", grain_random_map, {}),
+    "Grain ElasticIterator, then=": ("grain", own.grain_elastic, "or in then=", own.grain_elastic, THEN),
+    "LitData, then=": ("litdata", own.litdata_loader, "draw in then=", own.litdata_loader, THEN),
+    "torchdata.nodes ahead, then=": ("torchdata", nodes_ahead, "leave out .*Prefetcher.* then=", nodes_ahead, THEN),
+    "workers of a StatefulDataLoader": (
+        "datasets",
+        lambda: rows_in_workers(StatefulDataLoader),
+        "wrap a DataLoader with shard=False in its place, or draw in then=",
+        rows_in_workers,
+        {"shard": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_what_is_said_to_write_instead_is_exact(name: str) -> None:
+    package, told, words, cure, options = CURES[name]
+    pytest.importorskip(package, reason=f"{package} is not installed (pip install midepoch[{package}])")
+    said = wrap(told(), seed=1).capabilities.exact_augmentations
+    assert not said and re.search(words, said.reason)
+
+    def make() -> Loader:
+        return wrap(cure(), seed=1, **options)
+
+    with make() as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(repr(batch))
+            states.append(loader.state_dict())
+    for cut in (1, 2):
+        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
+        with make() as loader:
+            loader.load_state_dict(states[cut - 1])
+            assert [repr(batch) for batch in loader] == whole[cut:]
 
 
 # --- tried, not believed ---

@@ -311,6 +311,32 @@ def test_other_threads_are_no_matter(make: Callable[[], Any]) -> None:
         assert loader.capabilities.exact_augmentations
 
 
+def draws_in_a_pool() -> Iterator[float]:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for _ in range(6):
+            yield pool.submit(lambda: random.random() + random.SystemRandom().random()).result()  # as if timing decided
+
+
+def test_threads_of_a_pool_that_may_have_drawn_are_named_where_a_resume_is_refused() -> None:
+    _, state = sources.heads(lambda: midepoch.wrap(draws_in_a_pool, seed=5), 2)
+    told = r"what its threads \(ThreadPoolExecutor-\d+_0\) draw differs from run to run: draw in then="
+    with pytest.raises(midepoch.SourceError, match=told):
+        sources.resumed(lambda: midepoch.wrap(draws_in_a_pool, seed=5), state)
+
+
+def test_a_loader_inside_that_keeps_its_workers_is_named_where_a_resume_is_refused() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(function_around(), seed=5, verify="off")
+
+    with make() as loader:
+        sources.taken(loader)
+        for _ in zip(range(2), loader, strict=False):
+            state = loader.state_dict()
+    told = r"the save; a DataLoader inside that keeps its workers .* wrap that"
+    with pytest.raises(midepoch.SourceError, match=told):
+        sources.resumed(make, state)
+
+
 # --- no false alarms, and nothing disturbed ---
 
 

@@ -283,9 +283,11 @@ def test_lists_that_are_not_understood_say_why_and_replay(urls: list[str]) -> No
 
 
 def test_an_own_reader_is_refused_with_the_line_to_write(urls: list[str]) -> None:
-    line = r"write wds.tarfile_to_samples\(handler=go_on\) in its place, or pass replay=True"
-    for reader in (own.samples_of_shards, partial(own.samples_of_each_shard, handler=own.go_on)):
-        with pytest.raises(UnsupportedSourceError, match=f"stage samples_of_.* makes samples of shards itself.*{line}"):
+    line = r"write wds.tarfile_to_samples\(handler=go_on\) in its place"
+    outside = ", by an assignment to own_shards.samples_of_shards if that is not yours to change"
+    for reader, more in ((own.samples_of_shards, outside), (partial(own.samples_of_each_shard, handler=own.go_on), "")):
+        told = f"stage samples_of_.* makes samples of shards itself.*{line}{more}, or, if it runs by itself"
+        with pytest.raises(UnsupportedSourceError, match=told):
             midepoch.wrap(pipeline(wds.SimpleShardList(urls), reading=reader))
     reads = [wds.tariterators.url_opener, wds.tariterators.tar_file_expander, own.own_split]
     with pytest.raises(

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 import tracemalloc
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from midepoch.order import Endless, Sequential, Shuffled
 SIZE, BATCH = 22, 4
 
 ENDLESS: dict[str, Callable[..., Any]] = {
-    "made when it is read": lambda shuffle=True, **keywords: wild.Rounds(SIZE, shuffle, **keywords),
+    "made when it is read": lambda shuffle=True, **keywords: wild.TrainingSampler(SIZE, shuffle, **keywords),
     "made at once": lambda shuffle=True, **keywords: wild.Prepared(range(SIZE), shuffle, **keywords),
 }
 endless = pytest.mark.parametrize("name", ENDLESS)
@@ -91,7 +92,7 @@ def test_ranks_take_what_one_takes_alone(name: str) -> None:
 
 
 def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
-    loader = wrapped(wild.Rounds(SIZE))
+    loader = wrapped(wild.TrainingSampler(SIZE))
     loader.seek(position=10**12)
     since = time.perf_counter()
     assert len(sources.taken(loader, 2)) == 2
@@ -102,21 +103,21 @@ def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
 
 
 def test_another_size_or_kind_is_refused() -> None:
-    state = sources.heads(lambda: wrapped(wild.Rounds(SIZE)), 2)[1]
-    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=wild.Rounds(SIZE - 1)))
+    state = sources.heads(lambda: wrapped(wild.TrainingSampler(SIZE)), 2)[1]
+    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=wild.TrainingSampler(SIZE - 1)))
     with pytest.raises(StateMismatchError, match=r"endless shuffled of 22.*endless shuffled of 21"):
         smaller.load_state_dict(state)
 
 
 def test_other_ranks_than_the_samplers_are_named() -> None:
-    loader = wrapped(wild.Rounds(SIZE, rank=0, world_size=2), World(0, 3))
+    loader = wrapped(wild.TrainingSampler(SIZE, rank=0, world_size=2), World(0, 3))
     with pytest.raises(MidepochError, match="the source's sampler is for rank 0 of 2"):
         next(iter(loader))
 
 
 NOT_UNDERSTOOD: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: wild.Weighted(SIZE),
-    "rare samples more often": lambda: wild.Rare(SIZE, [2] * SIZE),
+    "rare samples more often": lambda: wild.RepeatFactorTrainingSampler(SIZE, [2] * SIZE),
     "the same in each round": lambda: wild.SameRounds(SIZE),
     "shuffled in its first round": lambda: wild.ShuffledOnce(SIZE),
     "neighbours together": lambda: wild.Paired(SIZE),
@@ -131,7 +132,7 @@ def test_one_that_nobody_understands_is_refused_at_once(name: str) -> None:
     tracemalloc.start()
     since = time.thread_time()
     try:
-        with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: loader\)"):
+        with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: make\(\)\)"):
             next(iter(loader))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -143,9 +144,46 @@ def test_one_that_nobody_understands_is_refused_at_once(name: str) -> None:
 def test_one_that_an_iterable_exposes_is_refused_as_soon() -> None:
     loader = midepoch.wrap(sources.Exposing(SIZE, wild.Weighted(SIZE)))
     since = time.thread_time()
-    with pytest.raises(SourceError, match=r"Weighted gave .* indices and does not end"):
+    with pytest.raises(SourceError, match="Weighted gave more than 4 indices for each sample and does not end"):
         next(iter(loader))
     assert time.thread_time() - since < 1
+
+
+def test_what_an_endless_one_reads_from_is_named() -> None:
+    sampler = wild.GroupedBatchSampler(wild.TrainingSampler(SIZE), [0] * SIZE, BATCH)
+    loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_sampler=sampler))
+    told = r"GroupedBatchSampler gave more than 4 indices .* and does not end.*in place of TrainingSampler$"
+    with pytest.raises(SourceError, match=told):
+        next(iter(loader))
+
+
+class Waiting(Sampler[int]):
+    """So many rounds, or more than anybody waits for; each index takes a millisecond."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def __iter__(self) -> Iterator[int]:
+        for place in range(self.rounds * 8):
+            time.sleep(0.001)
+            yield place % 8
+
+
+def test_one_that_waits_is_told_what_to_write_if_it_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "_SLOW", 0.01)
+
+    def make(rounds: int) -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(sources.Noisy(8), BATCH, sampler=Waiting(rounds)))
+
+    words = "Waiting gave more than 4 indices for each sample .* If it does not end, wrap"
+    with pytest.warns(midepoch.MidepochWarning, match=words) as told:
+        assert len(make(9)) == 18  # the list of one that ends is whole
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        assert len(make(4)) == 8
+        with pytest.raises(midepoch.MidepochWarning, match=r"midepoch.wrap\(lambda: make\(\)\)"):
+            next(iter(make(1 << 40)))
 
 
 class SaysItself(DataLoader[Any]):
@@ -188,7 +226,7 @@ def test_finite_ones_without_a_length_are_listed(monkeypatch: pytest.MonkeyPatch
     assert len(wrapped(Without(4))) == 4 * SIZE // BATCH  # no more often than samplers do that repeat some
 
 
-class SomeRounds(wild.Rounds):
+class SomeRounds(wild.TrainingSampler):
     """A few rounds, and no attribute that says how many."""
 
     def __iter__(self) -> Iterator[int]:
@@ -202,6 +240,8 @@ def test_a_few_rounds_are_not_taken_for_rounds_without_an_end() -> None:
 def test_one_that_begins_again_behind_its_end_is_asked_no_further() -> None:
     assert len(wrapped(wild.ItsOwnIterator(SIZE))) == -(-SIZE // BATCH)
     assert indices(sources.taken(wrapped(wild.ItsOwnIterator(SIZE)))) == list(reversed(range(SIZE)))
+    many = midepoch.wrap(DataLoader(sources.Indices(3000), 1000, sampler=wild.ItsOwnIterator(3000)))
+    assert sources.flat(sources.taken(many)) == list(reversed(range(3000)))
 
 
 def raising(error: BaseException) -> Any:
@@ -235,7 +275,7 @@ def test_data_without_a_length_raise_nothing_when_they_are_wrapped() -> None:
 
 def test_another_batch_sampler_is_called_that() -> None:
     def make(batch: int, count: int = SIZE) -> midepoch.Loader:
-        sampler = wild.Grouped(RandomSampler(range(count)), [0] * SIZE, batch)
+        sampler = wild.GroupedBatchSampler(RandomSampler(range(count)), [0] * SIZE, batch)
         return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=sampler), seed=1)
 
     state = sources.heads(lambda: make(4), 2)[1]
@@ -251,10 +291,10 @@ BUILT_FOR_ONE: dict[str, Callable[[], Any]] = {
     ),
     "grouped": lambda: DataLoader(
         sources.Noisy(SIZE),
-        batch_sampler=wild.Grouped(RandomSampler(range(SIZE)), [index % 2 for index in range(SIZE)], BATCH),
+        batch_sampler=wild.GroupedBatchSampler(RandomSampler(range(SIZE)), [index % 2 for index in range(SIZE)], BATCH),
     ),
     "grouped in order": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_sampler=wild.Grouped(SequentialSampler(range(SIZE)), [0] * SIZE, 2)
+        sources.Noisy(SIZE), batch_sampler=wild.GroupedBatchSampler(SequentialSampler(range(SIZE)), [0] * SIZE, 2)
     ),
 }
 

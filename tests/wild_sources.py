@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 # --- samplers without an end ---
 
 
-class Rounds(Sampler[int]):
+class TrainingSampler(Sampler[int]):
     """As samplers for training by iterations: shuffled rounds without an end, which ranks take in turn."""
 
     def __init__(self, size: int, shuffle: bool = True, seed: int = 3, rank: int = 0, world_size: int = 1) -> None:
@@ -69,7 +69,7 @@ class Prepared(Sampler[int]):
         """Means nothing without epochs."""
 
 
-class Weighted(Rounds):
+class Weighted(TrainingSampler):
     """Draws with replacement: no rounds."""
 
     def _rounds(self) -> Iterator[int]:
@@ -79,7 +79,7 @@ class Weighted(Rounds):
             yield int(torch.randint(self._size, (1,), generator=generator))
 
 
-class Rare(Rounds):
+class RepeatFactorTrainingSampler(TrainingSampler):
     """Gives some samples more often: rounds of another length than the data."""
 
     def __init__(self, size: int, factors: list[int]) -> None:
@@ -94,7 +94,7 @@ class Rare(Rounds):
             yield from (repeated[place] for place in torch.randperm(len(repeated), generator=generator).tolist())
 
 
-class Paired(Rounds):
+class Paired(TrainingSampler):
     """Neighbours stay together."""
 
     def _rounds(self) -> Iterator[int]:
@@ -106,7 +106,7 @@ class Paired(Rounds):
                 yield from range(first, min(first + 2, self._size))
 
 
-class InBlocks(Rounds):
+class InBlocks(TrainingSampler):
     """Shuffles eight at a time."""
 
     def _rounds(self) -> Iterator[int]:
@@ -118,7 +118,7 @@ class InBlocks(Rounds):
                 yield from block
 
 
-class ShuffledOnce(Rounds):
+class ShuffledOnce(TrainingSampler):
     """Its first round alone is shuffled."""
 
     def _rounds(self) -> Iterator[int]:
@@ -127,7 +127,7 @@ class ShuffledOnce(Rounds):
             yield from range(self._size)
 
 
-class SameRounds(Rounds):
+class SameRounds(TrainingSampler):
     """Each round is the first one again."""
 
     def _rounds(self) -> Iterator[int]:
@@ -136,7 +136,7 @@ class SameRounds(Rounds):
             yield from torch.randperm(self._size, generator=generator).tolist()
 
 
-class Blocks(Rounds):
+class Blocks(TrainingSampler):
     """Ranks do not take turns: each has a block of every round."""
 
     def __iter__(self) -> Iterator[int]:
@@ -146,8 +146,8 @@ class Blocks(Rounds):
                 yield index
 
 
-class Staged(Rounds):
-    """Rounds over all samples in its first stage only."""
+class Staged(TrainingSampler):
+    """TrainingSampler over all samples in its first stage only."""
 
     def __init__(self, size: int, stage: int) -> None:
         super().__init__(size)
@@ -243,7 +243,7 @@ class ItsOwnIterator(Sampler[int]):
         return self.size - self.place
 
 
-class Grouped(BatchSampler):
+class GroupedBatchSampler(BatchSampler):
     """Batches of one group each, from buffers that outlive a pass. Its length is not defined."""
 
     def __init__(self, sampler: Any, groups: list[int], batch_size: int) -> None:
@@ -259,7 +259,7 @@ class Grouped(BatchSampler):
                 del buffer[:]
 
     def __len__(self) -> int:
-        raise NotImplementedError("len() of Grouped is not well-defined.")
+        raise NotImplementedError("len() of GroupedBatchSampler is not well-defined.")
 
 
 # --- objects around a DataLoader ---

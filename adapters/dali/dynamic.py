@@ -24,10 +24,13 @@ from midepoch.world import World
 
 __all__ = ["DynamicAdapter"]
 
-_INSTEAD = (
-    "wrap its epochs, midepoch.wrap(functools.partial(reader.next_epoch, batch_size=...)), and pass what is done with "
-    "its batches as then="
-)
+
+
+def _instead(reader: str = "reader") -> str:
+    return (
+        f"wrap its epochs, midepoch.wrap(functools.partial({reader}.next_epoch, batch_size=...)), and pass what is "
+        "done with its batches as then="
+    )
 
 
 def _readers() -> Any:
@@ -64,7 +67,7 @@ class DynamicAdapter(Adapter):
         batch_size = keywords.get("batch_size")
         if type(batch_size) is not int or keywords.get("capture"):
             why = "capture=True, of which DALI keeps no checkpoints" if keywords.get("capture") else "no batch_size"
-            raise UnsupportedSourceError(f"{why}: {_INSTEAD}")
+            raise UnsupportedSourceError(f"{why}: {_instead()}")
         self._samples = batch_size
         self._state = private.DynamicState(self._reader, batch_size)  # refuses a reader that was read
         self._shard = self._state.shard
@@ -83,9 +86,12 @@ class DynamicAdapter(Adapter):
     def choose(cls, source: Any, options: Options) -> Adapter | None:
         """Refused unless midepoch sees where the reader's epochs begin and end."""
         if _reader_of(source) is None:
-            name = getattr(source, "__qualname__", type(source).__name__)
+            name = getattr(source, "__name__", type(source).__name__)
+            held = {"reader": source} if _is_reader(source) else private.named_in(source)
+            variable, reader = next((each, value) for each, value in held.items() if _is_reader(value))
             raise UnsupportedSourceError(
-                f"{name} reads a reader of DALI's dynamic mode, and goes on where that stands: {_INSTEAD}"
+                f"{name} reads {type(reader).__name__}, a reader of DALI's dynamic mode, and each pass goes on where "
+                f"that stands: {_instead(variable)}"
             )
         return cls(source, options)
 
@@ -114,7 +120,8 @@ class DynamicAdapter(Adapter):
             exact_order=Capability(True, "DALI's checkpoint holds the state of the reader"),
             exact_augmentations=Capability(
                 False,
-                "numbers of ndd.random are not restored: draw in then=, from python's, numpy's or torch's generators",
+                "numbers of ndd.random are not restored; those that then= draws from python's, numpy's or torch's "
+                "generators are",
             ),
             constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
             elastic_world=Capability(False, "DALI's checkpoint is for one number of shards: use dali.readers for more"),

@@ -47,6 +47,7 @@ __all__ = [
     "is_new",
     "keeps_checkpoints",
     "last_batch",
+    "named_in",
     "own_parts",
     "pipelines_of",
     "read_by",
@@ -134,8 +135,12 @@ def is_iterator(source: object) -> bool:
 
 def read_by(source: Any) -> list[Any]:
     """What an object holds and a function uses, and what the object's iteration uses."""
-    held = directly_held(source) | directly_held(getattr(type(source), "__iter__", None))
-    return list(held.values())
+    return list(named_in(source).values())
+
+
+def named_in(source: Any) -> dict[str, Any]:
+    """The same by the names of attributes and variables."""
+    return directly_held(source) | directly_held(getattr(type(source), "__iter__", None))
 
 
 def own_parts(iterator: Any) -> tuple[object, ...]:

@@ -33,7 +33,9 @@ __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream"]
 
 
 _TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
-NOT_RESTORED = Capability(False, "the source's own state does not restore the global generators of samples")
+NOT_RESTORED = Capability(
+    False, "the source's own state does not restore the global generators: draw in then=, whose numbers are restored"
+)
 
 
 class StatefulAdapter(Adapter):
@@ -216,12 +218,18 @@ class StatefulAdapter(Adapter):
         why = f"its state after batch {batches} of epoch {run.epoch} was tried on a copy: {finding.differs}"
         self._tell(why, finding.order, f"does not restore its {what}")
 
+    def instead(self, order: bool) -> str:
+        """What to write where the state restores another `order`, or other random numbers."""
+        return (
+            "wrap a function that makes what it reads, as in midepoch.wrap(lambda: make()), to have it read again from "
+            "the start, or let the state cover all that it draws and holds back"
+        )
+
     def _tell(self, why: str, order: bool, what: str) -> None:
         self.found(why, order)
         warnings.warn(
-            f"the state of this {type(self.source).__name__} {what} ({why}), so a resumed run gets other data: wrap a "
-            "function that makes what it reads, as in midepoch.wrap(lambda: make()), to have it read again from the "
-            "start, or let the state cover all that it draws and holds back. loader.capabilities says what still holds",
+            f"the state of this {type(self.source).__name__} {what} ({why}), so a resumed run gets other data: "
+            f"{self.instead(order)}. loader.capabilities says what still holds",
             MidepochWarning,
             stacklevel=8,
         )

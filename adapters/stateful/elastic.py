@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from midepoch.adapters.stateful import private
-from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
+from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
+from midepoch.adapters.stateful.packages import RESTORED_BY_GRAIN
 from midepoch.errors import MidepochWarning, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -58,7 +59,7 @@ class ElasticGrainAdapter(Adapter):
         place = Capability(True, "Grain goes to any sample, and shares what follows among any number of shards")
         return Capabilities(
             exact_order=Capability(True, "Grain's order is a function of the sample's number"),
-            exact_augmentations=NOT_RESTORED,
+            exact_augmentations=RESTORED_BY_GRAIN,
             constant_time_resume=place,
             elastic_world=place,
             elastic_workers=place,

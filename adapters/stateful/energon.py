@@ -53,7 +53,11 @@ class EnergonAdapter(StatefulAdapter):
         told = super().capabilities()
         exact = Capability(True, "Energon's state holds the generators of its worker processes")
         if not self.source.num_workers:
-            exact = Capability(False, "without worker processes, Energon does not restore the global generators")
+            exact = Capability(
+                False,
+                "without worker processes, Energon does not restore the global generators: write "
+                "WorkerConfig(num_workers=1) or more, or draw in then=, whose numbers are restored",
+            )
         return dataclasses.replace(
             told,
             exact_augmentations=exact,

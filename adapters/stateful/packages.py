@@ -10,9 +10,15 @@ from typing import Any, ClassVar, cast
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
 from midepoch.loader.adapter import Options, Run
-from midepoch.loader.capabilities import Capabilities
+from midepoch.loader.capabilities import Capabilities, Capability
 
-__all__ = ["DatasetsAdapter", "GrainAdapter"]
+__all__ = ["RESTORED_BY_GRAIN", "DatasetsAdapter", "GrainAdapter"]
+
+RESTORED_BY_GRAIN = Capability(
+    False,
+    "Grain's state does not restore the global generators: draw from the generator that Grain hands to random_map and "
+    "RandomMap, or in then=, whose numbers are restored",
+)
 
 
 class DatasetsAdapter(StatefulAdapter):
@@ -78,7 +84,7 @@ class GrainAdapter(StatefulAdapter):
 
     def capabilities(self) -> Capabilities:
         """What Grain's state can restore: the generators given to its random transformations, and no others."""
-        return dataclasses.replace(super().capabilities(), exact_augmentations=NOT_RESTORED)
+        return dataclasses.replace(super().capabilities(), exact_augmentations=RESTORED_BY_GRAIN)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Grain's iterator, after its state is loaded."""

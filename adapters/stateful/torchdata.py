@@ -64,7 +64,11 @@ class TorchdataAdapter(StatefulAdapter):
         keyed = self._streams is not None and self.source.num_workers == 0
         exact = "numbers drawn while a batch is read are the batch's: exact on the same split"
         if not keyed:
-            exact = "its workers' generators are not restored; wrap a DataLoader to have them restored"
+            plain = "a DataLoader with shard=False" if is_stream(self.source.dataset) else "a DataLoader"
+            exact = (
+                f"its workers' generators are not restored: wrap {plain} in its place, or draw in then=, whose numbers "
+                "are restored"
+            )
             if self._streams is None:
                 exact = "randomness='none': nothing restores the generators that samples draw from"
         stated = super().capabilities()
@@ -163,10 +167,19 @@ class NodesAdapter(StatefulAdapter):
         elif self._opening is None:
             exact = Capability(False, "randomness='none': nothing restores the generators that nodes draw from")
         else:
-            exact = Capability(
-                False, f"{self._ahead} reads ahead, and torchdata does not restore the generators that it draws from"
-            )
+            why = f"{self._ahead} reads ahead, and torchdata does not restore the generators that it draws from"
+            exact = Capability(False, f"{why}: {self.instead(order=False)}")
         return dataclasses.replace(stated, exact_augmentations=exact)
+
+    def instead(self, order: bool) -> str:
+        """Of nodes that read ahead. Those that do not lose nothing to the state."""
+        if not self._ahead:
+            return super().instead(order)
+        without = f"leave out what reads ahead ({self._ahead}; a Mapper in place of a ParallelMapper)"
+        if order:
+            given = "RandomSampler(data, generator=torch.Generator())"
+            return f"give the sampler a generator of its own ({given}), or {without}"
+        return f"{without}, or draw in then=, whose numbers are restored"
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds the samplers' own generators."""

@@ -169,12 +169,12 @@ def arguments_of(stage: Any, *names: str) -> dict[str, Any]:
     return {**dict(zip(names, stage.args, strict=False)), **stage.kw}
 
 
-def refuse(stage: Any, why: str, instead: str) -> UnsupportedSourceError:
+def refuse(stage: Any, why: str, instead: str, replay: str = "or pass replay=True") -> UnsupportedSourceError:
     """The error for a stage that midepoch cannot interpret."""
     function = function_of(stage)
     name = str(getattr(function, "__name__", None) or type(function).__name__).lstrip("_")
     return UnsupportedSourceError(
-        f"the stage {name} {why}: {instead}, or pass replay=True, which reads again what was consumed"
+        f"the stage {name} {why}: {instead}, {replay}, which reads again what was consumed"
     )
 
 

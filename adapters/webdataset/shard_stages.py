@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -107,8 +108,17 @@ def _own_expander(stage: Any) -> UnsupportedSourceError:
     return refuse(
         stage,
         "makes samples of shards itself, and midepoch cannot see where in a shard one begins",
-        f"write wds.tarfile_to_samples({_handler_of(stage)}) in its place",
+        f"write wds.tarfile_to_samples({_handler_of(stage)}) in its place{_from_outside(stage)}",
+        "or, if it runs by itself with this webdataset, pass replay=True",
     )
+
+
+def _from_outside(stage: Any) -> str:
+    """How to replace a function of a module without a change of that module; empty where that does not help."""
+    module, name = getattr(stage, "__module__", ""), getattr(stage, "__name__", "")
+    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not stage:
+        return ""
+    return f", by an assignment to {module}.{name} if that is not yours to change"
 
 
 def _handler_of(stage: Any) -> str:

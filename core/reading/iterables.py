@@ -122,6 +122,19 @@ class IterableAdapter(Adapter):
             return ""
         return f"; {gain}, wrap the DataLoader that it reads, and pass what is done with its batches as then="
 
+    @property
+    def _instead_of_threads(self) -> str:
+        if isinstance(self._stream, DataLoader) or reads_a_loader(self._stream):
+            which = "a plain DataLoader" if isinstance(self._stream, DataLoader) else "the DataLoader that it reads"
+            return (
+                f"to have them repeated, wrap {which}, whose workers read ahead (num_workers), and pass what is done "
+                "with its batches as then="
+            )
+        return (
+            "read ahead in worker processes (num_workers), or draw from midepoch.sample_generator() in the thread that "
+            "iterates"
+        )
+
     # --- what it is ---
 
     def _drive(self, seed: int) -> tuple[int, ...] | None:
@@ -325,9 +338,7 @@ class IterableAdapter(Adapter):
             self.found(why, order=False)
             self._tell(
                 f"{why}: they draw from the random generators that midepoch puts under a stream for each sample, so "
-                "numbers differ from run to run; read ahead in worker processes (num_workers), or draw from "
-                "midepoch.sample_generator() in the thread that iterates"
-                f"{self._instead('to have them repeated')}"
+                f"numbers differ from run to run; {self._instead_of_threads}"
             )
         if trial.differs:
             why = f"two passes under the same random numbers begin differently: {trial.differs}"

@@ -23,6 +23,7 @@ from .indexed import draws_nothing, keeps_nothing
 from .trials import (
     Beginning,
     Trial,
+    keeps_workers,
     of_kept_workers,
     passes_differ,
     reading_threads,
@@ -204,6 +205,7 @@ class ReplayReader:
         # How the first pass began, and what the source kept then; None if that is not to be compared at its end.
         self._beginning: tuple[Beginning, str] | None = None
         self._found: Found | None = None  # at the end of the first pass, for the next answer
+        self._threads: set[int | None] = set()  # that ran before the pass
 
     def __call__(self, request: ReplayRequest) -> Replayed | End:
         """The batch, or `End`.
@@ -285,6 +287,7 @@ class ReplayReader:
             # As trainers do with samplers: the order may depend on it. Not in worker processes, which may share memory
             # that all of them would write to.
             tell(request.epoch)
+        self._threads = {each.ident for each in threading.enumerate()}
         self._iterator = iter(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
         self._read, self._chain, self._digested = 0, Chain(), (0, "")
@@ -369,9 +372,7 @@ class ReplayReader:
                 if seen != request.expected:
                     raise SourceError(
                         f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
-                        f"{request.epoch} differs from what was consumed before the save; make it depend on midepoch's "
-                        "streams or a seed alone, and if it divides its data by rank or worker itself, pass shard=False"
-                        f"{of_kept_workers(self.dataset)}"
+                        f"{request.epoch} differs from what was consumed before the save; {self._instead}"
                     )
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
@@ -389,6 +390,24 @@ class ReplayReader:
         if found is not None:  # the length is known, so nobody may ask for the end
             self._found = None
         return Replayed(batch, chain, self._first, global_batch - len(units), found=found)
+
+    @property
+    def _instead(self) -> str:
+        """What to write in place of a source that does not repeat itself."""
+        if keeps_workers(self.dataset):
+            return of_kept_workers(self.dataset).removeprefix("; ")
+        running = [each.name for each in threading.enumerate() if each.ident not in self._threads]
+        started = [each for each in running if each != "QueueFeederThread"]  # of a DataLoader inside: draws nothing
+        apart = ""
+        if started and self.drawn:
+            apart = (
+                f"what its threads ({', '.join(started[:4])}) draw differs from run to run: draw in then=, or in the "
+                "thread that iterates. If they draw nothing, "
+            )
+        return (
+            f"{apart}make it depend on midepoch's streams or a seed alone, and if it divides its data by rank or "
+            f"worker itself, pass shard=False{of_kept_workers(self.dataset)}"
+        )
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:

@@ -30,9 +30,8 @@ from midepoch.state.witness import Look, is_inert, look_at
 from .private import let_go
 
 __all__ = [
-    "Beginning", "Trial", "of_kept_workers", "passes_differ", "reading_threads", "reads_a_loader", "standing",
-    "started_threads",
-    "undisturbed", "used_differs",
+    "Beginning", "Trial", "keeps_workers", "of_kept_workers", "passes_differ", "reading_threads", "reads_a_loader",
+    "standing", "started_threads", "undisturbed", "used_differs",
 ]  # fmt: skip
 
 _LARGEST_BATCH = 256 << 20  # bytes that are copied
@@ -191,6 +190,11 @@ def undisturbed(batch: Any, read: Callable[[], _Read]) -> tuple[Any, _Read]:
 def reads_a_loader(source: Any) -> bool:
     """Whether it holds a DataLoader, or is a function that uses one."""
     return any(isinstance(each, DataLoader) for each in directly_held(source).values())
+
+
+def keeps_workers(source: Any) -> bool:
+    """Whether it reads a DataLoader with persistent workers."""
+    return any(isinstance(each, DataLoader) and each.persistent_workers for each in directly_held(source).values())
 
 
 def of_kept_workers(source: Any) -> str:
