@@ -337,6 +337,16 @@ def nodes(
     return parts.Loader(parts.Prefetcher(node, 3) if prefetch else node)
 
 
+def many_nodes() -> Any:
+    import torchdata.nodes as parts
+
+    return parts.Loader(parts.IterableWrapper(range(1 << 20)))
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
 def rows_inside(buffer: bool, num_workers: int = 0) -> Any:
     import datasets
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -1091,6 +1091,62 @@ def test_a_source_that_ends_once_more_may_draw_late_in_the_next_epoch() -> None:
     resumed = make()
     resumed.load_state_dict(state)
     assert list(map(str, resumed)) == batches and len(batches) == 5
+
+
+# --- what a batch costs ---
+
+
+class _Numbers(Dataset[int]):
+    """Draws nothing."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+STEADY: dict[str, Callable[[], Any]] = {
+    "an object": lambda: own.Stream(300),
+    "Hugging Face IterableDataset": lambda: own.datasets_stream(size=900),
+    "Grain DataLoader": lambda: own.grain_loader(size=900),
+    "Grain IterDataset": lambda: own.grain_dataset(size=900),
+    "Grain ElasticIterator": lambda: own.grain_elastic(size=1800),
+    "LitData StreamingDataLoader": lambda: own.litdata_loader(size=900),
+}
+WATCHED: dict[str, Callable[[], Any]] = {
+    "torchdata.nodes Loader": own.many_nodes,
+    "StatefulDataLoader": lambda: StatefulDataLoader(_Numbers(), 4),
+    "StatefulDataLoader of a stream": lambda: StatefulDataLoader(own.StreamDataset(own.Stream(300)), None),
+    "DataLoader of a stream": lambda: DataLoader(own.StreamDataset(own.Stream(300)), None, collate_fn=own.same),
+}
+"""Their batches have streams of their own: the generators are looked at before and behind each."""
+
+
+@pytest.mark.parametrize("name", STEADY | WATCHED)
+def test_a_batch_takes_few_calls(name: str) -> None:
+    """Two microseconds are promised, which benchmarks/own_states.py measures. Counts do not depend on the load."""
+    package = name.split()[0].lower().replace("hugging", "datasets")
+    if package in ("datasets", "grain", "litdata"):
+        made({"datasets": "Hugging Face IterableDataset", "grain": "Grain DataLoader"}.get(package, name))
+    batches = iter(wrap((STEADY | WATCHED)[name](), seed=1))
+    for _ in range(10):
+        next(batches)
+    ours, counted = str(Path(midepoch.__file__).parent), Counter[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(ours):
+            counted[frame.f_code.co_name if event == "call" else f"C {argument.__name__}"] += 1
+
+    sys.setprofile(note)
+    for _ in range(100):
+        next(batches)
+    sys.setprofile(None)
+    expected = {"__next__": 1, "take": 1, "handed_out": 1, "C append": 1}
+    if name in WATCHED:  # numpy's calls of C are not counted
+        expected |= {"read": 1, "C tobytes": 8, "C getattr": 1}
+    theirs = ("C next", "_batches")  # calls of the source
+    assert {called: count / 100 for called, count in counted.items() if called not in theirs} == expected
 
 
 # --- grain's own test of checkpoints ---

@@ -614,6 +614,10 @@ def every_state() -> list[Any]:
     return [random.getstate(), json.dumps(pair, default=lambda x: x.tolist()), torch.get_rng_state().tolist()]
 
 
+class Reader:
+    asked = False
+
+
 @pytest.mark.parametrize("odd", [0, 1], ids=["paired", "half a pair of normal numbers"])
 @pytest.mark.parametrize("by_memory", [True, False])
 def test_the_caller_gets_every_bit_back_and_a_draw_is_seen(by_memory: bool, odd: int) -> None:
@@ -621,9 +625,18 @@ def test_the_caller_gets_every_bit_back_and_a_draw_is_seen(by_memory: bool, odd:
     for _ in range(odd):
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
     before = every_state()
+
+    def watched(call: Callable[[], Any]) -> Any:
+        of_a_thread = types.SimpleNamespace()
+        return LentGlobals(by_memory).watched(call, lambda batch: ("drew", batch), Reader(), of_a_thread)()
+
+    assert watched(lambda: "nothing") == "nothing"
+    assert every_state() == before
     for name, draw in sources.DRAWS.items():
         if name == "sample_generator":  # draws from no generator of the process
             continue
+        assert watched(draw)[0] == "drew", name
+        assert every_state() == before
         lent.borrow()
         assert not lent.touched()
         draw()

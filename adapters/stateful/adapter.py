@@ -201,7 +201,7 @@ class StatefulAdapter(Adapter):
         if copy is None:
             return None
         options = dataclasses.replace(self.options, verify="off")
-        return read_from(lambda run: type(self)(copy, options).open(run), self.source, copy, run)
+        return read_from(lambda run: type(self)(copy, options).open(run), self._pristine, copy, run)
 
     def conclude(self, outcome: Outcome, batch: Any, run: Run, batches: int) -> None:
         """Compare the copy's batch with the source's own, and say what follows."""
@@ -248,7 +248,7 @@ class StatefulAdapter(Adapter):
         copy = self._copied(self._pristine)[0]
         if copy is None:
             return
-        fresh = read_from(lambda run: _First(copy), self.source, copy, Run(0, 0, 0, World(), None, "pad", ""))
+        fresh = read_from(lambda run: _First(copy), self._pristine, copy, Run(0, 0, 0, World(), None, "pad", ""))
         if fresh.error is None and encode(_state_of(copy)) == encode(_state_of(self.source)):
             raise StateError(
                 f"{type(self.source).__name__} reports another state than was loaded, that of its very beginning: its "

@@ -9,7 +9,7 @@ from midepoch.loader.adapter import Run
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 
-__all__ = ["DrewAfterAllError", "keyed"]
+__all__ = ["DrewAfterAllError", "keyed", "steady"]
 
 
 class DrewAfterAllError(Exception):
@@ -30,35 +30,41 @@ def keyed(streams: Streams | None, run: Run, advance: Callable[[], Any], seeds: 
     Raises:
         DrewAfterAllError: by the function, if a batch draws while the generators are only watched.
     """
-    if streams is None:
-        return advance
-    key = derive_key(Purpose.BATCH, run.seed, run.epoch)
-    place, step = run.position + run.world.rank, run.world.world_size
-    looks, leaves = streams.look, streams.leave
-    watches, first = False, not seeds
+    return advance if streams is None else _Keyed(streams, run, advance, seeds)
 
-    def read() -> Any:
-        nonlocal place, watches, first
-        if watches:
-            looks()
-            try:
-                batch = advance()
-            except BaseException:
-                leaves()
-                raise
-            if leaves():
-                raise DrewAfterAllError(batch)
-            return batch
-        if first:
+
+def steady(read: Callable[[], Any]) -> Callable[[], Any]:
+    """What to call in place of `read` behind its first batch."""
+    return read if not isinstance(read, _Keyed) or read.watched is None else read.watched
+
+
+class _Keyed:
+    """The function that `keyed` returns."""
+
+    def __init__(self, streams: Streams, run: Run, advance: Callable[[], Any], seeds: bool) -> None:
+        self._streams, self._advance = streams, advance
+        self._key = derive_key(Purpose.BATCH, run.seed, run.epoch)
+        self._place, self._step = run.position + run.world.rank, run.world.world_size
+        self._first = not seeds
+        self.watched: Callable[[], Any] | None = None
+
+    def __call__(self) -> Any:
+        if self.watched is not None:
+            return self.watched()
+        streams = self._streams
+        if self._first:
             streams.begin_pass()
         with streams as start:
-            start(extend_key(key, place))
-            batch = advance()
-        place += step
-        if first:
-            first = False
+            start(extend_key(self._key, self._place))
+            batch = self._advance()
+        self._place += self._step
+        if self._first:
+            self._first = False
             streams.made_late()
-            watches = streams.unused
+            if streams.unused:
+                self.watched = streams.watched(self._advance, _drew)
         return batch
 
-    return read
+
+def _drew(batch: Any) -> Any:
+    raise DrewAfterAllError(batch)

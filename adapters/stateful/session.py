@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from midepoch.adapters.stateful.keyed import DrewAfterAllError
+from midepoch.adapters.stateful.keyed import DrewAfterAllError, steady
 from midepoch.adapters.stateful.trial import Outcome
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
@@ -88,8 +88,8 @@ class StatefulSession(Session):
                 advance, batch = self._begun()
         if self._doubted:
             adapter.check_begun()
-        self._trial, self._advance = adapter.trial(run), advance
-        self._next = advance if self._trial is None else self._second
+        self._trial, self._advance = adapter.trial(run), steady(advance)
+        self._next = self._advance if self._trial is None else self._second
         return batch
 
     def _begun(self) -> tuple[Callable[[], Any], Any]:

@@ -51,14 +51,15 @@ class Finding(NamedTuple):
     unseen: tuple[str, ...] = ()
 
 
-def read_from(open_copy: Callable[[Run], Session], source: Any, copy: Any, run: Run) -> Outcome:
-    """The first batch of a session over a copy of `source`. The caller's generators stay as they are.
+def read_from(open_copy: Callable[[Run], Session], pristine: Any, copy: Any, run: Run) -> Outcome:
+    """The first batch of a session over a copy of `pristine`, itself a copy. The caller's generators stay as they are.
 
-    The global generators, and those that the copy shares with the source, stand where another process may have them.
+    The global generators, and those that no copy has its own of, stand where another process may have them. The source
+    is not searched for them: Python 3.11 reads an object's attributes more slowly once somebody asked for all of them.
     """
     key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
     try:
-        with warnings.catch_warnings(), Streams().under(key), _shared_under(key, source, copy):
+        with warnings.catch_warnings(), Streams().under(key), _shared_under(key, pristine, copy):
             warnings.simplefilter("ignore")
             session = open_copy(run)
             try:
@@ -70,8 +71,8 @@ def read_from(open_copy: Callable[[Run], Session], source: Any, copy: Any, run: 
 
 
 @contextlib.contextmanager
-def _shared_under(key: int, source: Any, copy: Any) -> Iterator[None]:
-    own = {id(each.generator) for each in find_generators(source)[0]}
+def _shared_under(key: int, pristine: Any, copy: Any) -> Iterator[None]:
+    own = {id(each.generator) for each in find_generators(pristine)[0]}
     shared = [each for each in find_generators(copy)[0] if id(each.generator) in own]
     saved = [each.save() for each in shared]
     for each in shared:

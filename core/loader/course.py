@@ -655,7 +655,7 @@ class Pass:
         course, cursor = self._course, self.cursor
         if cursor is None or not cursor.steady or cursor is not course.cursor:
             return course.next_batch(self)
-        mark = cursor.mark()
+        mark = cursor.mark() if cursor.marks else None
         try:
             batch = cursor.take()
         except BaseException as error:

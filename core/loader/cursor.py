@@ -50,6 +50,7 @@ class Cursor:
         last_step: the step that ends the epoch on all ranks; None if unknown.
         share: this rank's batches in the session; None if only reading tells how large they are.
         peeked: at most one entry: the batch that `peek` returned, and the session's mark from before it.
+        marks: the session is asked for a mark before each batch.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Cursor:
         self.take: Callable[[], Any] = _nothing_open
         self._global_batch = 1
         self._micro: MicroShare | None = None  # if several batches make a global one
-        self._marks = self._corrects = False
+        self.marks = self._corrects = False
 
     @property
     def owned(self) -> bool:
@@ -106,8 +107,8 @@ class Cursor:
         self.last_step = None if share is None else share.global_steps
         self.share = None if session.varies else share
         self._micro = share if isinstance(share, MicroShare) else None
-        self._global_batch, self._marks = global_batch, session.marks or marks
-        self._corrects = self._marks or self._micro is not None
+        self._global_batch, self.marks = global_batch, session.marks or marks
+        self._corrects = self.marks or self._micro is not None
 
     def taken_over(self) -> Cursor:
         """A cursor for another pass, which continues with this one's open session."""
@@ -119,7 +120,7 @@ class Cursor:
 
     def mark(self) -> Any:
         """The session's mark, if it must be asked for one before each batch."""
-        return self.session.mark() if self._marks and self.steps and self.session is not None else None
+        return self.session.mark() if self.marks and self.steps and self.session is not None else None
 
     def handed_out(self, history: History, mark: Any) -> None:
         """Count a batch that was handed out. `mark`: the session's mark from before it."""

@@ -358,6 +358,33 @@ class Streams:
         _current.streams = self._outer
         return drawn
 
+    def watched(self, call: Callable[[], Any], drew: Callable[[Any], Any]) -> Callable[[], Any]:
+        """A function that calls `call` between `look` and `leave`, for the path of a batch. Only while `unused`.
+
+        Args:
+            call: returns a batch.
+            drew: gets the batch if a generator was used after all, and returns what takes its place.
+        """
+        if self._lent or self._devices is not None:
+            return functools.partial(self._watch, call, drew)
+
+        def drew_after_all(batch: Any) -> Any:
+            self.unused = self.watches = False
+            return drew(batch)
+
+        self.key, self.generator, self.asked, self.watches = None, None, False, True
+        read: Callable[[], Any] = self._globals.watched(call, drew_after_all, self, _current)
+        return read
+
+    def _watch(self, call: Callable[[], Any], drew: Callable[[Any], Any]) -> Any:
+        self.look()
+        try:
+            batch = call()
+        except BaseException:
+            self.leave()
+            raise
+        return drew(batch) if self.leave() else batch
+
     def warn_of_kept(self, reader: object, what: object) -> None:
         """Warn if a batch drew random numbers when it was read unseeded, and none when it was read again with seeding.
 
@@ -374,7 +401,7 @@ class Streams:
 
     def _enter(self, borrows: bool = True) -> None:
         self._outer = getattr(_current, "streams", None)
-        _current.streams, self.key, self.generator, self.asked = self, None, None, False
+        _current.streams, self.key, self.generator, self.asked, self.watches = self, None, None, False, False
         if not borrows:
             self._globals.retake()
             return
