@@ -145,6 +145,7 @@ class Peer:
         files: whether it needs files.
         workers: whether it has worker processes.
         hoards: whether a process gives back what its loaders took only when it ends.
+        slow: whether a batch takes milliseconds, whatever is in it, so that few of them are timed.
         compiles: whether a loader compiles, and is therefore used again.
         varying: keys of a state that are not a matter of the position.
     """
@@ -156,6 +157,7 @@ class Peer:
     files: ClassVar[bool] = False
     workers: ClassVar[bool] = True
     hoards: ClassVar[bool] = False
+    slow: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     varying: ClassVar[tuple[str, ...]] = ()
 
@@ -321,7 +323,7 @@ class Accelerate(ByHand):
 class Streaming(Peer):
     name = "Streaming"
     distributions = ("mosaicml-streaming",)
-    files, limit, hoards = True, 10**6, True
+    files, limit, hoards, slow = True, 10**6, True, True
     links = count()
 
     def write(self, folder: Path, spec: Spec) -> None:
@@ -444,7 +446,7 @@ class GrainDataset(ByHand):
 
 
 class GrainLoader(GrainDataset):
-    name = "Grain DataLoader"
+    name, slow = "Grain DataLoader", True
 
     def source(self, spec: Spec) -> Any:
         import grain
@@ -582,7 +584,7 @@ class FfcvSamples:
 class WebDataset(ByHand):
     name = "WebDataset"
     distributions = ("webdataset",)
-    files, limit = True, 10**6
+    files, limit, slow = True, 10**6, True
 
     def write(self, folder: Path, spec: Spec) -> None:
         import webdataset as wds

@@ -159,8 +159,10 @@ def compared(row: Row, bare: list[int] | None, given: list[int] | None) -> str:
     return "yes" if len(bare) == len(given) and set(bare) == set(given) else "no"
 
 
-def versions(rows: dict[str, Row]) -> str:
-    found: dict[str, str] = {}
+def versions(rows: dict[str, Row]) -> tuple[list[str], list[str]]:
+    """The packages with their versions, and those that are not installed."""
+    found: dict[str, str] = {"torch": importlib.metadata.version("torch")}
+    missing: set[str] = set()
     for row in rows.values():
         for package in row.packages:
             path = [str(FOLDERS / package), *sys.path]
@@ -174,39 +176,86 @@ def versions(rows: dict[str, Row]) -> str:
                 try:
                     found[package] = importlib.metadata.version(package)
                 except importlib.metadata.PackageNotFoundError:
-                    found[package] = "not installed: the structure of its published source"
-    found["torch"] = importlib.metadata.version("torch")
-    return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+                    missing.add(package)
+    return [f"{name} {version}" for name, version in sorted(found.items())], sorted(missing)
 
 
 HEAD = """# Third-party loaders
 
-What came of loaders of other packages, as their users write them, on {date}: Python {python}, {cores} cores, {machine}.
-`make wild` runs them and writes this page. {versions}.
+Wrap a loader of another package as its users write it:
 
-Each is read for two epochs and saved in the middle, at the boundary and in the middle of the second. Another process,
-under other global seeds, continues from each state, and must give the rest of the epoch bit for bit. "Same samples"
-compares an epoch with one of the loader by itself: where it shuffles, the samples alone, since a shuffled order is
-midepoch's own. "1 -> 2 ranks" is tried where `capabilities` claims it. torchvision's wheel does not import beside a CPU
-build of torch, because its compiled operators are missing; packages that import it run beside the real torchvision,
-with two operators declared and none called.
+```text
+loader = midepoch.wrap(DataLoader(dataset, 4, sampler=ImbalancedDatasetSampler(dataset)), seed=0)     # torchsampler
+loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), seed=0)               # ultralytics
+loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
+```
+
+What came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}:
+
+| outcome | loaders | means |
+|---|---:|---|
+{outcomes}
+
+`make wild` runs them and writes this page. Each loader is read for two epochs. It is saved in the middle of the first
+epoch, at the boundary, and in the middle of the second. Another process, under other global seeds, continues from each
+state, and must give the rest of the epoch bit for bit.
+
+- **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
+  loader shuffles, only the samples are compared.
+- **1 -> 2 ranks**: two ranks continue what one had begun. It is tried where `capabilities` claims it.
 
 | loader | outcome | same samples | 1 -> 2 ranks |
 |---|---|---|---|
 """
 
+TAIL = """`wrap` took {slowest:.0f} ms at most.
+
+## Versions
+
+{versions}.
+
+Not installed, but written here after the structure of its published source: {copied}.
+
+torchvision's wheel does not import beside a CPU build of torch, because its compiled operators are missing. Packages
+that import it run beside the real torchvision, with two operators declared and none called.
+
+## In their words
+
+"""
+
+MEANINGS = {
+    "exact, in constant time": "bit for bit, and the resume jumps to its place",
+    "exact, by replay": "bit for bit, and the resume reads again what comes before its place",
+    "exact, carried by its own state": "bit for bit, from the state that the loader keeps by itself",
+    "exact, in tests of its own": "bit for bit, in tests of this repository that cut and continue it",
+    "exact here, told as not exact": "bit for bit in this run, and `capabilities` says that this is not promised",
+    "told as not exact": "other numbers or samples, and a warning or `capabilities` said so",
+    "refused at the resume": "an error in place of other data",
+    "refused": "an error that says what to write instead",
+    "could not run": "the loader itself failed",
+    WRONG: "other data, and nobody was told",
+}
+
+
+def outcomes(found: dict[str, Verdict]) -> str:
+    """The rows of the first table. The last one is there even if it counts nothing."""
+    counts = Counter(re.sub(r"in \d+ tests", "in tests", each.kind) for each in found.values())
+    shown = [(kind, counts[kind], means) for kind, means in MEANINGS.items() if counts[kind] or kind == WRONG]
+    return "\n".join(f"| {kind} | {count} | {means} |" for kind, count, means in shown)
+
 
 def page(found: dict[str, Verdict]) -> str:
+    named, copied = versions({name: ROWS[name] for name in found})
     head = HEAD.format(
-        date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
-        machine=platform.machine(), versions=versions({name: ROWS[name] for name in found}),
+        number=len(found), date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
+        machine=platform.machine(), outcomes=outcomes(found),
     )  # fmt: skip
-    slowest = max(each.wrapping for each in found.values())
+    slowest = 1000 * max(each.wrapping for each in found.values())
     lines = [f"| {name} | {each.kind} | {each.samples} | {each.ranks} |" for name, each in found.items()]
     others = {name: each for name, each in found.items() if not each.kind.startswith("exact,")}
     words = [f"- **{name}**, {each.kind}: {each.why}" for name, each in others.items()]
-    wrapping = f"`wrap` took {1000 * slowest:.0f} ms at most."
-    return "\n".join((head + "\n".join(lines), "", wrapping, "", "## In their words", "", *words, ""))
+    tail = TAIL.format(slowest=slowest, versions=", ".join(named), copied=", ".join(copied))
+    return "\n".join((head + "\n".join(lines), "", tail + "\n".join(words), ""))
 
 
 def main() -> int:

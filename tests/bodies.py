@@ -483,6 +483,38 @@ def its_own_state(make: Make, log: Log, epochs: int) -> None:
         log("schedule", epoch)
 
 
+def saved_in_except(make: Make, log: Log, epochs: int) -> None:
+    """A body that goes on after each exception: of a step, out of a pass, and behind the passes."""
+    train, second, validation = loader(14), loader(10, 4, 2), loader(6, 3, 3)
+    snapshot = make(log=log, train=train, second=second, validation=validation)
+    for epoch in snapshot.epochs(epochs):
+        for number, batch in enumerate(train, train.batches_done):
+            try:
+                log("train", epoch, batch)
+                if number in (1, 3):
+                    raise LeftError
+            except LeftError:
+                snapshot.save()
+                continue
+            snapshot.step()
+        try:
+            for number, batch in enumerate(second, second.batches_done):
+                log("second", epoch, batch)
+                if number == 1:
+                    raise LeftError
+                snapshot.step()
+        except LeftError:
+            snapshot.save()
+        log("schedule", epoch)
+        try:
+            for batch in validation:
+                log("validate", epoch, batch)
+            raise LeftError
+        except LeftError:
+            snapshot.save()
+        log("end", epoch)
+
+
 # --- bodies that nobody thought of ------------------------------------------------------------------------------------
 
 
@@ -690,7 +722,7 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
         parts_of_its_own_state, read_ahead, read_ahead_of_validations, read_ahead_in_a_zip,
         read_ahead_in_a_thread, read_ahead_one_after_the_other, zips_within_one_that_is_read_ahead,
         a_loop_that_drops_what_it_has_read_ahead, accumulated_and_read_ahead, in_functions_and_generators, by_turns,
-        evaluated_on_what_it_trains_on, a_limit_and_a_chain,
+        evaluated_on_what_it_trains_on, a_limit_and_a_chain, saved_in_except,
     )
 }  # fmt: skip
 

@@ -112,10 +112,11 @@ def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) 
 def test_it_is_said_when_from_what_and_by_which_plan_a_question_was_measured(output: Path) -> None:
     made = json.loads((output / "results.json").read_text())["made"]
     assert list(made) == ["overhead", "resume", "state"]
-    assert made["overhead"]["plan"] == {"rounds": 2, "stretches": 2, "seconds": 1.5, "batches": [list(each) for each in BATCHES]}
+    batches = [list(each) for each in BATCHES]
+    assert made["overhead"]["plan"] == {"rounds": 2, "stretches": 2, "seconds": 1.5, "batches": batches}
     assert set(made["overhead"]["versions"]) == {"torch", "midepoch", "torchdata"}
     row = next(line for line in (output / "results.md").read_text().splitlines() if line.startswith("| overhead |"))
-    assert f"| {made['overhead']['date']} | {made['overhead']['commit']} | rounds 2; stretches 2; seconds 1.5; batches" in row
+    assert f"| {made['overhead']['date']} | {made['overhead']['commit']} | rounds 2; stretches 2; seconds 1.5; " in row
     assert "lightning" in compare.conditions("boring", NAMES, compare.QUICK)["versions"]
 
 

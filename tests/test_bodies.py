@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from forking import Program
 
 from midepoch import Snapshot
 
-pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
+    pytest.mark.filterwarnings("error:an iterator over:midepoch.MidepochWarning"),  # none of these bodies has one
+]
 
 NEVER = 1_000_000
+Train = Callable[[bodies.Make, bodies.Log, int], None]
 
 
 class KilledError(Exception):
@@ -39,7 +44,7 @@ def quiet() -> Iterator[None]:
 
 
 def live(
-    body: Body, path: Path, every: int = NEVER, killed_at: int | None = None, signal_at: int | None = None,
+    body: Train, path: Path, every: int = NEVER, killed_at: int | None = None, signal_at: int | None = None,
     fails: bool = False, epochs: int = 3,
 ) -> list[Any] | None:  # fmt: skip
     """The log of one process; None if it ends before its time.
@@ -55,7 +60,8 @@ def live(
     """
     log, made = bodies.Log(), list[Snapshot]()
     log.limit = killed_at
-    log.fails = {f"{epoch}.{number}" for epoch in range(3) for number in range(len(body.loops))} if fails else set()
+    if fails and isinstance(body, Body):
+        log.fails = {f"{epoch}.{number}" for epoch in range(3) for number in range(len(body.loops))}
 
     def kill() -> None:
         raise KilledError
@@ -67,9 +73,11 @@ def live(
             step, left = snapshot.step, iter(range(signal_at - 1, -1, -1))
 
             def signalled() -> None:
-                if next(left, None) == 0:
+                asked = next(left, None) == 0
+                if asked:
                     os.kill(os.getpid(), signal.SIGTERM)
                 step()
+                assert not asked, "the signal is not answered at its step"
 
             snapshot.step = signalled  # type: ignore[method-assign,assignment]
         return snapshot
@@ -123,6 +131,57 @@ def check(body: Body, folder: Path, long: bool) -> None:
             ways[f"killed before line {line}"] = functools.partial(twice, run, every=1, killed_at=line)
     for way, go in ways.items():
         assert go(folder / f"{way}.pt") == expected, (body, way)
+
+
+Made = Callable[[Any], Iterator[Any]]
+# How an endless iterator is made, where, and whether a run resumes exactly from all places.
+ENDLESS: dict[str, tuple[Made, str, bool]] = {
+    "as the docs have it": (bodies.Restarted, "before the loop", True),
+    "in the first body": (bodies.Restarted, "at the top", True),
+    "where it is needed": (bodies.Restarted, "in the inner loop", False),
+    "a generator": (bodies.cycle, "before the loop", False),
+    "a generator, in the first body": (bodies.cycle, "at the top", False),
+    "a generator, where it is needed": (bodies.cycle, "in the inner loop", False),
+}
+
+
+@pytest.mark.filterwarnings("default::midepoch.MidepochWarning")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_iterator_over_several_epochs_is_exact_or_told(name: str, first: int, tmp_path: Path) -> None:
+    """`first`: the epoch from which on it is read. Told are those who were not ended, too, before anything is lost."""
+    make_it, where, is_exact = ENDLESS[name]
+
+    def train(make: bodies.Make, log: bodies.Log, epochs: int) -> None:
+        labelled, unlabelled = bodies.loader(6, 3), bodies.loader(14, 2, 2)
+        snapshot = make(log=log, labelled=labelled, unlabelled=unlabelled)
+        endless = make_it(unlabelled) if where == "before the loop" else None
+        for epoch in snapshot.epochs(epochs):
+            if endless is None and where == "at the top" and epoch >= first:
+                endless = make_it(unlabelled)
+            for batch in labelled:
+                if epoch >= first:
+                    endless = make_it(unlabelled) if endless is None else endless
+                log(epoch, batch, next(endless) if endless is not None and epoch >= first else None)
+                snapshot.step()
+            log("schedule", epoch, snapshot.steps)
+
+    def run(path: Path, **how: Any) -> tuple[list[Any] | None, bool]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lines = live(train, path, **how)
+        told = [str(each.message) for each in caught if "an iterator over" in str(each.message)]
+        assert all("over unlabelled that was first read" in each and "by iter(unlabelled)" in each for each in told)
+        return lines, bool(told)
+
+    expected, told = run(tmp_path / "undisturbed.pt")
+    assert told is (name != "as the docs have it")
+    for step in range(1, 7):
+        path = tmp_path / f"{step}.pt"
+        assert run(path, signal_at=step)[0] is None
+        got, told = run(path)
+        assert (got == expected) is (is_exact or step != 2 * first + 2), step
+        assert got == expected or told, step
 
 
 @pytest.mark.parametrize("name", SHAPES)

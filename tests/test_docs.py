@@ -146,10 +146,29 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
                 assert re.match(r"(git|cd|\.venv/bin/|midepoch|torchrun) ?", line), f"nothing checks {line!r}"
 
 
+def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:
+    """Of all that is shown, but what is shown as it was before (a line of a diff), and lists made once."""
+    shown = [code for page in PAGES for kind, code in BLOCK.findall(page.read_text()) if kind in ("python", "diff")]
+    shown += [path.read_text() for path in sorted((ROOT / "examples").rglob("*.py"))]
+    counting = re.compile(r"^(?!-).*\b(?:enumerate|tqdm)\((\w*(?:loader|labelled))\b(.*)", re.MULTILINE)
+    found = [match for code in shown for match in counting.finditer(code)]
+    assert len(found) > 8
+    for match in found:
+        assert "batches_done" in match[2], match[0]
+
+
 def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
         for kind, code in BLOCK.findall(page.read_text()):
             assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
+
+
+def test_every_page_shows_something_at_its_top() -> None:
+    """An example, a picture or a table of figures, within a screen."""
+    for page in PAGES:
+        if page.name not in ("CONTRIBUTING.md", "reference.md"):
+            top = "\n".join(page.read_text().splitlines()[:20])
+            assert re.search(r"^(```|!\[|\| ?---)", top, re.MULTILINE), f"{page.name} begins with text alone"
 
 
 @pytest.mark.parametrize("name", ["dataloader.py", "iterable.py", "several_loaders.py"])

@@ -171,9 +171,12 @@ def test_numbers_of_epochs(tmp_path: Path) -> None:
             each.epochs(-1)
         running = each.epochs(2)
         assert next(running) == 0
-        with pytest.raises(MidepochError, match="running already"):
+        with pytest.raises(MidepochError, match=r"running already.*call close\(\) on what epochs\(\) has returned"):
             each.epochs(2)
-        del running
+        running.close()  # type: ignore[union-attr]
+        again = each.epochs(2)
+        assert next(again) == 0
+        del again
     for _ in snapshot.epochs(2):
         list(loader)
     for each in (loader, snapshot):
@@ -398,6 +401,52 @@ def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
     assert places(path) == (12, 2, 0, 2)
 
 
+@pytest.mark.parametrize("how", ["left by break", "empty after a resume"])
+def test_save_behind_any_pass_is_put_off(how: str, tmp_path: Path) -> None:
+    """What stands before it in the body would be done again."""
+    path = tmp_path / "snapshot.pt"
+
+    def train(path: Path, signal_at: int = -1, killed_in: int = -1) -> list[Any]:
+        log, first, second = bodies.Log(), shuffled(), shuffled()
+        snapshot = Snapshot(path, log=log, first=first, second=second)
+        with snapshot, contextlib.suppress(KilledError, SystemExit):
+            for epoch in snapshot.epochs(2):
+                for number, batch in enumerate(first, first.batches_done):
+                    if number == 3 and how == "left by break":
+                        break
+                    log("first", epoch, batch)
+                    snapshot.step()
+                log("between", epoch)
+                snapshot.save()
+                if epoch == killed_in:
+                    raise KilledError
+                for number, batch in enumerate(second):
+                    if (epoch, number) == (0, signal_at):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    log("second", epoch, batch)
+                    snapshot.step()
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt")
+    if how == "empty after a resume":
+        assert train(path, signal_at=2) == whole[:10]
+        whole.insert(10, ["between", 0])  # by a run that resumes in the second loop
+    epoch = 0 if how == "empty after a resume" else 1
+    assert train(path, killed_in=epoch)[-1] == ["between", epoch]
+    assert train(path) == whole
+
+
+def test_a_signal_in_a_later_epoch_is_answered_behind_its_batch(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    with Snapshot(path, data=loader) as snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(3):
+            for _ in loader:
+                if snapshot.steps == 7:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.step()
+    assert places(path) == (8, 1, 8, 1)
+
+
 def test_a_signal_at_the_last_batch_saves_that_place(tmp_path: Path) -> None:
     path, loader, ended = tmp_path / "snapshot.pt", shuffled(), Counter()
     snapshot = Snapshot(path, data=loader, ended=ended)
@@ -472,35 +521,109 @@ def test_a_save_behind_the_end_of_the_shorter_of_two_is_written_at_once(tmp_path
     assert saved == [1, 1, 3, 4, 5, 5]  # not behind the last batch of either, after which a zip would end
 
 
-@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
-def test_a_snapshot_after_an_exception_goes_on_behind_its_batch(where: str, tmp_path: Path) -> None:
-    path, log = tmp_path / "snapshot.pt", bodies.Log()
-    first, second = shuffled(1), shuffled(2)
-    snapshot = Snapshot(path, signals=(), first=first, second=second, log=log)
-    try:
-        for epoch in snapshot.epochs(2):
-            for batch in first:
-                log("first", epoch, batch)
-            try:
-                for number, batch in enumerate(second):
-                    log("second", epoch, batch)
-                    if number == 2:
+# Where a step, or what follows the passes, fails for good, and the program saves on its way out.
+WAYS_OUT = {
+    "around the step": "exact",
+    "around the step, of the last batch": "not written",
+    "around the pass": "not written",
+    "behind the passes": "not written",
+    "behind the loop": "exact",
+    "behind the loop, behind the passes": "repeated",
+}
+
+
+@pytest.mark.parametrize("where", WAYS_OUT)
+def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a run that resumes does is what one does that has not failed; or else the log says what it repeats."""
+    path = tmp_path / "snapshot.pt"
+
+    @contextlib.contextmanager
+    def saving(snapshot: Snapshot, here: bool) -> Iterator[None]:
+        try:
+            yield
+        except KilledError:
+            if here:
+                snapshot.save()
+            raise
+
+    def train(path: Path, fails: bool) -> list[Any]:
+        log, first, second = bodies.Log(), shuffled(1), shuffled(2)
+        snapshot = Snapshot(path, every=4, signals=(), first=first, second=second, log=log)
+        batch_that_fails = 5 if "last" in where else None if "behind the passes" in where else 2
+        with saving(snapshot, fails and where.startswith("behind the loop")):
+            for epoch in snapshot.epochs(2):
+                for batch in first:
+                    log("first", epoch, batch)
+                with saving(snapshot, fails and where == "around the pass"):
+                    for number, batch in enumerate(second, second.batches_done):
+                        with saving(snapshot, fails and where.startswith("around the step")):
+                            log("second", epoch, batch)
+                            if fails and (epoch, number) == (1, batch_that_fails):
+                                raise KilledError
+                        snapshot.step()
+                log("schedule", epoch)
+                with saving(snapshot, fails and where == "behind the passes"):
+                    if fails and epoch == 1:
                         raise KilledError
-            except KilledError:
-                if where == "in the body":
+                log("end", epoch)
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt", fails=False)
+    with pytest.raises(KilledError), warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+        warnings.simplefilter("always")
+        train(path, fails=True)
+    told = [str(each.message) for each in caught if "not if an exception leaves it" in str(each.message)]
+    said = [record.message for record in caplog.records]
+    saved = torch.load(path, weights_only=True)
+    lines = train(path, fails=False)
+    what = WAYS_OUT[where]
+    if what == "not written":
+        assert any("around the step, or behind the loop over epochs" in each for each in told)
+        assert any(f"to which a save was put off: {path} is unchanged" in each for each in said)
+    else:
+        assert any("a run that resumes from this snapshot goes on" in each for each in said) == (
+            where.startswith("behind the loop")
+        )
+    # Every fourth step is saved. The ninth is that of batch 2 in the second epoch, and it fails.
+    assert (saved["steps"], saved["parts"]["second"]["position"]) == {
+        "exact": (8, 12), "not written": (8, 8), "repeated": (12, 22)
+    }[what]  # fmt: skip
+    if what == "repeated":
+        at = whole.index(["schedule", 1])
+        assert lines == [*whole[: at + 1], *whole[at:]]
+    else:
+        assert lines == whole
+
+
+@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
+def test_nothing_is_saved_on_the_way_out_of_poll(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+
+    def train(path: Path, signalled: bool) -> list[Any]:
+        log, loader = bodies.Log(), shuffled()
+        with Snapshot(path, every=4, data=loader, log=log) as snapshot:
+            try:
+                for epoch in snapshot.epochs(2):
+                    try:
+                        for batch in loader:
+                            log(epoch, batch)
+                            snapshot.step()
+                        log("schedule", epoch)
+                        if signalled:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        snapshot.poll()
+                    finally:
+                        if where == "in the body":
+                            snapshot.save()
+            finally:
+                if where == "behind the loop":
                     snapshot.save()
-                raise
-    except KilledError:
-        if where == "behind the loop":
-            snapshot.save()
-    log, first, second = bodies.Log(), shuffled(1), shuffled(2)
-    for epoch in Snapshot(path, signals=(), first=first, second=second, log=log).epochs(2):
-        for batch in first:
-            log("first", epoch, batch)
-        for batch in second:
-            log("second", epoch, batch)
-    whole = {"first": epochs_of(shuffled(1), 0, 2), "second": epochs_of(shuffled(2), 0, 2)}
-    assert log.lines == [[each, epoch, batch] for epoch in range(2) for each in whole for batch in whole[each][epoch]]
+        return log.lines
+
+    with pytest.raises(SystemExit):
+        train(path, signalled=True)
+    assert places(path) == (4, 0, 16, 0)
+    assert train(path, signalled=False) == train(tmp_path / "whole.pt", signalled=False)
 
 
 def test_a_loop_that_runs_nothing_leaves_the_epoch_to_the_next_one(tmp_path: Path) -> None:
@@ -772,6 +895,25 @@ def _other_bodies(rank: int, path: str, kind: str) -> str:
     except MidepochError as error:
         return str(error)
     return ""
+
+
+def _save_behind_a_pass_that_one_rank_keeps(rank: int, path: str) -> int:
+    loader = shuffled(world=midepoch.World(rank, 2))
+    snapshot = Snapshot(path, signals=(), data=loader)
+    for _ in snapshot.epochs(1):
+        batches = iter(loader)
+        next(batches)
+        if rank:
+            del batches
+        snapshot.save()
+        if not rank:
+            assert not Path(path).exists()
+    return snapshot.steps
+
+
+def test_a_save_is_put_off_on_every_rank_or_on_none(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    assert sources.in_gloo_world(_save_behind_a_pass_that_one_rank_keeps, 2, str(path)) == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["left early", "one pass more"])

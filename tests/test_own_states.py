@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import midepoch
 from midepoch import StateError, wrap
 from midepoch.loader.loader import Loader
-from midepoch.testing import ResumableTests
+from midepoch.testing import ResumableTests, check_resumable
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -127,6 +127,14 @@ def test_torchdata_s_augmentations_are_exact_in_this_process_and_not_promised_in
         assert sources.resumed(make, state) == whole[cut:]
     assert not make(2).capabilities.exact_augmentations
     assert "num_workers" in _refusal(make(2), sources.heads(make, 2)[1])
+
+
+def test_a_rollback_in_workers_is_judged_by_samples_where_their_numbers_are_not_promised() -> None:
+    report = check_resumable(
+        own.wrapped_torchdata, laws=("rollback",), world_sizes=(1,), cuts=(2,), epochs=1, identify=own.identify,
+        elastic_content=False,
+    )  # fmt: skip
+    assert [verdict.status for verdict in report.verdicts if verdict.law == "rollback"] == ["holds"]
 
 
 def _refusal(loader: Loader, state: dict[str, Any]) -> str:

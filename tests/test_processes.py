@@ -138,6 +138,70 @@ def test_a_job_that_passes_over_bad_samples_is_killed_and_goes_on(tmp_path: Path
     assert lives > 2 and 10 < len(whole.splitlines()) < 20, "some batches are bad"
 
 
+# --- a look at a batch before the loop ---
+
+LOOKING = """
+import itertools, json, os, signal, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+sys.path.insert(0, sys.argv[1])
+import midepoch, sources
+
+how, kill_at, log = sys.argv[2], int(sys.argv[3]), Path("log")
+loader = midepoch.wrap(DataLoader(sources.Noisy(22), 4, shuffle=True), seed=2)
+snapshot = midepoch.Snapshot("snapshot.pt", every=1, data=loader)
+if "loaded first" in how:
+    snapshot.load()
+if "looks" in how:
+    next(iter(loader))
+elif "peeks" in how:
+    loader.peek()
+if "loaded then" in how:
+    snapshot.load()
+until_done = itertools.takewhile(lambda epoch: epoch < 2, iter(lambda: loader.epoch, None))
+for epoch in until_done if "loaded" in how else snapshot.epochs(2):
+    for batch in loader:
+        kill_at -= 1
+        if not kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with log.open("a") as file:
+            file.write(json.dumps([epoch, sources.plain(batch)]) + "\\n")
+        snapshot.step()
+"""
+GIVEN_UP = "a pass over epoch 0 was given up after its first batch, and "
+
+
+@pytest.mark.parametrize(
+    ("how", "lost", "first", "later"),
+    [
+        ("peeks", 0, "", ""),
+        ("peeks, loaded first", 0, "", ""),
+        # The body goes on behind the batch. What is loaded in the loop gives nothing up.
+        ("looks", 1, GIVEN_UP + "the body of epochs goes on behind it, at position 4", ""),
+        ("looks, loaded then", 6, GIVEN_UP + "a new pass begins epoch 1", ""),
+        ("looks, loaded first", 6, GIVEN_UP + "a new pass begins epoch 1", "drops the rest of the resumed epoch 1"),
+    ],
+)
+def test_a_job_that_looks_at_a_batch_before_its_loop_is_killed_and_goes_on(
+    how: str, lost: int, first: str, later: str, tmp_path: Path
+) -> None:
+    def start(folder: Path, how: str, kill_at: int) -> list[str]:
+        folder.mkdir(exist_ok=True)
+        command = ["-c", LOOKING, str(Path(__file__).parent), how, str(kill_at)]
+        job = forking.Program(command, cwd=folder)
+        errors = job.communicate(120)[1]
+        assert job.returncode == (-signal.SIGKILL if kill_at else 0), errors
+        return [line for line in errors.splitlines() if "MidepochWarning: " in line]
+
+    assert start(tmp_path / "whole", "", 0) == []
+    told = [start(tmp_path / "killed", how, 3), start(tmp_path / "killed", how, 0)]
+    assert [len(each) for each in told] == [bool(first), bool(later)], told
+    assert first in "".join(told[0]) and later in "".join(told[1])
+    logs = ((tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed"))
+    whole, killed = ([json.loads(line)[1] for line in log] for log in logs)
+    assert killed == whole[lost:] or later
+
+
 # --- torch.multiprocessing.spawn ---
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -53,13 +54,17 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imports(name: str) -> set[str]:
     """The modules of midepoch that one imports, inside functions too, but for those that only type checkers import."""
     found = set()
-    for node in walk(TREES[name]):
+    for node in walk(trees()[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -216,7 +221,7 @@ def strangers_in(tree: ast.Module) -> list[str]:
 def test_core_knows_no_backend_and_no_trainer_by_name() -> None:
     found = [
         f"{MODULES[name].relative_to(ROOT)}:{place}"
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if not name.startswith(("midepoch.adapters", *MAY_NAME))
         for place in strangers_in(tree)
     ]
@@ -226,7 +231,7 @@ def test_core_knows_no_backend_and_no_trainer_by_name() -> None:
 def test_core_knows_no_adapter_by_the_name_in_its_states() -> None:
     names = {
         node.value.value
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if module.startswith("midepoch.adapters.")
         for node in ast.walk(tree)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "name"
@@ -235,7 +240,7 @@ def test_core_knows_no_adapter_by_the_name_in_its_states() -> None:
     assert {"dataloader", "sequence", "iterable"} <= names
     known = [
         f"{MODULES[module].relative_to(ROOT)}:{node.lineno}: {node.value!r}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if not module.startswith(("midepoch.adapters", *MAY_NAME))
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in names

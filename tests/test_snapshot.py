@@ -996,6 +996,15 @@ def calls(action: Callable[[], object]) -> int:
     return count
 
 
+def test_a_step_between_saves_calls_nothing(tmp_path: Path) -> None:
+    """So it costs what a comparison costs: benchmarks/snapshot.py says how much."""
+    loader = midepoch.wrap(DataLoader(Records(False), batch_size=4, shuffle=True), seed=0)
+    with Snapshot(tmp_path / "snapshot.pt", every=1000, data=loader) as snapshot:
+        for epoch in snapshot.epochs(2):
+            for number, _ in enumerate(itertools.islice(loader, 3)):
+                assert calls(snapshot.step) == 2 or (epoch, number) == (0, 0)  # itself, and the end of the count
+
+
 @pytest.mark.parametrize("taken", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tmp_path: Path) -> None:
     counted: dict[str, list[int]] = {"gather": [], "save": []}

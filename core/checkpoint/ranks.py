@@ -121,6 +121,8 @@ class Agreement:
         Raises:
             MidepochError: the ranks are not at the same place.
         """
+        if ranks.size == 1:
+            return signalled  # and `next_step` stays as it is: nobody has to be asked again
         if not now and self.next_step != NEVER and step < self.next_step:
             return False
         last, before = self._last

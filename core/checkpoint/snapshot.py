@@ -29,6 +29,7 @@ from midepoch.loader.bodies import (
     Passes,
     bring_together,
     check_epochs,
+    no_pass_is_read,
     only_the_rest_is_left,
     tell_of_done,
     tell_of_flight,
@@ -133,6 +134,9 @@ class Snapshot:
         self._ahead: list[str] = []  # the loaders that are read ahead
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
+        self._outlived: set[str] = set()  # loaders whose iterators, first read in the last body, were kept at its end
+        self._dropped: set[str] = set()  # loaders of which a resumed body has not read the rest of a pass
+        self._told_of_iterators: set[str] = set()  # loaders
         self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
@@ -141,6 +145,7 @@ class Snapshot:
         self._passes: dict[str, Passes] = {}  # in the body that is running, by loader
         self._left: dict[str, bool] = {}  # loaders that stand where an earlier body has left them, as in Bodies
         self._in_body = self._owes_a_save = self._told_of_put_off = False
+        self._body_was_left = self._stays = False  # before its end, by the loop; what `poll` has left with
         self._polling, self._polls = Agreement(group), 0
         self._made_in = id(sys.exception())  # a whole run may be in an `except` clause
         self._signals = Signals(signals, self._signalled)
@@ -205,7 +210,7 @@ class Snapshot:
             self._due = 0
 
     def poll(self) -> None:
-        """Leave if a signal was received, with the snapshot that there is: nothing is saved.
+        """Leave if a signal was received, with the snapshot that there is: nothing is saved, nor by `save` on the way.
 
         Call it in long work between two passes, such as a validation, which `step` does not see. Every process must
         call it equally often.
@@ -219,6 +224,7 @@ class Snapshot:
         if ranks.size > 1:
             stop = polling.should_stop(ranks, self._polls, stop, f"calls poll() after step {self.steps}")
         if stop:
+            self._stays = True
             self._tell_and_leave(ranks, f"{self.path} stays as it was saved last")
 
     def _tell_and_leave(self, ranks: Ranks, what: str) -> None:
@@ -284,17 +290,34 @@ class Snapshot:
             tell_of_done(n, epoch)
         try:
             while epoch < n:
+                self._tell_of_left_body("going on")
                 self._begin_body(epoch, resumed)
                 self._resumed = None  # not before: a later loop goes on there if this one runs nothing
                 yield epoch
                 epoch, resumed = epoch + 1, None
-                self._end_body(epoch)
+                self._end_body(epoch, last=epoch == n)
         finally:
             if self._in_body:  # the loop was left; another one continues there
                 self._resumed = Bodies.of(self._epoch, self._passes, interrupted=True)
+                self._body_was_left = True
+                if self._owes_a_save and not self._stays:
+                    what = "the body of epoch %s was left before its end, to which a save was put off: %s is unchanged"
+                    _logger.warning(what, self._epoch, self.path)
             self._forget_body()
             for loader in self._loaders().values():
                 loader._course.passes = None
+
+    def _tell_of_left_body(self, what: str) -> None:
+        """Say once what becomes of a body that the loop has left."""
+        if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved behind that batch
+            self._body_was_left = False
+            if self._agreement.ranks().rank == 0:
+                _logger.warning(
+                    "the body of epoch %s was left before its end: %s with what is left of its passes, and with the "
+                    "rest of it from its beginning",
+                    self._epoch,
+                    what,
+                )
 
     def _forget_body(self) -> None:
         for each in self._passes.values():
@@ -317,12 +340,13 @@ class Snapshot:
             loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
         self._in_body, self._epoch, self._passes = True, epoch, dict(zip(loaders, passes, strict=True))
 
-    def _end_body(self, epoch: int) -> None:
-        """The body has ended, and `epoch` is next. Save what was put off."""
+    def _end_body(self, epoch: int, last: bool) -> None:
+        """The body has ended, and `epoch` is next, if that was not the last. Save what was put off."""
         ranks = self._agreement.ranks()
         bodies = Bodies.of(epoch - 1, self._passes)._replace(ahead=())  # whether it reads ahead is each rank's own
         where = f"is at the end of the body, after step {self.steps}, {bodies}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
+        self._tell_of_iterators(last)
         going_on = [loader._leave_body() for loader in self._loaders().values()]
         self._left = {name: False for name, each in self._passes.items() if each.stays}
         self._ahead = [name for name, each in self._passes.items() if each.ahead]
@@ -338,6 +362,34 @@ class Snapshot:
             if stop:
                 self._tell_and_leave(ranks, f"saved {self.path} after epoch {epoch - 1}")
 
+    def _tell_of_iterators(self, last: bool) -> None:
+        """Warn of an iterator that was first read in a body and goes on in the next one.
+
+        If a signal ends that first body, no one knows that it would go on: a zip with such an iterator looks the same.
+        Then the rest of its epoch was dropped, which is told at the end of the loop, too, if the iterator is kept.
+        """
+        for name, each in self._passes.items():
+            goes_on = name in self._outlived and each.reads_on
+            if goes_on or (last and name in self._dropped and each.outlives):
+                self._dropped.discard(name)
+                if name not in self._told_of_iterators:
+                    self._told_of_iterators.add(name)
+                    warnings.warn(
+                        f"an iterator over {name} that was first read in the body of an epoch goes on behind it. If a "
+                        "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
+                        f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
+                        f"a generator, and by iter({name}) again where it ends. If it is to end with the body, keep it "
+                        "in no variable",
+                        MidepochWarning,
+                        stacklevel=4,
+                    )
+            elif name in self._outlived or (each.ended and not each.awaits and not each.outlives):
+                self._dropped.discard(name)  # it had ended with its body
+            course = self._loaders()[name]._course
+            if each.awaits and not each.kept and course.has_begun and not course.is_over:
+                self._dropped.add(name)
+        self._outlived = {name for name, each in self._passes.items() if each.outlives}
+
     @property
     def _is_behind_the_passes(self) -> bool:
         return self._in_body and only_the_rest_is_left(self._passes.values())
@@ -347,11 +399,15 @@ class Snapshot:
     def save(self, in_flight: int = 0) -> None:
         """Save now. Every process must call it, after the same batch.
 
-        Behind the passes in the body of an `epochs` loop, it saves at the end of the body, and says so.
+        In the body of an `epochs` loop it saves at once while a pass is being read. At its last batch, behind it, or
+        when it was left, it saves at the end of the body instead, and says so; not at all if that end does not come.
+        Behind the loop, it saves at once.
 
-        While an exception is being handled (in `except`, in `finally`), it saves at once, and nothing takes the place
-        of that exception: if the state of `in_flight` batches ago is not known, a warning says that the state of now
-        is saved; if the save fails, a warning says why.
+        While an exception is being handled (in `except`, in `finally`), the same holds, and nothing takes the place of
+        that exception: if the state of `in_flight` batches ago is not known, a warning says that the state of now is
+        saved; if the save fails, a warning says why.
+
+        Once `poll` has left, it saves nothing.
 
         Args:
             in_flight: as in `step`.
@@ -360,10 +416,18 @@ class Snapshot:
             SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
         handled = self._handled()
-        try:
-            if handled is not None or in_flight or not self._is_behind_the_passes:
-                self._save(in_flight)
+        if self._stays or (self._in_body and self._signals.kept):  # `step` has saved this place
+            return
+        if self._in_body:
+            behind = no_pass_is_read(self._passes.values(), in_flight)
+            # Python may free a pass that was left later on one rank than on another.
+            ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
+            if self._agreement.meet(ranks, where, float(behind))[0]:
+                self._put_off(handled is not None)
                 return
+        try:
+            self._tell_of_left_body("a run that resumes from this snapshot goes on")
+            self._save(in_flight)
         except Exception as error:
             if handled is None:
                 raise
@@ -373,15 +437,19 @@ class Snapshot:
                 MidepochWarning,
                 stacklevel=2,
             )
-            return
+
+    def _put_off(self, on_the_way_out: bool) -> None:
+        """Save at the end of the body. `on_the_way_out`: perhaps; an exception is being handled."""
         self._owes_a_save = True
-        if not self._told_of_put_off:
+        if on_the_way_out or not self._told_of_put_off:
             self._told_of_put_off = True
             warnings.warn(
-                "save() was called after the epoch's last batch, so the snapshot is written when the body of "
-                "snapshot.epochs ends: call save() before the last batch, or leave it out and pass every=",
+                "save() was called behind the passes of a body, so the snapshot is written when the body of "
+                "snapshot.epochs ends, and not if an exception leaves it: call save() before the last batch, or leave "
+                "it out and pass every="
+                + on_the_way_out * "; or, on the way out, call it around the step, or behind the loop over epochs",
                 MidepochWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _handled(self) -> BaseException | None:
@@ -432,7 +500,7 @@ class Snapshot:
                     states[name] = loaders[name] = state_or_that_of_now(loader, taken)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
             if self._in_body:
-                bodies = Bodies.of(self._epoch, self._passes, handled is not None, in_flight)
+                bodies = Bodies.of(self._epoch, self._passes, in_flight=in_flight)
             else:
                 ends = ends and self._epoch is None
                 bodies = (self._resumed or Bodies(self._epoch, left=self._left, ahead=self._ahead))._replace(ends=ends)
@@ -585,6 +653,7 @@ class Snapshot:
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._epoch, self._left, self._ahead, self._owes_a_save = None, {}, [], False
+        self._body_was_left = False
         self._file.take_over(found)
         return True
 

@@ -16,12 +16,16 @@ __all__ = [
     "Passes",
     "bring_together",
     "check_epochs",
+    "no_pass_is_read",
     "only_the_rest_is_left",
     "tell_of_done",
     "tell_of_flight",
 ]
 
-RUNNING = "a loop over epochs is running already: leave it before the next one"
+RUNNING = (
+    "a loop over epochs is running already: leave it before the next one. If `break` or an exception has left it, "
+    "something still holds its iterator (a variable, a progress bar): call close() on what epochs() has returned"
+)
 
 Places = list[tuple[Cursor, int]]
 """Passes, and the positions at which they stood."""
@@ -66,6 +70,8 @@ class Passes:
         self.spans = self.stays = False
         self.whole = 0
         self._older: Cursor | None = None
+        self._older_at = 0  # where it stood when the body began
+        self._unread: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators that were made here, if `awaits`
         self.cursor: Cursor | None = None
         self._outer: Places = []  # the passes within which the latest began
         self._stood: int | None = None  # where, when the last of these came to its end
@@ -86,7 +92,8 @@ class Passes:
 
     def enter(self, cursor: Cursor) -> None:
         """The body begins. `cursor`: of the loader's latest pass."""
-        self._older = cursor if _runs(cursor) else None
+        if _runs(cursor):
+            self._older, self._older_at = cursor, cursor.position
 
     def begin(self, cursor: Cursor, continues: bool, older: bool) -> None:
         """A pass takes its first batch.
@@ -238,6 +245,40 @@ class Passes:
         return cursor is not None and cursor.over is not None and cursor.phase in (Phase.GIVEN, Phase.EXHAUSTED)
 
     @property
+    def stopped(self) -> bool:
+        """Whether the latest pass has handed out its last batch, or came to its end or was left in this body."""
+        cursor = self.cursor
+        if cursor is None:
+            return self.whole > 0  # a pass that had ended before the resume gave nothing
+        return self.over or not (self.spans or _runs(cursor))
+
+    @property
+    def outlives(self) -> bool:
+        """Whether an iterator that was first read in this body is kept at its end, in the middle of an epoch."""
+        return self.going_on and not self.spans
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether an iterator that an earlier body has read was read on in this one."""
+        return self._older is not None and _has_gone_on(self._older, self._older_at)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether no pass has begun, although the latest one had not ended when the resumed snapshot was saved."""
+        whole, again = self._recorded
+        return self.cursor is None and whole is not None and again is None
+
+    def made(self, user: Any) -> None:
+        """An iterator was made in this body. `user`: the pass."""
+        if self.awaits:
+            self._unread.add(user)
+
+    @property
+    def kept(self) -> weakref.WeakSet[Any]:
+        """Iterators that were made in this body, which has not read any, and which are kept at its end."""
+        return self._unread if self.awaits else weakref.WeakSet()
+
+    @property
     def ended(self) -> bool:
         """Whether the latest pass has come to its end or was left, so that the next one begins a new epoch."""
         if self.cursor is None:
@@ -319,6 +360,16 @@ def only_the_rest_is_left(passes: Iterable[Passes]) -> bool:
     """Whether the passes of a body have come to their end, so that only the rest of the body is left."""
     passes = list(passes)
     return any(each.over for each in passes) and not any(each.leading for each in passes)
+
+
+def no_pass_is_read(passes: Iterable[Passes], in_flight: int) -> bool:
+    """Whether the passes of a body have come to their end or were left. Not if none has begun.
+
+    `in_flight`: batches that were taken and not trained on. They may be those of a pass that has come to its end.
+    """
+    passes = list(passes)
+    stopped = any(each.stopped and not (in_flight and each.over) for each in passes)
+    return stopped and not any(each.leading for each in passes)
 
 
 def tell_of_flight(passes: Iterable[Passes], in_flight: int) -> None:

@@ -79,10 +79,11 @@ class Course:
         self.passes: Passes | None = None
         self.given: tuple[Share | None, int] = (None, 0)
         self._told_of_one = False
+        self._kept: weakref.WeakSet[Any] | None = None  # as in Passes, of a body that had read none of them
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
-        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": []}
+        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": [], "_kept": None}
         del attributes["cursor"], attributes["history"], attributes["_then"]
         return attributes
 
@@ -193,7 +194,7 @@ class Course:
         self.close_session(keep=False)
         self.place, self.lost = place, ""
         self.came, self.loaded, self.unfinished = Came.PUT, None, None
-        self.ends_early = False
+        self.ends_early, self._kept = False, None
         self.failed.clear()
         self.history.clear()
         cursor.resumed = False
@@ -210,7 +211,7 @@ class Course:
         """Give up the rest of this epoch."""
         following = self.lead(self.epoch + 1, 0)
         self.close_session(keep=False)
-        self.place, self.lost, self.loaded, self.unfinished = following, "", None, None
+        self.place, self.lost, self.loaded, self.unfinished, self._kept = following, "", None, None, None
         self.failed.clear()
 
     def refuse_other_threads(self, asked: str) -> None:
@@ -397,6 +398,10 @@ class Course:
             ended = Cursor()
             ended.phase = Phase.EXHAUSTED
             return ended
+        if self._kept is not None:
+            # The latest body but one had read nothing of an interrupted pass. Its own iterators go on with it.
+            self.came = self.came if current in self._kept else Came.READ
+            self._kept = None
         continues = self.came is Came.PUT and (self.has_begun or self.is_over)
         if self.came is Came.READ and (self.has_begun or self.is_over):
             if before.phase is Phase.RUNNING:
@@ -573,6 +578,9 @@ class Course:
         if epoch is None and (passes.going_on or (passes.spans and not passes.ended)):
             return not passes.spans
         left = passes.ended and self.has_begun and not self.is_over
+        if left and epoch is None and self.came is Came.PUT and passes.kept:
+            self._kept = passes.kept
+            return False
         if left and epoch is None and not self.adapter.can_seek:
             self.came, passes.stays = Came.READ, True  # only reading leads to the next epoch
         elif self.is_over or left or self.epoch == epoch:
@@ -638,6 +646,8 @@ class Pass:
     def __init__(self, course: Course) -> None:
         self._course, self.body = course, course.passes
         self.cursor: Cursor | None = None
+        if self.body is not None:
+            self.body.made(self)
 
     def __iter__(self) -> Self:
         return self
