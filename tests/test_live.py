@@ -341,6 +341,34 @@ def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
         own.reshard(World(0, 3))
 
 
+class Bad(Dataset[int]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise ValueError("damaged")
+        return index
+
+
+def test_a_batch_that_one_rank_passes_over_is_not_passed_over_in_another_world() -> None:
+    """A rank that joins stands at the state of before it, and cannot know."""
+    loader = midepoch.wrap(DataLoader(Bad(), batch_size=2), world=World(), tail="uneven")
+    each = iter(loader)
+    assert [next(each).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    loader.commit()
+    state = loader.state_dict()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="damaged"):
+            next(each)
+        with pytest.raises(MidepochError, match=r"reshard\(\) behind a batch that could not be read, at position 4"):
+            loader.reshard(World(1, 2))
+        loader.rollback()  # it is tried again
+    assert (loader.state_dict(), loader.position) == (state, 4)
+    loader.reshard(World(1, 2))
+    assert next(each).tolist() == [6, 7]
+
+
 class Gated(Dataset[int]):
     """Each sample after the first two waits for a gate."""
 
@@ -357,13 +385,14 @@ class Gated(Dataset[int]):
         return index
 
 
-def test_a_loader_is_not_led_elsewhere_while_another_thread_waits_for_its_batch() -> None:
+@pytest.mark.parametrize("peeks", [False, True])
+def test_a_loader_is_not_led_elsewhere_while_another_thread_waits_for_its_batch(peeks: bool) -> None:
     data = Gated()
     loader = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), verify="off")
     each, got = iter(loader), []
     next(each)
     state = loader.state_dict()
-    thread = threading.Thread(target=lambda: got.append(next(each).tolist()))
+    thread = threading.Thread(target=lambda: got.append((loader.peek() if peeks else next(each)).tolist()))
     thread.start()
     assert data.waits.wait(30)
     calls: list[Callable[[], None]] = [lambda: loader.reshard(World(0, 2)), loader.rollback]
@@ -376,8 +405,8 @@ def test_a_loader_is_not_led_elsewhere_while_another_thread_waits_for_its_batch(
     data.gate.set()
     thread.join()
     assert got == [[2, 3]]
-    loader.reshard(World(0, 2))
-    assert next(each).tolist() == [4, 5]
+    loader.reshard(World(1, 2))
+    assert next(each).tolist() == ([4, 5] if peeks else [6, 7])
 
 
 class Interrupted(BaseException):

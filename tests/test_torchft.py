@@ -34,7 +34,7 @@ import sources
 import torchft_kills as kills
 import torchft_model as model
 from torchft import Manager, ProcessGroupGloo
-from torchft.local_sgd import LocalSGD
+from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import WorldSizeMode
 from torchft.optim import OptimizerWrapper
 
@@ -266,15 +266,21 @@ def test_a_step_is_one_vote(managers: Managers) -> None:
     assert batches.position == 8
 
 
-def test_what_trains_between_quorums_is_refused_by_name(managers: Managers) -> None:
+@pytest.mark.parametrize(("kind", "sync_every"), [(LocalSGD, 1), (LocalSGD, 4), (DiLoCo, 1), (DiLoCo, 4)])
+def test_what_trains_between_quorums_is_refused_by_name(managers: Managers, kind: Any, sync_every: int) -> None:
     manager = managers()
     batches = feed(manager, wrapped())
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with LocalSGD(manager, model, optimizer, sync_every=1):
-        next(iter(batches))
-        with pytest.raises(UnsupportedSourceError, match="LocalSGD trains on several batches between two quorums"):
-            optimizer.step()
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    local = LocalSGD(manager, model, inner, sync_every) if kind is LocalSGD else DiLoCo(
+        manager, [model], inner, outer, sync_every
+    )  # fmt: skip
+    each = iter(batches)
+    with local:
+        next(each)
+        with pytest.raises(UnsupportedSourceError, match=f"{kind.__name__} trains on several batches between two quo"):
+            inner.step()
+            next(each)
     assert batches.position == 0
 
 
@@ -286,6 +292,8 @@ def test_what_cannot_be_fed_is_refused(managers: Managers) -> None:
         feed("manager", wrapped())
     with pytest.raises(ValueError, match=r"tail='pad'.*pass tail='uneven'"):
         feed(manager, wrapped(tail=None))
+    with pytest.raises(ValueError, match=r"on_error='next'.*stand elsewhere than the other groups: leave on_error out"):
+        feed(manager, wrapped(on_error="next"))
     with pytest.raises(UnsupportedSourceError, match="length is not known"):
         feed(manager, midepoch.wrap(sources.numbers, shard=True, tail="uneven", world=World()))
     with pytest.raises(UnsupportedSourceError, match="cannot be shared by another number of ranks"):
@@ -418,10 +426,13 @@ def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random)
     model.run(chance, 8)
 
 
-# Each round: who takes part, and who errs behind the all-reduce.
-HISTORY: list[tuple[set[int], set[int]]] = [
-    ({0, 1}, set()), ({0, 1}, {0, 1}), ({0, 1, 2}, set()), ({0, 1, 2}, set()), ({0, 1, 2}, {1}), ({0, 1, 2}, set()),
-    ({0, 1, 2}, set()), ({0, 2}, set()), ({0, 2, 3}, {2}), ({0, 2, 3}, {0, 2, 3}), ({0, 2, 3}, set()),
+# Each round: who takes part, who errs behind the all-reduce, who errs before it, and who dies before the vote.
+HISTORY: list[tuple[set[int], set[int], set[int], set[int]]] = [
+    ({0, 1}, set(), set(), set()), ({0, 1}, {0, 1}, set(), set()), ({0, 1, 2}, set(), set(), set()),
+    ({0, 1, 2}, set(), set(), set()), ({0, 1, 2}, {1}, set(), set()), ({0, 1, 2}, set(), set(), set()),
+    ({0, 1, 2}, set(), set(), set()), ({0, 2}, set(), set(), set()),
+    ({0, 2, 3}, {2}, set(), set()), ({0, 2, 3}, {0, 2, 3}, set(), set()), ({0, 2, 3}, set(), {3}, {3}),
+    ({0, 2}, set(), set(), set()),
 ]  # fmt: skip
 
 
@@ -430,26 +441,33 @@ HISTORY: list[tuple[set[int], set[int]]] = [
 def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, init_sync: bool) -> None:
     size, batch = 17, 2
     job = model.Job(random.Random(0))
+    job.chance.random = lambda: 0.9  # type: ignore[method-assign]  # what may or may not happen does not
     job.groups.clear()
     job.ranks, job.size, job.batch, job.together, job.spares, job.least = 1, size, batch, None, False, 1
     job.asynchronous, job.init_sync, job.source = asynchronous, init_sync, shuffled(size, batch)
     made: dict[int, tuple[Manager, Feed]] = {}
     rows: list[Any] = []
 
-    def act(number: int, errs: bool) -> None:
+    def act(number: int, errs: bool, silent: bool, dies: bool) -> None:
         manager, batches = made[number]
         for _ in range(2):
             if next(iter(batches), None) is not None:
                 break
+        if silent:
+            manager.report_error(RuntimeError("a link broke"))
+        manager.allreduce(torch.ones(1)).wait()  # with one that errs, the others wait in vain
         if errs:
             manager.report_error(RuntimeError("a link broke"))
+        if dies:
+            manager._pg.abort()  # which closes its connections, as a process that ends does
+            return
         done = manager.should_commit()
         place = batches.epoch, batches.position
         who = manager.participating_rank(), manager.num_participants(), manager.current_step()
         rows.append((f"group_{number}", done, *who, *place))
 
     present: set[int] = set()
-    for members, errs in HISTORY:
+    for members, errs, silent, dead in HISTORY:
         for number in present - members:
             made[number][0].shutdown(wait=False)
             time.sleep(1.5)  # until its heartbeats are missed
@@ -460,9 +478,10 @@ def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, in
             made[number] = manager, feed(manager, loader)
         job.groups = [group for group in job.groups if int(group.name[-1]) in members]
         job.trace.clear()
-        job.take(job.groups, {}, {f"group_{number}" for number in errs})
+        job.take(job.groups, dict.fromkeys(names(dead), "behind the allreduce"), names(errs), names(silent))
         rows.clear()
-        threads = {number: threading.Thread(target=act, args=(number, number in errs)) for number in members}
+        acts = {number: (number, number in errs, number in silent, number in dead) for number in members}
+        threads = {number: threading.Thread(target=act, args=told) for number, told in acts.items()}
         for number in sorted(members, key=lambda number: number in present):  # who joins asks first
             threads[number].start()
             time.sleep(0.3 if number not in present else 0)
@@ -470,6 +489,10 @@ def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, in
             thread.join(60)
         assert sorted(rows) == sorted(job.trace), (members, errs)
         present = members
+
+
+def names(numbers: set[int]) -> set[str]:
+    return {f"group_{number}" for number in numbers}
 
 
 def shuffled(size: int, batch: int) -> Any:

@@ -1,10 +1,12 @@
 """One rank of a replica group that trains under torchft: a count for each sample, so that weights say what they saw.
 
-``python torchft_job.py ARGUMENTS`` with a JSON object: see `Job`. It may be told to kill itself at a named point.
+``python torchft_job.py ARGUMENTS`` with a JSON object: see `Job`. It may be told to kill itself at a named point. What
+it trains on comes from `feed` or, to be compared with, from torchft's own sampler.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -12,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +51,7 @@ class Job:
         init_sync: as the Manager's.
         spares: None, or the number of groups that count.
         load: continue from what was saved to disk.
+        sampler: None, or the number of groups for torchft's own DistributedSampler in place of `feed`.
     """
 
     group: int
@@ -68,6 +71,7 @@ class Job:
     init_sync: bool = True
     spares: int | None = None
     load: bool = False
+    sampler: int | None = None
 
 
 class Counts(torch.optim.Optimizer):
@@ -143,29 +147,8 @@ def train(job: Job) -> None:
         quorum_retries=20,
     )  # fmt: skip
     optimizer = OptimizerWrapper(manager, Counts(counts, wrong, lambda: death("voted")))
-    data: Any = DataLoader(
-        TensorDataset(torch.arange(job.size)), batch_size=job.batch, shuffle=True, num_workers=job.workers
-    )
-    world = midepoch.World(job.rank, job.ranks)
-    tail: Any = None if job.together else "uneven"
-    batches = feed(manager, midepoch.wrap(data, seed=7, world=world, tail=tail, global_batch=job.together))
-    saved = folder / "saved.pt"
-    if job.load:
-        given = torch.load(saved)
-        load(given["model"])
-        manager.load_state_dict(given["manager"])
-        batches.load_state_dict(given["data"])
-    _watch(batches, death)
-    log = (folder / f"log-{job.group}-{job.rank}-{os.getpid()}").open("w", buffering=1)
-    while batches.epoch < job.epochs:
-        gradient = None
-        for (ids,) in batches:
-            if gradient is None:
-                optimizer.zero_grad()
-                gradient = torch.zeros(job.size)
-            gradient[ids] += batches.weight / len(ids)  # of the mean over the batch
-            if not batches.step_due:
-                continue
+    with (folder / f"log-{job.group}-{job.rank}-{os.getpid()}").open("w", buffering=1) as log:
+        for gradient, where in (_fed if job.sampler is None else _sampled)(job, manager, optimizer, death, load):
             time.sleep(job.pause)
             if job.ranks > 1:
                 torch.distributed.all_reduce(gradient)
@@ -174,17 +157,79 @@ def train(job: Job) -> None:
             work = manager.allreduce(counts.grad)
             death("allreduce", 0.001)
             work.wait()
-            gradient, step = None, manager.current_step()
+            step = manager.current_step()
             optimizer.step()
             done = manager.current_step() > step
-            place = [batches.epoch, batches.position]
+            place = where()
             who = manager.participating_rank(), manager.num_participants()
-            log.write(json.dumps([manager.current_step(), done, who, place, time.time()]) + "\n")
+            log.write(json.dumps([manager.current_step(), done, who, [place["epoch"], place["position"]], time.time()]))
+            log.write("\n")
             if done and manager.participating_rank() == 0 and job.rank == 0:
-                kept = {"model": state(), "manager": manager.state_dict(), "data": batches.state_dict()}
-                torch.save(kept, saved.with_suffix(f".{os.getpid()}"))
-                saved.with_suffix(f".{os.getpid()}").replace(saved)
+                _save(folder / "saved.pt", {"model": state(), "manager": manager.state_dict(), "data": place})
     torch.save({"counts": counts.detach(), "wrong": wrong}, folder / f"counts-{job.group}-{job.rank}.pt")
+
+
+def _save(path: Path, state: Any) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    torch.save(state, draft)
+    draft.replace(path)
+
+
+Steps = Iterator[tuple[torch.Tensor, Callable[[], Any]]]
+"""The gradient of each step, and a function that says behind it where the data stand."""
+
+
+def _fed(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callable[[Any], None]) -> Steps:
+    """The steps of `feed`."""
+    data: Any = DataLoader(
+        TensorDataset(torch.arange(job.size)), batch_size=job.batch, shuffle=True, num_workers=job.workers
+    )
+    world = midepoch.World(job.rank, job.ranks)
+    tail: Any = None if job.together else "uneven"
+    batches = feed(manager, midepoch.wrap(data, seed=7, world=world, tail=tail, global_batch=job.together))
+    if job.load:
+        given = torch.load(Path(job.folder) / "saved.pt")
+        load(given["model"])
+        manager.load_state_dict(given["manager"])
+        batches.load_state_dict(given["data"])
+    _watch(batches, death)
+    while batches.epoch < job.epochs:
+        gradient = None
+        for (ids,) in batches:
+            if gradient is None:
+                optimizer.zero_grad()
+                gradient = torch.zeros(job.size)
+            gradient[ids] += batches.weight / len(ids)  # of the mean over the batch
+            if batches.step_due:
+                yield gradient, batches.state_dict
+                gradient = None
+
+
+def _sampled(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callable[[Any], None]) -> Steps:
+    """The steps of torchft's own sampler in a StatefulDataLoader, whose state is saved behind each, as torchft says."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchft import DistributedSampler
+
+    data, kept = TensorDataset(torch.arange(job.size)), Path(job.folder) / f"loader-{job.group}.pt"
+    sampler: Any = DistributedSampler(
+        data, replica_rank=job.group, num_replica_groups=job.sampler or 0, group_rank=job.rank,
+        num_replicas=job.ranks, shuffle=True, seed=7,
+    )  # fmt: skip
+    loader: Any = StatefulDataLoader(data, batch_size=job.batch, sampler=sampler, num_workers=job.workers)
+    if kept.exists():
+        loader.load_state_dict(torch.load(kept, weights_only=False))
+    point = "first quorum"
+    for number, (ids,) in enumerate(loader):
+        death(point, 0.003)
+        point = "quorum"
+        optimizer.zero_grad()  # begins the quorum
+        manager.wait_quorum()
+        death("chosen")
+        gradient = torch.zeros(job.size)
+        gradient[ids] += 1
+        yield gradient, functools.partial(dict, epoch=0, position=number)
+        if job.rank == 0:  # the loaders of a group count alike
+            _save(kept, loader.state_dict())
 
 
 def _watch(batches: Feed, death: Death) -> None:

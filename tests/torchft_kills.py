@@ -1,7 +1,8 @@
 """Replica groups under torchft whose processes are killed at named points, until every epoch is trained on.
 
 ``python tests/torchft_kills.py --kills 100 --seed 1 --asynchronous --ranks 2 --workers 2`` adds a row to the tally in
-docs/reliability-torchft.json, and prints it. A real lighthouse, real Managers in real processes, real SIGKILL.
+docs/reliability-torchft.json, and prints it. A real lighthouse, real Managers in real processes, real SIGKILL. With
+``--sampler``, torchft's own sampler trains, under the same plan of kills.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Outcome:
         steps, failed: steps of all groups that were voted for, and that were not.
         launches: of groups.
         lost, repeated, wrong: samples that the weights of a rank have not seen or seen twice, and steps whose mean was
-            not that over its samples; the most of any rank.
+            not that over its samples; the most of any rank. Of torchft's own sampler, those of the best rank.
         finished: ranks that trained to the end.
         ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
             killed, or because a process was not healed when the rest of its group was.
@@ -154,9 +155,12 @@ class Group:
 
 def run_job(
     folder: Path, kills: int, seed: int, *, groups: int = 3, ranks: int = 1, points: tuple[str, ...] = POINTS,
-    limit: float = 300, settle: int = 2, outages: int = 0, **job: Any,
+    limit: float = 300, settle: int = 2, outages: int = 0, sampler: bool = False, **job: Any,
 ) -> Outcome:  # fmt: skip
-    """Train to the end, with so many kills on the way, as a seed has them. `outages`: how often the lighthouse dies."""
+    """Train to the end, with so many kills on the way, as a seed has them.
+
+    `outages`: how often the lighthouse dies. `sampler`: torchft's own in place of `feed`.
+    """
     chance, outcome, began = random.Random(seed), Outcome(), time.monotonic()
     planned = 0
 
@@ -178,7 +182,7 @@ def run_job(
     with contextlib.ExitStack() as servers:
         mortal = MortalLighthouse() if outages else None
         address = servers.enter_context(lighthouse()) if mortal is None else mortal.address
-        common = {"lighthouse": address, "folder": str(folder), **job}
+        common = {"lighthouse": address, "folder": str(folder), "sampler": groups if sampler else None, **job}
         alive = {number: Group(number, ranks, common, plan(False)) for number in range(groups)}
         outcome.launches = groups
         back: dict[int, float] = {}
@@ -224,12 +228,15 @@ def run_job(
                 outcome.steps += done
                 outcome.failed += not done
     epochs = job.get("epochs", 1)
-    for path in folder.glob("counts-*.pt"):
-        found = torch.load(path)
-        outcome.finished += 1
-        outcome.lost = max(outcome.lost, int((found["counts"] < epochs).sum()))
-        outcome.repeated = max(outcome.repeated, int((found["counts"] > epochs).sum()))
-        outcome.wrong = max(outcome.wrong, int(found["wrong"]))
+    weights = []
+    for found in map(torch.load, folder.glob("counts-*.pt")):
+        counts = found["counts"]
+        weights.append((int((counts < epochs).sum()), int((counts > epochs).sum()), int(found["wrong"])))
+    outcome.finished = len(weights)
+    if sampler and weights:  # groups end one after the other: those that ended last have seen most
+        outcome.lost, outcome.repeated, _ = min(weights)
+    elif weights:
+        outcome.lost, outcome.repeated, outcome.wrong = (max(each) for each in zip(*weights, strict=True))
     outcome.seconds = round(time.monotonic() - began, 1)
     return outcome
 
@@ -242,6 +249,7 @@ def _steps(folder: Path) -> int:
 TALLY = HERE.parent / "docs" / "reliability-torchft.json"
 PAGE = HERE.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- replica groups -->\n", "<!-- end of replica groups -->"
+BESIDE, END_BESIDE = "<!-- torchft's sampler -->\n", "<!-- end of torchft's sampler -->"
 SHOWN = {
     "quorum": "in a quorum", "chosen": "between quorum and batch", "allreduce": "in the all-reduce",
     "voted": "between vote and step", "healing": "in healing", "sending": "sending weights",
@@ -259,12 +267,29 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     summed: dict[tuple[Any, ...], Counter[str]] = {}
     for row in rows:
+        if "sampler" in row:
+            continue
         counts = Counter({name: row[name] for name in (*rest, "seconds")})
         summed.setdefault(tuple(row[name] for name in settings), Counter()).update({**counts, **row["kills"]})
     for setting, counts in [*summed.items(), (("all", "", "", ""), sum(summed.values(), Counter()))]:
         killed = [counts[point] for point in points]
         others = [counts[name] for name in rest]
         lines.append([*setting, sum(killed), *killed, *others, round(counts["seconds"] / 60)])
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def beside(rows: list[dict[str, Any]]) -> str:
+    """Jobs of torchft's own sampler, and those of `feed` that had the same seeds."""
+    same = ("quorum", "ranks", "workers", "seed")
+    columns = [f"{what}, {whose}" for whose in ("`feed`", "its sampler") for what in ("kills", "lost", "repeated")]
+    lines: list[list[Any]] = [["quorum", "ranks", "workers", "seed", "jobs", "samples", *columns]]
+    lines.append(["---"] * len(lines[0]))
+    for row in (each for each in rows if "sampler" in each):
+        of_feed = [e for e in rows if "sampler" not in e and all(e[name] == row[name] for name in (*same, "size"))]
+        cells: list[Any] = []
+        for each in (of_feed[0] if of_feed else None, row):
+            cells += ["-"] * 3 if each is None else [sum(each["kills"].values()), each["lost"], each["repeated"]]
+        lines.append([*(row[name] for name in (*same, "jobs")), f"{row['jobs'] * row['size']:,}", *cells])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
@@ -310,22 +335,24 @@ def main() -> None:
     parser.add_argument("--point", action="append", choices=POINTS)
     parser.add_argument("--each", type=int, default=10, help="kills in one job")
     parser.add_argument("--limit", type=float, default=150, help="seconds of one job")
+    parser.add_argument("--sampler", action="store_true", help="torchft's own, in place of midepoch")
     parser.add_argument("--draw", type=Path, help="a picture of the first job, and no row")
     given = parser.parse_args()
     total, jobs, errors = Outcome(), 0, list[str]()
-    while total.kills.total() < given.kills:
+    while not jobs or total.kills.total() < given.kills:
         jobs += 1
         with tempfile.TemporaryDirectory(prefix="midepoch-torchft-") as folder:
             outcome = run_job(
                 Path(folder), given.each, given.seed * 1000 + jobs, groups=given.groups, ranks=given.ranks,
                 workers=given.workers, asynchronous=given.asynchronous, size=given.size, together=given.together,
-                points=tuple(given.point or POINTS), limit=given.limit,
+                points=tuple(given.point or POINTS), limit=given.limit, sampler=given.sampler,
             )  # fmt: skip
             if given.draw is not None:
                 draw(Path(folder), 4, given.draw)
                 return
         expected = given.groups * given.ranks
-        if outcome.errors or outcome.finished != expected or outcome.lost or outcome.repeated or outcome.wrong:
+        found = () if given.sampler else (outcome.lost, outcome.repeated, outcome.wrong)
+        if outcome.errors or outcome.finished != expected or any(found):
             errors.append(f"job {jobs}: {outcome}")
         total.kills += outcome.kills
         for name in ("steps", "failed", "launches", "lost", "repeated", "wrong", "finished", "ended", "seconds"):
@@ -338,14 +365,15 @@ def main() -> None:
         "failed": total.failed, "ended": total.ended, "lost": total.lost, "repeated": total.repeated,
         "wrong weights": total.wrong,
         "seconds": round(total.seconds), "seed": given.seed, "groups": given.groups, "size": given.size,
-        "errors": errors,
+        "errors": errors, **({"sampler": "torchft"} if given.sampler else {}),
     }  # fmt: skip
     rows = json.loads(TALLY.read_text()) if TALLY.exists() else []
     rows.append(row)
     TALLY.write_text("[\n" + ",\n".join(json.dumps(each) for each in rows) + "\n]\n")
     text = PAGE.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}{table(rows)}{END}{after}")
+    for begin, end, lines in ((BEGIN, END, table(rows)), (BESIDE, END_BESIDE, beside(rows))):
+        text = f"{text.partition(begin)[0]}{begin}{lines}{end}{text.partition(end)[2]}"
+    PAGE.write_text(text)
     print(json.dumps(row))
 
 

@@ -310,8 +310,13 @@ class Job:
         breaks = {group.name for group in joining if chance.random() < 0.05}
         self.take(joining, dying, breaks)
 
-    def take(self, joining: list[Group], dying: dict[str, str], breaks: Collection[str] = ()) -> None:
-        """A step of these groups, some of which die at a point, and some of which err behind the all-reduce."""
+    def take(
+        self, joining: list[Group], dying: dict[str, str], breaks: Collection[str] = (), silent: Collection[str] = ()
+    ) -> None:
+        """A step of these groups.
+
+        Some of them die at a point, some err behind the all-reduce (`breaks`), some before it (`silent`).
+        """
         chance, dying = self.chance, dict(dying)
         told = self.lighthouse.quorum(
             {group.name: group.step(chance) for group in joining}, any(group.failed for group in joining), self.ranks,
@@ -346,6 +351,9 @@ class Job:
                     assert "it was not healed when the rest of its group was" in str(error)
                     dying[group.name] = POINTS[1]
                     self.behind += 1
+        for group in alive:
+            for rank in group.ranks if group.name in silent else ():
+                rank.manager.report_error(RuntimeError("a link broke"))
         contributions: dict[str, list[dict[int, float]]] = {}
         for group in alive:
             if not all(rank.first for rank in group.ranks):

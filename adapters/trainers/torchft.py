@@ -53,7 +53,7 @@ def feed(manager: Manager, loader: Loader) -> Feed:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the loader would repeat or leave out samples at the end of an epoch.
+        ValueError: the loader would repeat or leave out samples at the end of an epoch, or behind a bad one.
         UnsupportedSourceError: the loader's source cannot be shared by another number of ranks, or torchft lacks a
             private part that midepoch uses.
     """
@@ -83,6 +83,11 @@ class Feed:
             raise ValueError(
                 f"the loader has tail={self._part.tail!r}, so that some samples would be trained on twice or not at "
                 "all whenever groups leave or join: pass tail='uneven' to midepoch.wrap"
+            )
+        if self._part.options["on_error"] == "next":
+            raise ValueError(
+                "the loader has on_error='next', so that a group which cannot read a batch would go on behind it, and "
+                "stand elsewhere than the other groups: leave on_error out, and let the dataset pass over bad samples"
             )
         participants = private.groups_that_count(manager)
         if participants is not None and self._group.world_size > participants:
@@ -160,6 +165,7 @@ class Feed:
     def next_batch(self, epoch: int | None) -> tuple[Any, int]:
         """The next batch and its epoch. `epoch`: of the pass, if it has begun. Raises StopIteration at its end."""
         if self._given and self.step_due:
+            _refuse_local(private.trains_alone(self._manager))
             raise MidepochError(
                 "the next batch was asked for before the vote on the last one: call optimizer.step(), or "
                 "manager.should_commit(), once for each step"
@@ -233,7 +239,7 @@ class Feed:
 
     def _vote(self, *arguments: Any, **keywords: Any) -> bool:
         """In place of `Manager.should_commit`."""
-        _refuse_local(sys._getframe(1))
+        _refuse_local(private.asked_by_local(sys._getframe(1)))
         if not self._given or not self.step_due:
             what = "no batch was taken" if not self._given else "only a part of the global batch was taken"
             raise MidepochError(f"a vote on a step for which {what}: take batches from the feed until feed.step_due")
@@ -246,7 +252,7 @@ class Feed:
 
     def _begin_none(self, *arguments: Any, **keywords: Any) -> None:
         """In place of `Manager.start_quorum`: the feed begins one where a batch is asked for."""
-        _refuse_local(sys._getframe(1))
+        _refuse_local(private.asked_by_local(sys._getframe(1)))
 
     # --- what groups tell each other ---
 
@@ -340,10 +346,9 @@ class _Epoch:
         return batch
 
 
-def _refuse_local(frame: Any) -> None:
-    """Refuse what trains on several batches between two quorums."""
-    if frame.f_globals.get("__name__") == "torchft.local_sgd":
-        name = type(frame.f_locals.get("self")).__name__
+def _refuse_local(name: str) -> None:
+    """Refuse what trains on several batches between two quorums. `name`: of its class; empty if there is none."""
+    if name:
         raise UnsupportedSourceError(
             f"{name} trains on several batches between two quorums, and a group that dies loses those since the last "
             "one: use torchft's Optimizer and DistributedDataParallel, or keep the loader's state by hand"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from midepoch.packages import Package
 
 __all__ = [
+    "asked_by_local",
     "check",
     "device_of",
     "first_step_is_the_primarys",
@@ -19,10 +22,12 @@ __all__ = [
     "replace",
     "state_on_its_way",
     "told_in_group",
+    "trains_alone",
 ]
 
 _TORCHFT = Package("torchft", ("torchft", "torchft-nightly"), ("0.2", "0.2"))
 _TORCHFT.part("torchft.local_sgd:LocalSGD")
+_TORCHFT.part("torchft.local_sgd:DiLoCo")
 _TORCHFT.part("torchft.manager:WorldSizeMode.FIXED_WITH_SPARES")
 
 
@@ -68,6 +73,20 @@ def groups_that_count(manager: Any) -> int | None:
 
     spares = manager._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES
     return int(manager._min_replica_size) if spares else None
+
+
+def asked_by_local(frame: FrameType) -> str:
+    """The class of LocalSGD's or DiLoCo's code that makes a call; empty if other code does."""
+    asks = frame.f_globals.get("__name__") == "torchft.local_sgd"
+    return type(frame.f_locals.get("self")).__name__ if asks else ""
+
+
+def trains_alone(manager: Any) -> str:
+    """LocalSGD or DiLoCo, if one was made for this Manager; otherwise empty. Scans all objects: for errors only."""
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    found = (each for each in gc.get_objects() if issubclass(type(each), LocalSGD | DiLoCo))
+    return next((type(each).__name__ for each in found if getattr(each, "_manager", None) is manager), "")
 
 
 def ranks_of(manager: Any) -> int:

@@ -204,6 +204,7 @@ class Course:
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
         self.close_session()
+        self.failed.clear()
         self.passes, self.refusal, self.setting.last = None, (error, words), None
 
     def end_epoch(self) -> None:
@@ -214,15 +215,15 @@ class Course:
         self.failed.clear()
 
     def refuse_other_threads(self, asked: str) -> None:
-        """Raise MidepochError if another thread is in `next` of a pass over this loader.
+        """Raise MidepochError if another thread is in `next` of a pass over this loader, or in `peek`.
 
         `asked`: what cannot be done meanwhile. The other threads' frames tell, so a batch is not told anything.
         """
-        here, code = threading.get_ident(), Pass.__next__.__code__
+        here, calls = threading.get_ident(), (Pass.__next__.__code__, Course.peek.__code__)
         for thread, innermost in sys._current_frames().items():
             frame = None if thread == here else innermost
             while frame is not None:
-                if frame.f_code is code and frame.f_locals["self"]._course is self:
+                if frame.f_code in calls and self in (user := frame.f_locals["self"], getattr(user, "_course", None)):
                     raise MidepochError(
                         f"{asked} while another thread waits for a batch of this loader: call it in the thread that "
                         "iterates, between two batches"

@@ -385,7 +385,8 @@ class Loader:
             TypeError: it is no World.
             UnsupportedSourceError: `capabilities.elastic_world` says no. The loader is unchanged.
             StateError: the source cannot say where it stands. The loader is unchanged.
-            MidepochError: another thread is in `next` of this loader. The loader is unchanged.
+            MidepochError: another thread is in `next` of this loader, or this rank is about to pass over a batch that
+                could not be read. The loader is unchanged.
         """
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
@@ -406,6 +407,12 @@ class Loader:
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
         self._course.refuse_other_threads("reshard()")
+        if self._course.failed:
+            raise MidepochError(
+                f"reshard() behind a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
+                "other ranks cannot know that this one passes over it; take its next batch before, or call rollback(), "
+                "which has it tried again in the new world"
+            )
         self._course.here()  # raises if it is not known
         with adapter.holding():
             self._course.close_session()
@@ -446,11 +453,10 @@ class Loader:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.
         """
         self._course.refuse_other_threads("rollback()")
-        origin, committed, ahead = self._origin, self._committed, self._ahead
-        if self._course.here()[:2] != origin[:2] or self._course.cursor.within:
+        course, origin = self._course, self._origin
+        if course.here()[:2] != origin[:2] or course.cursor.within or course.failed:
             with self._adapter.holding():
-                self._move(origin)
-            self._committed, self._ahead = committed, ahead
+                course.move(origin)
 
     # --- iteration ---
 

@@ -80,8 +80,9 @@ class Part:
         return self.loader._adapter.tail_in_use
 
     def reshard(self, world: World) -> None:
-        """As `Loader.reshard`. A pending batch is read again."""
+        """As `Loader.reshard`. A pending batch is read again, and one that could not be read is tried again."""
         self.pending.clear()
+        self.loader._course.failed.clear()
         self.loader.reshard(world)
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
