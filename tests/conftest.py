@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import gc
 import os
 import re
+import shutil
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,6 +18,14 @@ if not os.environ.get("MIDEPOCH_CHAOS"):
     # Before torch and numba are imported. Tests run side by side, and compile more than they compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("NUMBA_OPT", "0")
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # One folder for all processes of this run. MosaicML's Streaming leaves two lock files there for each dataset, and
+    # looks at all of them for the next one: after a few runs, its tests did little else.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay for a while
+    TEMPORARY = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="midepoch-")
+    tempfile.tempdir = None  # ask again
+    atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 
 CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 TABLE = re.compile(r"(<!-- durations -->\n).*(<!-- end of durations -->)", re.DOTALL)

@@ -368,11 +368,20 @@ EXACT: dict[str, Callable[[], Any]] = {
     "torchdata.nodes, a sampler's generator, prefetched": functools.partial(
         nodes, prefetch=True, sampler=with_a_generator
     ),
+    "torchdata.nodes, a sampler without one, prefetched": functools.partial(
+        nodes, prefetch=True, sampler=without_a_generator
+    ),
+    "torchdata.nodes, batches of a sampler without one, prefetched": functools.partial(
+        nodes, prefetch=True, sampler=lambda: torch.utils.data.BatchSampler(without_a_generator(), 2, False)
+    ),
     "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
     "StatefulDataLoader of a stream": lambda: StatefulDataLoader(StreamDataset(Stream()), batch_size=None),
 }
 """Nothing to tell: each resumes exactly, and is tried."""
+
+BELIEVED = ("torchdata.nodes, prefetched", "torchdata.nodes, threads")
+"""Of these, where a thread reads a sampler that is not torch's: what that draws, a trial sees only by chance."""
 
 TOLD: dict[str, Callable[[], Any]] = {
     "counts passes": CountsPasses,
@@ -382,9 +391,6 @@ TOLD: dict[str, Callable[[], Any]] = {
     "draws": Draws,
     "own generator": OwnGenerator,
     "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing, threads=True),
-    "torchdata.nodes, a sampler without a generator, prefetched": functools.partial(
-        nodes, prefetch=True, sampler=without_a_generator
-    ),
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),

@@ -309,20 +309,12 @@ def continued_all(calls: list[Any]) -> dict[str, Any]:
 def test_a_source_whose_state_is_right_is_tried_and_resumes_exactly(name: str, resumes: dict[str, Any]) -> None:
     given, told, promised, rest = resumes[name]
     assert told is None
-    assert promised.exact_order and not promised.exact_order.believed
+    assert promised.exact_order and promised.exact_order.believed == (name in own.BELIEVED)
     for cut, after in enumerate(rest):
         assert after[: len(given) - cut] == given[cut:], f"cut at {cut}"
 
 
-# Its thread draws the sampler's seed, now before and now behind what the trial puts in place, which then finds nothing.
-BY_CHANCE = "torchdata.nodes, a sampler without a generator, prefetched"
-TOLD_OF = [
-    pytest.param(each, marks=pytest.mark.xfail(reason="found by chance, as threads run")) if each == BY_CHANCE else each
-    for each in own.TOLD
-]
-
-
-@pytest.mark.parametrize("name", TOLD_OF)
+@pytest.mark.parametrize("name", own.TOLD)
 def test_a_source_whose_state_is_wrong_is_told_before_a_resume_is(name: str, resumes: dict[str, Any]) -> None:
     given, told, promised, rest = resumes[name]
     wrong = [cut for cut, after in enumerate(rest) if after[: len(given) - cut] != given[cut:]]

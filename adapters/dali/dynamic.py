@@ -25,7 +25,6 @@ from midepoch.world import World
 __all__ = ["DynamicAdapter"]
 
 
-
 def _instead(reader: str = "reader") -> str:
     return (
         f"wrap its epochs, midepoch.wrap(functools.partial({reader}.next_epoch, batch_size=...)), and pass what is "

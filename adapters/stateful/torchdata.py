@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
@@ -132,11 +132,22 @@ def _seed_generators(holders: list[Any], key: int) -> None:
             generator.manual_seed(key)
 
 
+def _give_generators(samplers: list[Any]) -> None:
+    """Give torch's samplers generators of their own if they would draw from the global one.
+
+    A thread that reads ahead draws their order now before and now after the global generator is somewhere else.
+    """
+    for sampler in samplers:
+        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and not sampler.generator:
+            sampler.generator = torch.Generator()
+
+
 class NodesAdapter(StatefulAdapter):
     """The Loader of torchdata.nodes.
 
     Its state has no generators, neither a sampler's nor those that a Mapper draws from. So each epoch's samplers begin
-    under a stream of their own, and so does each batch where no thread or process of the pipeline reads ahead.
+    under a stream of their own, and so does each batch where no thread or process of the pipeline reads ahead. Where
+    one does, torch's samplers that would draw from the global generator are given one of their own.
     """
 
     name: ClassVar[str] = "torchdata-nodes"
@@ -145,7 +156,8 @@ class NodesAdapter(StatefulAdapter):
         super().__init__(source, options)
         nodes = private.nodes_in(source)
         self._ahead = private.reads_ahead(nodes)
-        self._samplers = [node.sampler for node in nodes if hasattr(node, "sampler")]
+        samplers = [node.sampler for node in nodes if hasattr(node, "sampler")]
+        self._samplers = [*samplers, *(each.sampler for each in samplers if hasattr(each, "sampler"))]
         self._own = private.held_by_nodes(nodes)
         self._opening = Streams(*self._own) if options.streams else None
         self._streams = Streams(*self._own) if options.streams and not self._ahead else None
@@ -169,7 +181,13 @@ class NodesAdapter(StatefulAdapter):
         else:
             why = f"{self._ahead} reads ahead, and torchdata does not restore the generators that it draws from"
             exact = Capability(False, f"{why}: {self.instead(order=False)}")
-        return dataclasses.replace(stated, exact_augmentations=exact)
+        order = stated.exact_order
+        own = [type(each).__name__ for each in self._samplers if not type(each).__module__.startswith("torch.")]
+        if self._ahead and own and order:
+            # The trial, too, sees what a thread has drawn by then.
+            why = f"as exact as the order of {own[0]}, if that does not depend on the global generators: {self._ahead}"
+            order = Capability(True, f"{why} reads it in a thread", believed=True)
+        return dataclasses.replace(stated, exact_order=order, exact_augmentations=exact)
 
     def instead(self, order: bool) -> str:
         """Of nodes that read ahead. Those that do not lose nothing to the state."""
@@ -177,8 +195,7 @@ class NodesAdapter(StatefulAdapter):
             return super().instead(order)
         without = f"leave out what reads ahead ({self._ahead}; a Mapper in place of a ParallelMapper)"
         if order:
-            given = "RandomSampler(data, generator=torch.Generator())"
-            return f"give the sampler a generator of its own ({given}), or {without}"
+            return f"let the sampler's order follow from a seed alone, or {without}"
         return f"{without}, or draw in then=, whose numbers are restored"
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
@@ -188,6 +205,8 @@ class NodesAdapter(StatefulAdapter):
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
         if state is None:
             private.go_to_the_end(self.source)
+        if self._ahead:
+            _give_generators(self._samplers)
         _seed_generators(self._samplers, key)
         with self._opening.under(key), private.not_restarting(self.source):
             iterator = super().start(run, state)
