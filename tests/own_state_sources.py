@@ -390,12 +390,15 @@ TOLD: dict[str, Callable[[], Any]] = {
     "cannot load": CannotLoad,
     "draws": Draws,
     "own generator": OwnGenerator,
-    "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing, threads=True),
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),
+    "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing, threads=True),
 }
-"""Each resumes wrongly somewhere, by a fault of its own."""
+"""Each resumes wrongly somewhere, by a fault of its own.
+
+That whose threads draw comes last: until they have ended, they disturb what is tried after it.
+"""
 
 
 def continued(name: str, states: list[dict[str, Any]], count: int) -> list[list[str]]:
