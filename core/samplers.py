@@ -392,6 +392,7 @@ def _is_local(sampler: Any, few: dict[str, Any], alone: dict[str, int]) -> bool:
     beside = sum(abs(second - first) == 1 for first, second in itertools.pairwise(items))  # two, if none stays beside
     return bool(moved < _MORE / 4 or beside > 30)
 
+
 def repeated(sampler: Any) -> Any | None:
     """The sampler inside an object that holds nothing else and gives its items again and again; None if it is none.
 

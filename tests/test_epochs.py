@@ -578,7 +578,7 @@ def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCap
     lines = train(path, fails=False)
     what = WAYS_OUT[where]
     if what == "not written":
-        assert any("around the step, or behind the loop over epochs" in each for each in told)
+        assert any("around the step, or after the loop over epochs" in each for each in told)
         assert any(f"to which a save was put off: {path} is unchanged" in each for each in said)
     else:
         assert any("a run that resumes from this snapshot goes on" in each for each in said) == (

@@ -590,3 +590,23 @@ class PassingOn(wild.Around):
     def __iter__(self) -> Any:
         for batch in self.loader:  # noqa: UP028  # as most are written
             yield batch
+
+
+class Holding(wild.Around):
+    """Draws by a method of numpy's global generator that it holds."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.draw: Any = np.random.rand
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            yield batch, self.draw.__self__ is np.random.mtrand._rand, self.draw()
+
+
+def test_a_global_generator_stays_the_one_that_it_is() -> None:
+    """A copy of it would be saved and restored with each batch, at 90 microseconds."""
+    loader = midepoch.wrap(Holding(DataLoader(range(12), 2, collate_fn=list)), seed=3)  # type: ignore[arg-type]
+    assert loader.capabilities.constant_time_resume
+    given = list(loader)
+    assert all(is_global for _, is_global, _ in given) and len({number for *_, number in given}) == 6

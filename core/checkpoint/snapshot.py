@@ -375,7 +375,7 @@ class Snapshot:
                 if name not in self._told_of_iterators:
                     self._told_of_iterators.add(name)
                     warnings.warn(
-                        f"an iterator over {name} that was first read in the body of an epoch goes on behind it. If a "
+                        f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a "
                         "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
                         f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
                         f"a generator, and by iter({name}) again where it ends. If it is to end with the body, keep it "
@@ -444,10 +444,10 @@ class Snapshot:
         if on_the_way_out or not self._told_of_put_off:
             self._told_of_put_off = True
             warnings.warn(
-                "save() was called behind the passes of a body, so the snapshot is written when the body of "
+                "save() was called after the passes of a body, so the snapshot is written when the body of "
                 "snapshot.epochs ends, and not if an exception leaves it: call save() before the last batch, or leave "
                 "it out and pass every="
-                + on_the_way_out * "; or, on the way out, call it around the step, or behind the loop over epochs",
+                + on_the_way_out * "; or, on the way out, call it around the step, or after the loop over epochs",
                 MidepochWarning,
                 stacklevel=3,
             )

@@ -18,6 +18,7 @@ __all__ = ["Cursor", "History", "Phase", "new_history", "place_before"]
 
 MORE = "pass remember=, the number of batches that may be in flight, to midepoch.wrap"
 
+
 class Phase(enum.Enum):
     """What a pass answers when it is asked for its next batch."""
 

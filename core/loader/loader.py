@@ -549,5 +549,3 @@ class Loader:
         finally:
             if self._course.passes is passes:  # not that of a loop which began before this one was freed
                 self._course.passes = None
-
-

@@ -27,7 +27,7 @@ import torch
 
 from midepoch.order.keys import mix
 
-__all__ = ["LONGEST_CONTAINER", "MOST_OBJECTS", "OwnedGenerator", "find_generators"]
+__all__ = ["LONGEST_CONTAINER", "MOST_OBJECTS", "OwnedGenerator", "find_generators", "global_generators"]
 
 LONGEST_CONTAINER = 256
 """Members. A longer container holds data, which is not walked."""
@@ -80,7 +80,7 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
         if not issubclass(type(value), _GENERATORS):
             room = MOST_OBJECTS - len(seen) - len(queue)  # what is further away would not be visited
             queue.extend(itertools.islice(_children(path, value, seen), max(room, 0)))
-        elif not _is_global(value):
+        elif not any(value is each for each in global_generators()):
             controls = _controls(value)
             if controls is None:
                 hopeless.append(f"{path} ({type(value).__name__})")
@@ -212,13 +212,10 @@ def _is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-def _is_global(generator: object) -> bool:
-    return (
-        generator is torch.default_generator
-        or generator is np.random.mtrand._rand
-        or generator is np.random.mtrand._rand._bit_generator
-        or generator is getattr(random, "_inst", None)
-    )
+def global_generators() -> tuple[Any, ...]:
+    """Those of python, numpy and torch that `Streams` seeds by itself."""
+    numpy: Any = np.random.mtrand._rand
+    return torch.default_generator, numpy, numpy._bit_generator, random._inst
 
 
 _Controls = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]

@@ -209,6 +209,7 @@ def of_kept_workers(source: Any) -> str:
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
+
 @contextlib.contextmanager
 def started_threads() -> Iterator[list[str]]:
     """The names of the threads that python starts in this block, also of those that have ended; first started, first.
@@ -239,9 +240,7 @@ def reading_threads(before: Iterable[threading.Thread]) -> tuple[str, ...]:
     to no dataset, loader or iterator.
     """
     known = set(before)
-    return tuple(
-        each.name for each in threading.enumerate() if each not in known and each.is_alive() and _reads(each)
-    )
+    return tuple(each.name for each in threading.enumerate() if each not in known and each.is_alive() and _reads(each))
 
 
 def _reads(thread: threading.Thread) -> bool:

@@ -33,7 +33,7 @@ from midepoch.dividing import attributes_of
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Run, Seen, Session
 from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.owned import find_generators
+from midepoch.randomness.owned import find_generators, global_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of, repeated
 from midepoch.state.witness import Look, look_at
@@ -260,6 +260,7 @@ class Through:
             of_torch = attributes_of_torch() if isinstance(each, DataLoader) else ()
             shared += [value for name, value in vars(each).items() if name in of_torch]
             instead |= {id(value): feed.iterator for value in vars(each).values() if is_iterator(value)}
+        shared += global_generators()  # a method of one leads to it, and it is seeded without being searched for
         wrapper, why = copy_with(chain[0][0], [each for each, _ in chain], instead, shared)
         if wrapper is None:
             raise NotOneForOneError(f"it cannot be read through a copy: {why}")
