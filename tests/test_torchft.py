@@ -436,7 +436,7 @@ HISTORY: list[tuple[set[int], set[int], set[int], set[int]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("init_sync", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, init_sync: bool) -> None:
     size, batch = 17, 2
