@@ -984,3 +984,30 @@ def test_what_is_committed_when_a_body_ends_is_the_next_epoch(tmp_path: Path) ->
     for epoch in Snapshot(path, signals=(), data=loader).epochs(3):
         given += [epoch for _ in loader]
     assert given == [epoch for epoch in range(3) for _ in range(len(loader))]
+
+
+def test_a_save_behind_the_loop_leaves_alone_what_a_signal_has_saved(tmp_path: Path) -> None:
+    """The step has saved after a validation that `islice` had ended; later, it would seem to be interrupted."""
+
+    def train(path: Path, cut: bool) -> list[Any]:
+        log, data, validation = bodies.Log(), shuffled(1), shuffled(2)
+        snapshot = Snapshot(path, data=data, validation=validation, log=log)
+        try:
+            for epoch in snapshot.epochs(2):
+                for number, batch in enumerate(data, data.batches_done):
+                    log("data", epoch, batch)
+                    if number != 1:
+                        for other in itertools.islice(validation, 2):
+                            log("validation", epoch, other)
+                    if cut and number == 0:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    snapshot.step()
+        finally:
+            snapshot.save()
+            snapshot.close()
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt", cut=False)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "cut.pt", cut=True)
+    assert train(tmp_path / "cut.pt", cut=False) == whole

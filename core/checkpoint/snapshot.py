@@ -339,6 +339,7 @@ class Snapshot:
         for (name, loader), each in zip(loaders.items(), passes, strict=True):
             loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
         self._in_body, self._epoch, self._passes = True, epoch, dict(zip(loaders, passes, strict=True))
+        self._body_was_left = False
 
     def _end_body(self, epoch: int, last: bool) -> None:
         """The body has ended, and `epoch` is next, if that was not the last. Save what was put off."""
@@ -407,7 +408,7 @@ class Snapshot:
         that exception: if the state of `in_flight` batches ago is not known, a warning says that the state of now is
         saved; if the save fails, a warning says why.
 
-        Once `poll` has left, it saves nothing.
+        Once `poll` or, on a signal, `step` has left, it saves nothing: that snapshot stands where the run goes on.
 
         Args:
             in_flight: as in `step`.
@@ -416,8 +417,8 @@ class Snapshot:
             SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
         handled = self._handled()
-        if self._stays or (self._in_body and self._signals.kept):  # `step` has saved this place
-            return
+        if self._stays or (self._signals.kept and (self._in_body or self._body_was_left)):
+            return  # `step` has saved the place at which this process leaves
         if self._in_body:
             behind = no_pass_is_read(self._passes.values(), in_flight)
             # Python may free a pass that was left later on one rank than on another.
