@@ -35,6 +35,7 @@ import midepoch
 from midepoch import MidepochWarning
 from midepoch.copying import LARGEST_COPY, copy_apart
 from midepoch.loader.loader import Loader
+from midepoch.reading.trials import started_threads
 from midepoch.testing import check_resumable
 from midepoch.testing.examine import Examination
 from midepoch.testing.record import Settings
@@ -601,6 +602,18 @@ def test_threads_that_are_started_for_a_batch_are_believed(workers: int) -> None
                 sources.taken(loader, 2)
             told = loader.capabilities.exact_augmentations
             assert told.holds and told.believed is threads and ("decoder" in told.reason) is threads
+    assert threading.getprofile() is before is None
+
+
+def test_threads_are_noted_by_blocks_that_end_in_any_order() -> None:
+    before = threading.getprofile()
+    first, second = started_threads(), started_threads()
+    of_first, of_second = first.__enter__(), second.__enter__()
+    (thread := threading.Thread(target=len, args=("",), name="decoder")).start()
+    thread.join()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert of_first == of_second == ["decoder"]
     assert threading.getprofile() is before is None
 
 

@@ -214,20 +214,34 @@ def of_kept_workers(source: Any) -> str:
 def started_threads() -> Iterator[list[str]]:
     """The names of the threads that python starts in this block, also of those that have ended; first started, first.
 
-    They may draw from the generators that are under a stream, in an order that depends on timing.
+    They may draw from the generators that are under a stream, in an order that depends on timing. Threads may be in
+    such blocks at the same time, and leave them in any order.
     """
-    names: list[str] = []
-    before: Any = threading.getprofile()
-
-    def note(frame: types.FrameType, event: str, argument: object) -> None:
-        names.append(threading.current_thread().name)
-        sys.setprofile(before)
-
+    note = _Note()
     threading.setprofile(note)
     try:
-        yield names
+        yield note.names
     finally:
-        threading.setprofile(before)
+        note.ended = True
+        installed: object = threading.getprofile()
+        if installed is note:  # otherwise that of a later block, which restores what was before both
+            before = note.before
+            while isinstance(before, _Note) and before.ended:
+                before = before.before
+            threading.setprofile(before)
+
+
+class _Note:
+    """A profile function that notes the thread in which it is called, once."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.ended = False
+        self.before: Any = threading.getprofile()
+
+    def __call__(self, frame: types.FrameType, event: str, argument: object) -> None:
+        self.names.append(threading.current_thread().name)
+        sys.setprofile(self.before)
 
 
 _MOST_OBJECTS = 5000  # to be looked at for each thread
