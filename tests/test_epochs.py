@@ -596,6 +596,86 @@ def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCap
         assert lines == whole
 
 
+@pytest.mark.parametrize("cut", [1, 5])
+def test_a_validation_within_training_that_an_exception_cut_is_whole_the_next_time(cut: int, tmp_path: Path) -> None:
+    """Its iteration of the training loop is not run again. `cut`: in the middle of it, and at its last batch."""
+
+    def train(path: Path, fails: bool) -> list[Any]:
+        log, data, validation = bodies.Log(), shuffled(1), midepoch.wrap([[each] for each in range(6)])
+        snapshot = Snapshot(path, signals=(), data=data, validation=validation, log=log)
+        with contextlib.ExitStack() as on_the_way_out:
+            on_the_way_out.callback(snapshot.save)
+            for epoch in snapshot.epochs(2):
+                for number, batch in enumerate(data, data.batches_done):
+                    log("training", epoch, batch)
+                    if number % 2:
+                        for (each,) in validation:
+                            log("validation", epoch, each)
+                            if fails and (epoch, number, each) == (1, 3, cut):
+                                raise KilledError
+                    snapshot.step()
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt", fails=False)
+    with pytest.raises(KilledError):
+        train(tmp_path / "snapshot.pt", fails=True)
+    lines = train(tmp_path / "snapshot.pt", fails=False)
+    validated = [each for what, _, each in lines if what == "validation"]
+    assert validated == [*range(6)] * 4 + [*range(cut + 1)] + [*range(6)]
+    assert [line for line in lines if line[0] == "training"] == [line for line in whole if line[0] == "training"]
+
+
+@pytest.mark.parametrize("again", ["in this process", "after a save"])
+@pytest.mark.parametrize("how", ["zip", "islice", "unknown length"])
+def test_what_is_left_of_passes_is_named(how: str, again: str, tmp_path: Path, caplog: Any) -> None:
+    """Nobody knows whether the exception has left the longer pass, or whatever had read it on purpose."""
+    long, short = midepoch.wrap([[1], [2], [3]] if how != "unknown length" else numbers), midepoch.wrap([[1], [2]])
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), long=long, short=short)
+    with pytest.raises(KilledError):
+        for _ in snapshot.epochs(1):
+            for _ in itertools.islice(long, 1) if how == "islice" else zip(long, short, strict=False):
+                snapshot.step()
+            raise KilledError
+    caplog.set_level(logging.WARNING)
+    if again == "after a save":
+        snapshot.save()
+    else:
+        assert list(snapshot.epochs(1)) == [0]
+    rest = {"zip": "0", "islice": "2 of long", "unknown length": "some of long"}[how]
+    told = f"the batches that were not read ({rest}), and with " * (how != "zip")
+    goes_on = "a run that resumes from this snapshot goes on" if again == "after a save" else "going on"
+    assert f"left before its end: {goes_on} with {told}the rest of the body from its beginning" in caplog.text
+
+
+@pytest.mark.parametrize("holder", ["a variable", "an exception", "nothing"])
+def test_a_save_in_a_pass_of_which_nothing_more_is_read_is_told(holder: str, tmp_path: Path) -> None:
+    def read(bar: Iterator[Any]) -> None:
+        for number, _ in enumerate(bar):
+            if number == 2:
+                raise KilledError
+
+    loader, bar = shuffled(), iter(())
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in snapshot.epochs(1):
+            try:
+                bar = iter(loader)
+                if holder == "nothing":
+                    for _ in bar:
+                        snapshot.save()  # and more is read each time
+                elif holder == "a variable":
+                    next(bar)
+                    snapshot.save()
+                else:
+                    read(iter(loader))
+            except KilledError:
+                snapshot.save()
+    told = [each for each in caught if "of which the body then read nothing more" in str(each.message)]
+    assert len(told) == (holder != "nothing")
+    assert all(each.filename == __file__ for each in told)
+
+
 @pytest.mark.parametrize("where", ["in the body", "behind the loop"])
 def test_nothing_is_saved_on_the_way_out_of_poll(where: str, tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"

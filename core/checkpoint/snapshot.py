@@ -34,6 +34,7 @@ from midepoch.loader.bodies import (
     tell_of_done,
     tell_of_flight,
 )
+from midepoch.loader.cursor import Cursor, Phase
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.saving import state_or_that_of_now
@@ -137,6 +138,7 @@ class Snapshot:
         self._outlived: set[str] = set()  # loaders whose iterators, first read in the last body, were kept at its end
         self._dropped: set[str] = set()  # loaders of which a resumed body has not read the rest of a pass
         self._told_of_iterators: set[str] = set()  # loaders
+        self._read_on: list[tuple[str, Cursor, int]] = []  # passes, and where they stood at the latest `save` in a body
         self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
@@ -308,21 +310,29 @@ class Snapshot:
                 loader._course.passes = None
 
     def _tell_of_left_body(self, what: str) -> None:
-        """Say once what becomes of a body that the loop has left."""
+        """Say once what becomes of a body that the loop has left. `what`: who goes on."""
         if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved behind that batch
             self._body_was_left = False
             if self._agreement.ranks().rank == 0:
                 _logger.warning(
-                    "the body of epoch %s was left before its end: %s with what is left of its passes, and with the "
-                    "rest of it from its beginning",
+                    "the body of epoch %s was left before its end: %s with %sthe rest of the body from its beginning",
                     self._epoch,
                     what,
+                    self._rest_of_passes(),
                 )
+
+    def _rest_of_passes(self) -> str:
+        """Which passes go on in the body that the loop has left, for a message. They may have been left on purpose."""
+        bodies, loaders = self._resumed, self._loaders()
+        going = [] if bodies is None else [name for name in bodies.whole if name not in bodies.left]
+        left = {name: loaders[name]._course.steps_left() for name in going}
+        rests = [f"{'some' if number is None else number} of {name}" for name, number in left.items() if number != 0]
+        return f"the batches that were not read ({', '.join(rests)}), and with " if rests else ""
 
     def _forget_body(self) -> None:
         for each in self._passes.values():
             each.forget()
-        self._in_body, self._passes = False, {}
+        self._in_body, self._passes, self._read_on = False, {}, []
 
     def _loaders(self) -> dict[str, Loader]:
         found = {name: loader_of(part) for name, part in self._parts.items()}
@@ -348,6 +358,7 @@ class Snapshot:
         where = f"is at the end of the body, after step {self.steps}, {bodies}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
         self._tell_of_iterators(last)
+        self._tell_of_unread()
         going_on = [loader._leave_body() for loader in self._loaders().values()]
         self._left = {name: False for name, each in self._passes.items() if each.stays}
         self._ahead = [name for name, each in self._passes.items() if each.ahead]
@@ -391,6 +402,20 @@ class Snapshot:
                 self._dropped.add(name)
         self._outlived = {name for name, each in self._passes.items() if each.outlives}
 
+    def _tell_of_unread(self) -> None:
+        """Warn of a `save` that took a pass for one that is being read, if the body has read no more of it."""
+        for name, cursor, position in self._read_on:
+            if cursor.position == position and cursor.phase is Phase.RUNNING:
+                warnings.warn(
+                    f"save() saved in the middle of a pass over {name}, of which the body then read nothing more. A "
+                    "run that resumes there reads the rest of the pass, and does again what followed. Call save() "
+                    "after the loop over batches, which puts it off to the end of the body, and let only that loop "
+                    "hold the pass: no variable, no progress bar, no exception that is being handled",
+                    MidepochWarning,
+                    stacklevel=4,
+                )
+        self._read_on = []
+
     @property
     def _is_behind_the_passes(self) -> bool:
         return self._in_body and only_the_rest_is_left(self._passes.values())
@@ -426,6 +451,8 @@ class Snapshot:
             if self._agreement.meet(ranks, where, float(behind))[0]:
                 self._put_off(handled is not None)
                 return
+            leading = {name: each.cursor for name, each in self._passes.items() if each.leading}
+            self._read_on = [(name, cursor, cursor.position) for name, cursor in leading.items() if cursor is not None]
         try:
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
             self._save(in_flight)
