@@ -30,6 +30,7 @@ import midepoch
 from midepoch import StateError, wrap
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests, check_resumable
+from midepoch.testing.pool import shared_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -653,7 +654,7 @@ def test_a_trial_moves_no_generator() -> None:
 
 class _Own(ResumableTests):
     identify: ClassVar[Any] = staticmethod(own.identify)
-    world_sizes = (1,)  # they divide themselves, by what each takes for the world
+    world_sizes: ClassVar[tuple[int, ...]] = (1,)  # they divide themselves, by what each takes for the world
     quick = True
 
 
@@ -685,6 +686,53 @@ class TestGrainDataset(_Own):
 class TestLitData(_Own):
     make_loader = staticmethod(own.wrapped_litdata_loader)
     shuffled = True
+
+
+class _OnRanks(_Own):
+    world_sizes = (1, 3)
+
+
+class TestNodes(_OnRanks):
+    """Each rank has its own state, so another world is refused by name."""
+
+    make_loader = staticmethod(own.wrapped_nodes)
+    draws: ClassVar[Any] = staticmethod(own.draws)
+    shuffled = True
+    elastic_content = False  # numbers are those of the batch
+
+
+@pytest.mark.long  # threads are started for each resume; test_a_source_whose_state_is_right_... has them too
+class TestNodesAhead(_OnRanks):
+    make_loader = staticmethod(own.wrapped_nodes_ahead)
+    shuffled = True
+
+
+class TestGrainElastic(_OnRanks):
+    make_loader = staticmethod(own.wrapped_grain_elastic)
+    shuffled = False  # Grain's order is the same in each epoch
+    tail = "drop"
+    drop_last = True
+
+    @classmethod
+    def setup_class(cls) -> None:
+        pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+
+
+@pytest.mark.long  # another number of ranks, in each direction, with workers; two of them are gone on from below
+class TestLitDataElsewhere(_OnRanks):
+    make_loader = staticmethod(own.wrapped_litdata_elsewhere)
+    world_sizes = (1, 2, 3)
+    cuts = (6,)  # each new global batch divides what was read; where it does not, LitData repeats, and says so
+    shuffled = True
+    tail = "drop"
+
+    @classmethod
+    def setup_class(cls) -> None:
+        made("LitData StreamingDataLoader")
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        shared_pool().close()  # their processes were told that they are others
 
 
 @pytest.mark.parametrize("name", ["StatefulDataLoader of a stream", "torchdata.nodes", "right by itself"])

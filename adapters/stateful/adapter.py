@@ -57,6 +57,7 @@ class StatefulAdapter(Adapter):
         self.seeds = False  # a batch has drawn, so each is seeded from now on
         self.was_put_at_its_end = False  # by a state, and not read since
         self._used = False
+        self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
         self._begun = False  # a session has been opened
@@ -121,6 +122,18 @@ class StatefulAdapter(Adapter):
             raise StateCorruptError(
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
+        elif (why := self.unreachable(epoch, position, detail)) and self._read_epoch != epoch - 1:
+            raise StateError(f"{why}: load a state that was saved behind a batch")
+
+    def unreachable(self, epoch: int, position: int, detail: str) -> str:
+        """An epoch's beginning behind one that was left early: the source's own state does not lead there."""
+        if not epoch or position or detail or self.begins_anew:
+            return ""
+        return (
+            f"the state is of the beginning of epoch {epoch}, before its first batch, and epoch {epoch - 1} was not "
+            f"read to its end: {type(self.source).__name__} gets there by reading on, in the same process, and by no "
+            "state"
+        )
 
     @property
     def begins_anew(self) -> bool:
@@ -148,8 +161,9 @@ class StatefulAdapter(Adapter):
     def _tries(self) -> bool:
         return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
 
-    def begin(self) -> None:
-        """The first session begins."""
+    def begin(self, epoch: int) -> None:
+        """A session begins to read."""
+        self._read_epoch = epoch
         if not self._begun:
             self._begun = True
             self.before_first_read()
