@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import pickle
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import own_state_sources as own
+import own_states_job
 import sources
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -689,7 +691,7 @@ class TestLitData(_Own):
 
 
 class _OnRanks(_Own):
-    world_sizes = (1, 3)
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 3)
 
 
 class TestNodes(_OnRanks):
@@ -797,6 +799,50 @@ def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(nam
         resumed.close()
 
 
+BEGINNINGS: dict[str, Callable[[], Loader]] = {
+    **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
+    "Grain ElasticIterator": lambda: grain_elastic(),
+    "torchdata.nodes": own.wrapped_nodes,
+    "torchdata.nodes that read ahead": own.wrapped_nodes_ahead,
+    "an object": lambda: wrap(own.Stream()),
+    "StatefulDataLoader of a stream": lambda: wrap(own.EXACT["StatefulDataLoader of a stream"](), seed=1),
+    "StatefulDataLoader of rows": lambda: wrap(own.rows_inside(buffer=True), seed=1),
+    "DataLoader of a stream": lambda: counting(0),
+    "DataLoader of a stream, two workers": lambda: counting(2),
+}
+ONLY_ON = ("LitData", "torchdata.nodes", "an object", "StatefulDataLoader of a stream", "DataLoader of a stream")
+"""Of these, no state leads to an epoch behind one that was left."""
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_reached_or_refused(name: str, peeks: bool) -> None:
+    """By reading on, in the loader itself, it is reached by all."""
+    refused = name.startswith(ONLY_ON) and "two workers" not in name
+    with BEGINNINGS[name]() as loader, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", midepoch.MidepochWarning)
+        for epoch in loader.epochs(2):
+            if epoch == 1:
+                if peeks:
+                    loader.peek()
+                state = loader.state_dict()
+                following = taken(loader)
+                break
+            taken(loader, 2)
+        told = [str(each.message) for each in caught if "beginning of epoch 1" in str(each.message)]
+    assert (state["epoch"], state["position"]) == (1, 0)
+    assert bool(told) == refused and all("Save behind a batch" in each for each in told)
+    with BEGINNINGS[name]() as resumed:
+        if refused:
+            before = resumed.state_dict()
+            with pytest.raises(StateError, match=r"beginning of epoch 1, .*epoch 0 was not read to its end"):
+                resumed.load_state_dict(state)
+            assert resumed.state_dict() == before
+        else:
+            resumed.load_state_dict(state)
+            assert taken(resumed) == following
+
+
 # --- what is elastic by itself stays elastic ---
 
 
@@ -877,6 +923,52 @@ def test_litdata_goes_on_in_another_world(batches: int, again: int, monkeypatch:
     alone = wrap(own.litdata_loader(size=size), world=midepoch.World(1, 2))
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"rank \d of \d, and midepoch for rank 1 of 2"):
         next(iter(alone))
+
+
+@pytest.mark.long  # in one process after the other above
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "batches", "global_batch", "again"),
+    [
+        ("elastic", 2, 3, 2, 12, 0),
+        ("elastic", 3, 2, 2, 12, 0),
+        ("litdata", 2, 3, 3, 12, 0),
+        ("litdata", 3, 2, 3, 12, 0),
+        ("litdata", 2, 3, 1, 9, 3),  # 12 samples were read, and 9 do not divide them
+    ],
+)
+def test_ranks_of_torchrun_go_on_as_other_ranks(
+    kind: str, before: int, after: int, batches: int, global_batch: int, again: int, tmp_path: Path
+) -> None:
+    made("LitData StreamingDataLoader" if kind == "litdata" else "Grain DataLoader")
+    head = own_states_job.run(tmp_path, kind, before, batches)
+    assert not any(each["told"] for each in head)
+    rest = own_states_job.run(tmp_path, kind, after, 0, global_batch)
+    given = Counter(own_states_job.samples(head) + own_states_job.samples(rest))
+    print(f"{kind}, {before} -> {after} ranks: {len(given)} samples, {given.total() - len(given)} of them twice")
+    assert set(given) == set(range(own_states_job.SIZE)) and given.total() == own_states_job.SIZE + again
+    assert not any("refused" in each for each in rest)
+    told = [text for each in rest for text in each["told"] if f"the last {again} samples that were read come" in text]
+    assert len(told) == (1 if again else 0)
+    assert len({len(each["samples"]) for each in rest}) == 1, "as many batches on each rank"
+
+
+def test_what_litdata_keeps_as_it_was_is_compared_when_a_state_is_loaded() -> None:
+    """LitData compares it when the first batch is read."""
+    made("LitData StreamingDataLoader")
+    import litdata
+
+    def make(**options: Any) -> Loader:
+        settings = {"shuffle": True, "seed": 1, "drop_last": True, **options}
+        dataset = litdata.StreamingDataset(own.written_by_litdata(own.SIZE), **settings)
+        return wrap(litdata.StreamingDataLoader(dataset, batch_size=2), seed=1)
+
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    for name, value in (("shuffle", False), ("seed", 2), ("drop_last", False)):
+        with pytest.raises(StateError, match=rf"{name} differs: .*this StreamingDataset has {value}.*{name}="):
+            make(**{name: value}).load_state_dict(state)
+    make().load_state_dict(state)
 
 
 # --- streams in a DataLoader ---

@@ -114,7 +114,7 @@ class LitDataAdapter(StatefulAdapter):
         """The kind of source, and its chunks with the numbers of their samples; not what follows from the ranks."""
         samples, chunks = private.litdata_chunks(self.source)
         data = f"{samples} samples:{zlib.crc32(chunks.encode()):08x}"
-        return {"source": super().describe()["source"], "data": data}
+        return {"source": super().describe()["source"], "data": data, **self.described_package()}
 
     def capabilities(self) -> Capabilities:
         """As elastic as LitData."""

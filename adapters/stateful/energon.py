@@ -51,7 +51,7 @@ class EnergonAdapter(StatefulAdapter):
     def describe(self) -> dict[str, str]:
         """The kind of loader and its workers, whose states are restored one by one."""
         kind = f"{type(self.source).__module__}.{type(self.source).__qualname__}"
-        return {"source": kind, "num_workers": str(self.source.num_workers)}
+        return {"source": kind, "num_workers": str(self.source.num_workers), **self.described_package()}
 
     def capabilities(self) -> Capabilities:
         """What Energon restores: in worker processes, the global generators too."""
@@ -79,7 +79,7 @@ class EnergonAdapter(StatefulAdapter):
         """Energon's own rule for other worlds."""
         return (
             ", or save Energon's own states (loader.source.save_state_global), and redistribute them with `energon "
-            "checkpoint redist --new-world-size`"
+            "checkpoint redist --new-world-size`, with as many worker processes on all ranks together"
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:

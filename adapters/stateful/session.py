@@ -98,7 +98,9 @@ class StatefulSession(Session):
         adapter.was_put_at_its_end = False
         advance = self._started()
         try:
-            return advance, advance()
+            # Another version of a source may notice only now that it cannot take the state.
+            other = run.detail and adapter.saved_with
+            return advance, self._loading(advance) if other else advance()
         except StopIteration:
             if not at_its_end:
                 raise
@@ -166,12 +168,14 @@ class StatefulSession(Session):
     def _loading(self, load: Callable[[], Any]) -> Any:
         try:
             return load()
-        except StateError:
+        except (StateError, StopIteration):
             raise
         except Exception as error:
+            other = self._adapter.saved_with
+            cure = f"it was saved with {other}: install that version" if other else ""
             raise StateError(
                 f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                "make the source as it was when the state was saved"
+                f"{cure or 'make the source as it was when the state was saved'}"
             ) from error
 
     def mark(self) -> str:
@@ -217,7 +221,8 @@ class StatefulSession(Session):
             next(self._iterator)
         except StopIteration:
             return
+        other = self._adapter.saved_with if self._run.detail else ""
         raise SourceError(
             f"{type(self._adapter.source).__name__} continues after the {self._steps} batches that its len() leaves: "
-            "fix its __len__"
+            + (f"its state was saved with {other}: install that version" if other else "fix its __len__")
         )
