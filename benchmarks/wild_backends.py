@@ -416,6 +416,9 @@ BACKENDS: dict[str, Row] = {
         "tests/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
     ),
     "ignite Engine": tested("tests/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "torchdata, states of an older version of it": tested(
+        "tests/test_own_states.py::test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told", "torchdata"
+    ),
     "megatron-energon, its laws": tested("tests/test_energon.py", "energon"),
     "DALI jax data_iterator, its laws": tested(
         "tests/test_dali_fronts.py::test_the_laws_hold_for_jax_s_iterator", "jax"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -170,11 +171,11 @@ def test_ranks_of_torchrun_go_on_as_other_ranks_by_energon_s_own_rule(before: in
             each["refused"],
         )
     files = [str(path) for path in sorted((tmp_path / "energon").iterdir())]
+    (tmp_path / f"energon-{after}").mkdir()
     command = ["checkpoint", "redist", "--new-world-size", str(after), *files, str(tmp_path / f"energon-{after}")]
-    subprocess.run(
-        [sys.executable, "-c", "import cpu_torchvision; from megatron.energon.cli.main import main; main()", *command],
-        check=True, cwd=Path(__file__).parent,
-    )  # fmt: skip
+    tool = "import cpu_torchvision; from megatron.energon.cli.main import main; main()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", tool, *command], env={**os.environ, "PYTHONPATH": path}, check=True)
     rest = own_states_job.run(tmp_path, "energon", after, 0)
     given = own_states_job.samples(head) + own_states_job.samples(rest)
     print(f"energon, {before} -> {after} ranks: {len(given)} samples, {len(set(given))} different")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import itertools
 import json
+import os
 import pickle
 import random
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -1074,6 +1077,70 @@ def test_a_state_of_another_version_of_a_source_is_named_as_such(workers: int) -
         for _ in range(2):  # nothing is half loaded: it is said again
             with pytest.raises(StateError, match=r"refused its own state \(KeyError: 'format 2'\)"):
                 next(iter(resumed))
+
+
+def test_a_state_of_another_version_of_a_package_is_told_and_one_without_a_version_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which version is installed is said to be another one; `make wild` has a real one, below."""
+
+    def saved(version: Callable[[str], str]) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", version)
+            loader = own.wrapped_nodes()
+            taken(loader, 2)
+            return loader.state_dict()
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with pytest.warns(midepoch.MidepochWarning, match=r"saved with 'torchdata 0\.9\.7', and 'torchdata 0\.11\.0' is"):
+        own.wrapped_nodes().load_state_dict(saved(lambda name: "0.9.7"))
+    here = importlib.metadata.version("torchdata")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        for version in (unknown, lambda name: here):  # states that were saved before do not say it
+            loader = own.wrapped_nodes()
+            loader.load_state_dict(saved(version))
+            assert len(taken(loader)) == 3
+
+
+OLDER = Path(sys.prefix) / "wild" / "torchdata_010"
+
+
+@pytest.mark.skipif(not OLDER.is_dir(), reason="torchdata 0.10.1 is installed by make wild, which runs this test")
+def test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told(tmp_path: Path) -> None:
+    """Its nodes refuse them. Its StatefulDataLoader takes them for other places, and gives more than was left."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import own_state_sources as own\n"
+        "found = []\n"
+        "for make in (own.wrapped_nodes, own.wrapped_torchdata):\n"
+        "    loader = make(); batches = iter(loader); next(batches), next(batches)\n"
+        "    found.append(loader.state_dict())\n"
+        "print(json.dumps(found))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": str(OLDER)}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    versions = r"'torchdata 0\.10\.1', and 'torchdata 0\.11\.0' is installed"
+    for make, state, error, words in zip(
+        (own.wrapped_nodes, own.wrapped_torchdata), json.loads(said), (StateError, midepoch.SourceError),
+        (r"refused its own state \(KeyError: 'it_state'\)", "more|continues after the 3 batches"), strict=True,
+    ):  # fmt: skip
+        loader = make()
+        with pytest.warns(midepoch.MidepochWarning, match=versions):
+            loader.load_state_dict(state)
+        for _ in range(2 if error is StateError else 1):  # nothing is half loaded: it is said again
+            with pytest.raises(error, match=words) as raised:
+                taken(loader)
+            assert re.search(versions, str(raised.value)) and "install that version" in str(raised.value)
+    whole = own.wrapped_nodes()
+    head, state = taken(whole, 2), whole.state_dict()
+    loader = own.wrapped_nodes()
+    with pytest.warns(midepoch.MidepochWarning, match=versions):
+        loader.load_state_dict(json.loads(said)[0])
+    loader.load_state_dict(state)  # its own state takes it elsewhere all the same
+    assert head + taken(loader) == taken(own.wrapped_nodes())
 
 
 def test_a_stream_alone_is_asked_for_its_state_only_when_somebody_asks() -> None:
