@@ -1087,7 +1087,7 @@ def test_a_state_of_another_version_of_a_package_is_told_and_one_without_a_versi
     def saved(version: Callable[[str], str]) -> dict[str, Any]:
         with monkeypatch.context() as patch:
             patch.setattr(importlib.metadata, "version", version)
-            loader = own.wrapped_nodes()
+            loader: Loader = own.wrapped_nodes()
             taken(loader, 2)
             return loader.state_dict()
 
