@@ -83,7 +83,7 @@ def judge(name: str) -> Verdict:
     """Run one row."""
     row = ROWS[name]
     if row.tests:
-        return tested(row.tests)
+        return tested(row)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         alone = row.identify is not None and not row.drawn  # there is something to compare
@@ -97,14 +97,15 @@ def judge(name: str) -> Verdict:
     return verdict(row, bare, saved, resumed)._replace(wrapping=saved["wrapping"])
 
 
-def tested(tests: str) -> Verdict:
+def tested(row: Row) -> Verdict:
     """Run tests of the repository, which cut and continue by themselves."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", row.tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder_of(row) or "")}
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
     passed, failed = (re.search(rf"(\d+) {word}", said) for word in ("passed", "failed"))
     if passed is None or failed is not None:
-        return Verdict(WRONG, f"{tests}: {said[-200:]}")
-    return Verdict(f"exact, in {passed[1]} tests of its own", tests)
+        return Verdict(WRONG, f"{row.tests}: {said[-200:]}")
+    return Verdict(f"exact, in {passed[1]} tests of its own", row.tests)
 
 
 def ours(error: str) -> bool:
