@@ -103,8 +103,8 @@ class Bodies(NamedTuple):
         """For messages."""
         if self.epoch is None:
             return "outside a loop over epochs"
-        made = ", ".join(f"{count} whole passes over {name}" for name, count in sorted(self.whole.items()) if count)
-        return f"in epoch {self.epoch}{f', after {made}' if made else ''}"
+        begun = ", ".join(f"{name} ({count + 1})" for name, count in sorted(self.whole.items()))
+        return f"in epoch {self.epoch}, {f'with passes over {begun}' if begun else 'before any pass'}"
 
 
 def _is_count(value: object) -> bool:

@@ -34,7 +34,7 @@ from midepoch.loader.bodies import (
     tell_of_done,
     tell_of_flight,
 )
-from midepoch.loader.cursor import Cursor, Phase
+from midepoch.loader.cursor import Cursor
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.saving import state_or_that_of_now
@@ -323,11 +323,9 @@ class Snapshot:
 
     def _rest_of_passes(self) -> str:
         """Which passes go on in the body that the loop has left, for a message. They may have been left on purpose."""
-        bodies, loaders = self._resumed, self._loaders()
-        going = [] if bodies is None else [name for name in bodies.whole if name not in bodies.left]
-        left = {name: loaders[name]._course.steps_left() for name in going}
-        rests = [f"{'some' if number is None else number} of {name}" for name, number in left.items() if number != 0]
-        return f"the batches that were not read ({', '.join(rests)}), and with " if rests else ""
+        bodies = self._resumed or Bodies()
+        going = [name for name in bodies.whole if name not in bodies.left]
+        return f"what is left of the passes over {' and '.join(going)}, and with " if going else ""
 
     def _forget_body(self) -> None:
         for each in self._passes.values():
@@ -403,14 +401,14 @@ class Snapshot:
         self._outlived = {name for name, each in self._passes.items() if each.outlives}
 
     def _tell_of_unread(self) -> None:
-        """Warn of a `save` that took a pass for one that is being read, if the body has read no more of it."""
+        """Warn of a `save` that may have taken a pass that was left for one that is being read."""
         for name, cursor, position in self._read_on:
-            if cursor.position == position and cursor.phase is Phase.RUNNING:
+            if cursor is self._passes[name].cursor and self._passes[name].leading and cursor.position == position:
                 warnings.warn(
-                    f"save() saved in the middle of a pass over {name}, of which the body then read nothing more. A "
-                    "run that resumes there reads the rest of the pass, and does again what followed. Call save() "
-                    "after the loop over batches, which puts it off to the end of the body, and let only that loop "
-                    "hold the pass: no variable, no progress bar, no exception that is being handled",
+                    f"save() saved in the middle of a pass over {name}, of which the body then read nothing more, and "
+                    "which something still holds (a variable, a progress bar). If your loop had left that pass "
+                    "before, a run that resumes there reads the rest of it: let only the loop hold the pass, and "
+                    "save() waits for the end of the body",
                     MidepochWarning,
                     stacklevel=4,
                 )
@@ -444,16 +442,10 @@ class Snapshot:
         handled = self._handled()
         if self._stays or (self._signals.kept and (self._in_body or self._body_was_left)):
             return  # `step` has saved the place at which this process leaves
-        if self._in_body:
-            behind = no_pass_is_read(self._passes.values(), in_flight)
-            # Python may free a pass that was left later on one rank than on another.
-            ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
-            if self._agreement.meet(ranks, where, float(behind))[0]:
+        try:
+            if self._in_body and self._waits_for_the_end(in_flight):
                 self._put_off(handled is not None)
                 return
-            leading = {name: each.cursor for name, each in self._passes.items() if each.leading}
-            self._read_on = [(name, cursor, cursor.position) for name, cursor in leading.items() if cursor is not None]
-        try:
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
             self._save(in_flight)
         except Exception as error:
@@ -465,6 +457,17 @@ class Snapshot:
                 MidepochWarning,
                 stacklevel=2,
             )
+
+    def _waits_for_the_end(self, in_flight: int) -> bool:
+        """Whether a `save` in a body waits for its end, on all ranks alike."""
+        behind = no_pass_is_read(self._passes.values(), in_flight)
+        # Python may free a pass that was left later on one rank than on another.
+        ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
+        if self._agreement.meet(ranks, where, float(behind))[0]:
+            return True
+        leading = {name: each.cursor for name, each in self._passes.items() if each.leading}
+        self._read_on = [(name, cursor, cursor.position) for name, cursor in leading.items() if cursor is not None]
+        return False
 
     def _put_off(self, on_the_way_out: bool) -> None:
         """Save at the end of the body. `on_the_way_out`: perhaps; an exception is being handled."""

@@ -300,15 +300,13 @@ class Passes:
         """What a snapshot keeps: the first two arguments of the `Passes` of a run that resumes.
 
         Args:
-            interrupted: the body was left; passes that were left with it go on in the next one. One within an iteration
-                of another (a validation) does not, because that iteration is not run again.
+            interrupted: the body was left, or is about to be; passes that were left with it go on in the next one.
             in_flight: batches that were taken and not trained on. A pass that is read goes on before them, even if it
                 has come to its end.
         """
         if self.cursor is None:
             return self._recorded  # until a pass begins, a body that is run again stands where it stood
-        left_with_the_body = interrupted and self._was_left and not (self._is_behind or self._is_nested)
-        goes_on = left_with_the_body or (in_flight and self.is_read(in_flight))
+        goes_on = (interrupted and self._was_left and not self._is_behind) or (in_flight and self.is_read(in_flight))
         if _runs(self.cursor) or goes_on:
             return (None if self.spans else self.whole), None
         again = not self._is_within or _have_gone_on(self._turns) or any(_runs(cursor) for cursor, _ in self._turns)
@@ -325,12 +323,6 @@ class Passes:
     def _is_behind(self) -> bool:
         """Whether the body has gone on since the latest pass was left."""
         return self._others_began or _have_gone_on(self._stopped or [])
-
-    @property
-    def _is_nested(self) -> bool:
-        """Whether the latest pass gave several batches within an iteration of others. A zip takes them in turns."""
-        several = self.cursor is not None and self.cursor.steps > 1
-        return several and bool(self._outer) and not _have_gone_on(self._outer)
 
     @property
     def may_fly(self) -> bool:

@@ -78,7 +78,7 @@ class Course:
         self.refusal: tuple[type[BaseException], str] | None = None
         self.passes: Passes | None = None
         self.given: tuple[Share | None, int] = (None, 0)
-        self._told_of_one = False
+        self._told_of_one = self._had_bodies = False
         self._kept: weakref.WeakSet[Any] | None = None  # as in Passes, of a body that had read none of them
 
     def __getstate__(self) -> dict[str, Any]:
@@ -425,7 +425,8 @@ class Course:
 
     def _tell_of_dropped(self, before: Cursor) -> None:
         """Warn of a new pass that drops what was hardly meant to be dropped."""
-        if before.resumed:
+        # In a body, a pass may be left on purpose, and the next one may be that of a later line.
+        if before.resumed and before.opened.position and (self.passes is None or before.steps == 1):
             warnings.warn(
                 f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
                 "to continue instead, keep the iterator, or load loader.state_dict()",
@@ -559,8 +560,10 @@ class Course:
         elif continues and self.came is Came.READ:
             self.came = Came.PUT
             cursor = self.cursor
-            if cursor.steps == 1 and cursor.phase is Phase.RUNNING and not (cursor.in_use or cursor.opened.position):
+            fresh = cursor.phase is Phase.RUNNING and not (cursor.in_use or cursor.opened.position)
+            if cursor.steps == 1 and fresh and not self._had_bodies:
                 self._tell_of_one(f"the body of epochs goes on behind it, at position {self.position}", 3)
+        self._had_bodies = True
 
     def leave_body(self, epoch: int | None = None) -> bool:
         """End the epoch with its body.
@@ -627,7 +630,8 @@ class Course:
         self._exhaust(cursor)
 
     def _tell_of_empty(self) -> None:
-        self._tell(f"all batches of epoch {self.epoch} are done: going on with the rest of its body")
+        name = self.adapter.name
+        self._tell(f"all batches of epoch {self.epoch} of a loader ({name}) are done: a pass over it is empty")
 
     def _tell(self, what: str) -> None:
         if self.setting.world().rank == 0:
