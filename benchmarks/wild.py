@@ -200,15 +200,17 @@ loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), 
 loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
 ```
 
-What came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}:
+What came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}. {rebuilt} of them are
+not the packages' own code, but written here after the structure of its published source ([whose](#versions)):
 
 | outcome | loaders | means |
 |---|---:|---|
 {outcomes}
 
 `make wild` runs them and writes this page. Each loader is read for two epochs. It is saved in the middle of the first
-epoch, at the boundary, and in the middle of the second. Another process, under other global seeds, continues from each
-state, and must give the rest of the epoch bit for bit.
+epoch, at the boundary, and in the middle of the second. One without an end is cut once, in its only
+pass. Another process, under other global seeds, continues from each state, and must give the rest of the epoch bit for
+bit.
 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
@@ -259,6 +261,7 @@ def page(found: dict[str, Verdict]) -> str:
     head = HEAD.format(
         number=len(found), date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
         machine=platform.machine(), outcomes=outcomes(found),
+        rebuilt=sum(not set(copied).isdisjoint(ROWS[name].packages) for name in found),
     )  # fmt: skip
     slowest = 1000 * max(each.wrapping for each in found.values())
     lines = [f"| {name} | {each.kind} | {each.samples} | {each.ranks} |" for name, each in found.items()]
