@@ -159,6 +159,7 @@ def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_refused(length: i
         make().load_state_dict(state)
 
 
+@pytest.mark.long  # five starts of torchrun, two minutes
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_ranks_of_torchrun_go_on_as_other_ranks_by_energon_s_own_rule(before: int, after: int, tmp_path: Path) -> None:
     head = own_states_job.run(tmp_path, "energon", before, own_states_job.WORKERS // before)

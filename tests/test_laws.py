@@ -27,6 +27,7 @@ import reference_loader
 from broken_loaders import BROKEN, BROKEN_WIDELY, Dies, Hangs, NeverEnds, Raises
 from reference_loader import BareLoader, PartialLoader, ReferenceLoader, ReplayingLoader, RigidLoader
 
+from midepoch import StateError, StateMismatchError
 from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest
 from midepoch.testing.examine import Examination
 from midepoch.testing.items import first_difference, identify, leaves, samples
@@ -220,6 +221,72 @@ def test_a_loader_may_refuse_to_be_loaded_within_a_pass() -> None:
     verdict = check(RefusesWithinAPass, quick=True, laws=["round trip"])["round trip"]
     assert verdict.status == "refused clearly", verdict
     assert "RuntimeError: a pass is running" in verdict.reason
+
+
+class IsReadOnce(ReferenceLoader):
+    """Takes a state, and goes elsewhere, only as long as nothing was read."""
+
+    was_read = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.was_read = True
+            yield batch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
+        if self.was_read:
+            raise StateError("it was read: make another one")
+        self.apply(state)
+
+    def rollback(self) -> None:
+        if self.was_read:
+            raise StateError("it was read, so it cannot go back")
+
+
+class GoesBackNever(ReferenceLoader):
+    """Takes states when it was read, and so could go back."""
+
+    def rollback(self) -> None:
+        raise StateError("it cannot go back")
+
+
+class DrawsAtALoad(IsReadOnce):
+    def apply(self, state: dict[str, Any]) -> None:
+        torch.rand(1)
+        super().apply(state)
+
+
+def test_a_loader_that_is_read_once_refuses_clearly() -> None:
+    laws = ["round trip", "guest", "rollback"]
+    report = check(IsReadOnce, quick=True, laws=laws)
+    assert statuses(report) == {"round trip": "refused clearly", "guest": "holds", "rollback": "refused clearly"}
+    assert "cannot go back" in report["rollback"].reason
+    assert check(GoesBackNever, quick=True, laws=laws)["rollback"].status == "failed"
+    assert check(DrawsAtALoad, quick=True, laws=["guest"])["guest"].status == "failed"
+
+
+class TakesAnyPart(PartialLoader):
+    """Each rank has a part, and that of any other one leads to the same place."""
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if not state["detail"]:
+            raise StateMismatchError("the detail is empty")
+        super().check_topology(state | {"detail": "all ranks"})
+
+
+class TakesAnyPartForTheBeginning(TakesAnyPart):
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        if state["detail"] not in ("all ranks", self.detail()):
+            self.cursor = (state["epoch"], 0)
+
+
+def test_the_part_of_another_rank_is_refused_or_leads_to_the_same_place() -> None:
+    look = functools.partial(check, quick=True, world_sizes=(1, 2), laws=["topology"])
+    assert look(TakesAnyPart)["topology"].status == "refused clearly"
+    error = look(TakesAnyPartForTheBeginning)["topology"].error
+    assert error is not None and "the state of rank 0 alone, loaded on rank 1 of 2" in error.expected
 
 
 def test_a_failure_is_raised_with_the_report_and_survives_pickling() -> None:

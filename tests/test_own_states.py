@@ -817,7 +817,8 @@ ONLY_ON = ("LitData", "torchdata.nodes", "an object", "StatefulDataLoader of a s
 """Of these, no state leads to an epoch behind one that was left."""
 
 
-@pytest.mark.parametrize("peeks", [False, True])
+# A batch that is peeked at opens the epoch, and is not given.
+@pytest.mark.parametrize("peeks", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", BEGINNINGS)
 def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_reached_or_refused(name: str, peeks: bool) -> None:
     """By reading on, in the loader itself, it is reached by all."""
