@@ -281,15 +281,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 def beside(rows: list[dict[str, Any]]) -> str:
     """Jobs of torchft's own sampler, and those of `feed` that had the same seeds."""
     same = ("quorum", "ranks", "workers", "seed")
-    columns = [f"{what}, {whose}" for whose in ("`feed`", "its sampler") for what in ("kills", "lost", "repeated")]
-    lines: list[list[Any]] = [["quorum", "ranks", "workers", "seed", "jobs", "samples", *columns]]
+    counted = ("jobs", "kills", "lost", "repeated")
+    columns = [f"{what}, {whose}" for whose in ("`feed`", "its sampler") for what in counted]
+    lines: list[list[Any]] = [[*same, "samples of a job", *columns]]
     lines.append(["---"] * len(lines[0]))
     for row in (each for each in rows if "sampler" in each):
         of_feed = [e for e in rows if "sampler" not in e and all(e[name] == row[name] for name in (*same, "size"))]
         cells: list[Any] = []
         for each in (of_feed[0] if of_feed else None, row):
-            cells += ["-"] * 3 if each is None else [sum(each["kills"].values()), each["lost"], each["repeated"]]
-        lines.append([*(row[name] for name in (*same, "jobs")), f"{row['jobs'] * row['size']:,}", *cells])
+            of_each = {} if each is None else each | {"kills": sum(each["kills"].values())}
+            cells += [of_each.get(name, "-") for name in counted]
+        lines.append([*(row[name] for name in same), f"{row['size']:,}", *cells])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
