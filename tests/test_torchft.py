@@ -133,6 +133,28 @@ def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert state["manager"]["step"] >= 50
 
 
+# The first one is the program as people write it: it shows that the second one differs in what is told alone.
+@pytest.mark.parametrize("name", [pytest.param("torchft_ddp_before", marks=pytest.mark.long), "torchft_ddp"])
+def test_a_program_in_the_shape_of_train_ddp_trains_in_two_groups(name: str, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "programs" / f"{name}.py"
+    stores, groups = [], []
+    with kills.lighthouse(2, patience=5000) as address:
+        for group in range(2):
+            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            own = {
+                "TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(group), "RANK": "0", "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[-1].port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            groups.append(
+                forking.Program([script], cwd=tmp_path, env={**os.environ, **own}, modules=kills.MODULES, merged=True)
+            )
+        said = [each.communicate(100)[0] for each in groups]
+    assert [each.wait() for each in groups] == [0, 0], said[0][-3000:]
+    first, second = (torch.load(tmp_path / f"model_{group}.pt") for group in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all("[30] loss" in each and "2 groups" in each for each in said)
+
+
 # What is killed where, in all combinations: the short form above keeps that a group dies, rolls back, heals and counts.
 @pytest.mark.long
 @pytest.mark.parametrize("point", kills.POINTS)

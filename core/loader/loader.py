@@ -455,7 +455,8 @@ class Loader:
         """
         self._course.refuse_other_threads("rollback()")
         course = self._course
-        if course.here()[:2] != course.origin[:2] or course.cursor.within or course.failed:
+        # Not `here`: a source that cannot say where it stands can go back all the same.
+        if (course.epoch, course.position) != course.origin[:2] or course.cursor.within or course.failed:
             with self._adapter.holding():
                 course.roll_back()
 
