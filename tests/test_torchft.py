@@ -73,6 +73,16 @@ def test_killed_groups_lose_and_repeat_no_sample(
     assert outcome.kills.total() >= 1
 
 
+def test_tensor_parallel_peers_in_groups_that_are_killed_get_equal_batches(tmp_path: Path) -> None:
+    """Each process compares its gradients with its peer's, in every step."""
+    outcome = kills.run_job(
+        tmp_path, 2, 3, groups=2, ranks=2, peers=True, asynchronous=True, size=200, limit=100,
+        points=("chosen", "allreduce", "voted"), settle=4,
+    )  # fmt: skip
+    exact(outcome, 4)
+    assert outcome.kills.total() >= 1
+
+
 @pytest.mark.parametrize(
     ("dead", "outages", "seed"),
     [(1, 1, 2), *(pytest.param(6, 4, seed, marks=pytest.mark.long) for seed in range(11, 17))],
@@ -425,9 +435,10 @@ def test_spares_follow_and_do_not_count(pair: Managers) -> None:
     assert {weight for rows in groups.rows for _, weight in rows} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("differs", ["place", "batch size"])
+@pytest.mark.parametrize("differs", ["place", "batch size", "world"])
 def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs: str) -> None:
-    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4)]
+    world = World(0, 2) if differs == "world" else World()
+    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4, world=world)]
     if differs == "place":
         loaders[0].seek(position=4)
     groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
