@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Recorder(lightning.LightningModule):
     def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
         with (self.folder / f"{self.phase}-{self.global_rank}").open("a") as file:
             file.write(json.dumps([self.trainer.current_epoch, batch_index, batch.tolist()]) + "\n")
+        with (self.folder / f"drawn-{self.phase}-{self.global_rank}").open("a") as file:
+            file.write(f"{self.global_rank} {torch.rand(()).item()}\n")
         loss: torch.Tensor = self.layer(batch[:, :1]).mean()
         return loss
 
@@ -74,7 +77,9 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=-1, help="end by this option of Lightning's, and save then")
     parser.add_argument("--checkpoint", default=None)
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of the global generators; each rank adds its number")
     options = parser.parse_args()
+    torch.manual_seed(options.seed + int(os.environ.get("LOCAL_RANK", "0")))
     batch_size = GLOBAL_BATCH // options.ranks
     if options.kind == "mapped":
         loader = midepoch.wrap(DataLoader(Numbers(), batch_size=batch_size, shuffle=True), seed=3)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -100,27 +100,23 @@ def grain_elastic(rank: int = 0, world_size: int = 1, together: int = 6, size: i
 
 @functools.cache
 def written_by_litdata(size: int) -> str:
-    """A folder in LitData's format, kept on disk since writing it starts processes."""
+    """A folder in LitData's format, by the writer of its `optimize`, which would start processes for it."""
+    import cpu_torchvision  # noqa: F401  # before litdata, which imports torchvision
+    from litdata.streaming.writer import BinaryWriter
+
     folder = Path(tempfile.gettempdir()) / f"midepoch-litdata-{os.getuid()}-{size}"
-    if not (folder / "index.json").exists():
-        code = (
-            "import litdata, sys\n"
-            "def sample(number): return {'number': number}\n"
-            "if __name__ == '__main__':\n"
-            "    litdata.optimize(fn=sample, inputs=list(range(int(sys.argv[2]))), output_dir=sys.argv[1],\n"
-            "                     chunk_bytes='64MB', num_workers=1)\n"
-        )
-        script = Path(tempfile.mkdtemp()) / "write.py"
-        script.write_text(code)
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        wrapper = (
-            "import cpu_torchvision, runpy, sys; sys.argv = sys.argv[1:]; "
-            "runpy.run_path(sys.argv[0], run_name='__main__')"
-        )
-        subprocess.run(
-            [sys.executable, "-c", wrapper, str(script), str(folder), str(size)],
-            env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+    if not folder.exists():
+        draft = Path(tempfile.mkdtemp())
+        with mock.patch.dict(os.environ):
+            for name in ("WORLD_SIZE", "GLOBAL_RANK", "RANK", "LOCAL_RANK", "NNODES"):
+                os.environ.pop(name, None)  # it waits for what other ranks have written
+            writer = BinaryWriter(str(draft), chunk_bytes="64MB")
+            for number in range(size):
+                writer[number] = {"number": number}
+            writer.done()
+            writer.merge()
+        with contextlib.suppress(OSError):  # another process was faster
+            draft.rename(folder)
     return str(folder)
 
 

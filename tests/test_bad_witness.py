@@ -25,7 +25,7 @@ import sources
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError
 
-CASES = 20_000 if os.environ.get("MIDEPOCH_CHAOS") else 4_000
+CASES = 20_000 if os.environ.get("MIDEPOCH_CHAOS") else 2_000
 """Of each source."""
 
 

@@ -506,6 +506,7 @@ def make_loader(rank=0, world_size=1):
 """
 
 
+@pytest.mark.long  # test_packaging installs the wheel, and runs the README from it
 def test_from_an_empty_folder(tmp_path: Path) -> None:
     """Install the wheel, run the README, break a loader by a shuffle without a seed, find the fault, mend it."""
     tree = tmp_path / "tree"

@@ -166,11 +166,11 @@ def snapshot(folder: Path) -> Maker:
 # How many epochs in `make test`, by what one costs.
 SOURCES: dict[Callable[[Path], Maker], int] = {
     dataloader: 100,
-    dataloader_workers: 12,
-    dataloader_persistent: 60,
+    dataloader_workers: 8,
+    dataloader_persistent: 30,
     iterable: 100,
     webdataset_indexed: 100,
-    webdataset_workers: 12,
+    webdataset_workers: 8,
     webdataset_streamed: 60,
     webdataset_piped: 16,
     streaming: 40,

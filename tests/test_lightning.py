@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
@@ -81,6 +84,73 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_every_option(option: str, kind: str, hook: str, tmp_path: Path) -> None:
     check_every_cut(tmp_path, hook, TRAIN[kind], **OPTIONS[option])
+
+
+class Drawing(Recorder):
+    """Draws in its steps, as dropout does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_of.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log_of.append(torch.rand(()).item())
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_validation_end"])
+def test_what_the_steps_draw_goes_on(hook: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"module": Drawing, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    data = (TRAIN["mapped"], VALIDATION["one"])
+    whole: list[Any] = []
+    seed(1)
+    fit(whole, *data, **settings)
+    for at in range(1, 50):
+        log: list[Any] = []
+        seed(1)
+        try:
+            fit(log, *data, callbacks=(Saver(hook, at, tmp_path / "cut.ckpt"),), **settings)
+        except Killed:
+            pass
+        else:
+            assert at > 2
+            break
+        seed(100 + at)
+        fit(log, *data, checkpoint=tmp_path / "cut.ckpt", **settings)
+        assert log == whole, at
+
+
+def test_generators_are_left_alone_where_that_is_wanted_and_refused_where_they_are_damaged(tmp_path: Path) -> None:
+    path, log = tmp_path / "cut.ckpt", list[Any]()
+    with pytest.raises(Killed):
+        fit(log, mapped, callbacks=(Saver("on_train_batch_end", 2, path),))
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["midepoch"]["generators"] = ["damaged"]
+    torch.save(checkpoint, path)
+    with pytest.raises(StateError, match=r"random generators are damaged .*: resume from another one, or leave them"):
+        fit(log, mapped, checkpoint=path)
+    seed(5)
+    expected = torch.rand(3).tolist()
+    log.clear()
+    seed(5)
+    fit(log, mapped, callbacks=(ExactResume(generators=False),), checkpoint=path, module=Unseeded, exact=False)
+    assert [each for each in log if isinstance(each, float)][:3] == expected
+
+
+class Unseeded(Recorder):
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__(log)
+        seed(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_of.append(torch.rand(()).item())
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("kind", ["mapped", "unknown", "dict"])
@@ -373,6 +443,20 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
     parts = [steps_of(tmp_path, phase) for phase in ("two", "three", "one")]
     assert [len(part) for part in parts] == [4, 4, 4]
     assert [step for part in parts for step in part] == whole, "data, and Lightning's epochs and batch numbers"
+
+
+@pytest.mark.long
+def test_what_each_process_draws_goes_on(tmp_path: Path) -> None:
+    job(tmp_path, "whole", 2)
+    job(tmp_path, "first", 2, "--stop", "4")
+    job(tmp_path, "second", 2, "--seed", "77", "--checkpoint", str(tmp_path / "first.ckpt"))
+    for rank in range(2):
+        drawn = [(tmp_path / f"drawn-{phase}-{rank}").read_text() for phase in ("whole", "first", "second")]
+        assert drawn[1] + drawn[2] == drawn[0]
+    job(tmp_path, "third", 3, "--seed", "77", "--checkpoint", str(tmp_path / "first.ckpt"))
+    drawn = [(tmp_path / f"drawn-third-{rank}").read_text() for rank in range(3)]
+    assert drawn[0] == (tmp_path / "drawn-second-0").read_text()
+    assert len({line.split()[1] for each in drawn for line in each.splitlines()}) == 3 * 8
 
 
 def test_each_process_gets_its_part_of_somebodys_iterable(tmp_path: Path) -> None:

@@ -790,7 +790,7 @@ if __name__ == "__main__":
     [
         ("fork", signal.SIGTERM, "DataLoader"),
         ("fork", signal.SIGUSR1, "DataLoader"),
-        ("spawn", signal.SIGTERM, "DataLoader"),
+        pytest.param("spawn", signal.SIGTERM, "DataLoader", marks=pytest.mark.long),
         ("fork", None, "DataLoader"),
         ("fork", signal.SIGTERM, "StatefulDataLoader"),
         ("fork", None, "StatefulDataLoader"),

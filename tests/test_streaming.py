@@ -372,6 +372,7 @@ def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
     assert len(found) - (len(sequence) - behind) < nodes * ranks_per_node  # no more than to fill up a turn
 
 
+@pytest.mark.long  # each of them imports torch and Streaming
 def test_workers_that_are_spawned_draw_the_same() -> None:
     with make(**DRAWS["both"]) as loader:
         whole = drawn(loader)

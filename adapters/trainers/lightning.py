@@ -2,8 +2,9 @@
 
 Lightning saves the states of its train loaders, and loads them when it resumes in mid-epoch. But it saves them after
 its own prefetching, only for rank 0, and not for validation. It counts batches of the world that saved them, and with
-several loaders it forgets which of them had ended. The callback puts an object between Lightning and each loader, which
-counts the batches that were handed over but not trained on, and saves the rest of what a resume needs.
+several loaders it forgets which of them had ended. It does not save the global random generators, from which dropout
+draws. The callback puts an object between Lightning and each loader, which counts the batches that were handed over but
+not trained on, and saves the rest of what a resume needs.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils._pytree import tree_unflatten
 
 from midepoch.adapters.trainers import lightning_private as private
+from midepoch.checkpoint.generators import check_generators, save_generators, seed_generators, set_generators
 from midepoch.combine.combine import combine
 from midepoch.errors import MidepochWarning, StateError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.loader.saving import state_for_checkpoint
+from midepoch.order.keys import derive_key
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
 
@@ -37,6 +41,7 @@ __all__ = ["ExactResume"]
 
 _KEY = "midepoch"  # in checkpoints
 _VERSION = 1
+_KEY_OF_GENERATORS = 0x4C495447  # no other keys begin with this word
 
 
 class ExactResume(Callback):
@@ -47,11 +52,20 @@ class ExactResume(Callback):
     ``limit_train_batches``, ``max_steps``, an interrupted validation, an exception in the middle of a batch, and on
     another number of processes. Lightning's count of batches is adjusted.
 
+    Python's, numpy's and torch's global generators go on where they were, on each process, and those of its GPU if CUDA
+    is in use. A process of a rank that the checkpoint does not know gets seeds of its own.
+
+    Args:
+        generators: whether to save these generators, 14 KB for each process, and to set them in a run that
+            resumes. False leaves them alone.
+
     Warns with MidepochWarning if a loader is not wrapped, and if a checkpoint is saved between two batches whose
     gradients are accumulated, because no checkpoint holds gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generators: bool = True) -> None:
+        self._saves_generators = generators
+        self._set_generators: Callable[[], None] | None = None  # to those of the checkpoint that this run resumes from
         self._train: _CountedLoader | None = None
         self._validation: list[_CountedLoader] = []
         self._before_sanity_check: list[State] = []
@@ -75,6 +89,7 @@ class ExactResume(Callback):
         self._train, self._validation, self._validated = None, [], None
         self._saved, self._by_lightning, self._is_lightnings = None, [], False
         self._validation_states, self._validation_to_finish = [], None
+        self._set_generators = None
         self._give_back = [
             private.intercept(fit_loop, lambda loaders: self._take_train(loaders, trainer)),
             private.intercept(fit_loop.epoch_loop.val_loop, lambda loaders: self._take_validation(loaders, trainer)),
@@ -181,6 +196,8 @@ class ExactResume(Callback):
             "left_out": left_out,
             "validation": validation,
             "next_in_validation": None if again else next_place,
+            "generators": _from_every_rank(trainer, save_generators()) if self._saves_generators else [],
+            "seed": torch.initial_seed(),
         }
         if next_place is not None:
             _move_into_validation(checkpoint["loops"]["fit_loop"], 0 if again else None)
@@ -227,6 +244,7 @@ class ExactResume(Callback):
                 "the checkpoint was saved after an exception that left the train loader's state unknown: resume from "
                 "an earlier one"
             )
+        self._set_generators = self._setting_of_generators(trainer, saved, checkpoint["global_step"])
         self._saved, self._validation_states = dict(saved), list(saved["validation"])
         place = saved["next_in_validation"]
         self._validation_to_finish = None if place is None else (place[0], place[1])
@@ -254,6 +272,23 @@ class ExactResume(Callback):
             batches["is_last_batch"] = False
         elif saved["ended"] and batches["current"]["ready"]:
             batches["is_last_batch"] = True  # Lightning may have expected more, from limit_train_batches
+
+    def _setting_of_generators(self, trainer: Any, saved: dict[str, Any], step: int) -> Callable[[], None] | None:
+        """What sets this process's generators as they were saved, checked here; None if they stay as they are."""
+        of_ranks, rank = saved.get("generators"), trainer.global_rank
+        if not (of_ranks and self._saves_generators):
+            return None
+        if rank >= len(of_ranks):
+            key = derive_key(_KEY_OF_GENERATORS, saved["seed"] % (1 << 64), rank, step)
+            return lambda: seed_generators(key)
+        try:
+            state = check_generators(of_ranks[rank])
+        except Exception as error:
+            raise StateError(
+                f"the checkpoint's random generators are damaged ({type(error).__name__}: {error}): resume from "
+                "another one, or leave them out by ExactResume(generators=False)"
+            ) from error
+        return lambda: set_generators(state)
 
     def _from_lightning(self, states: list[State], loops: dict[str, Any]) -> dict[str, Any]:
         """The same information, as far as known, for a checkpoint saved without the callback."""
@@ -291,6 +326,12 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called when all is restored and nothing has begun."""
+        self._restore_place(trainer)
+        if self._set_generators is not None:
+            self._set_generators()
+            self._set_generators = None
+
+    def _restore_place(self, trainer: Any) -> None:
         saved, train = self._saved, self._train
         if saved is None or train is None:
             return
@@ -517,6 +558,15 @@ class _CountedLoader:
     def leave(self) -> None:
         """Give up the rest of the epoch."""
         Part("", self._loader).leave_epoch()
+
+
+def _from_every_rank(trainer: Any, mine: str) -> list[str]:
+    """This text of each rank. Lightning saves a checkpoint on all of them, and lets them wait for each other."""
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return [mine]
+    found = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return found
 
 
 def _begin(loader: Loader | None, epoch: int) -> None:
