@@ -73,6 +73,8 @@ def test_killed_groups_lose_and_repeat_no_sample(
     assert outcome.kills.total() >= 1
 
 
+# The short form has peers in test_live.py, and ranks of a group that are killed above.
+@pytest.mark.long
 def test_tensor_parallel_peers_in_groups_that_are_killed_get_equal_batches(tmp_path: Path) -> None:
     """Each process compares its gradients with its peer's, in every step."""
     outcome = kills.run_job(
