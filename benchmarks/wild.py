@@ -83,7 +83,7 @@ def judge(name: str) -> Verdict:
     """Run one row."""
     row = ROWS[name]
     if row.tests:
-        return tested(row.tests)
+        return tested(row)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         alone = row.identify is not None and not row.drawn  # there is something to compare
@@ -97,14 +97,15 @@ def judge(name: str) -> Verdict:
     return verdict(row, bare, saved, resumed)._replace(wrapping=saved["wrapping"])
 
 
-def tested(tests: str) -> Verdict:
+def tested(row: Row) -> Verdict:
     """Run tests of the repository, which cut and continue by themselves."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", row.tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder_of(row) or "")}
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
     passed, failed = (re.search(rf"(\d+) {word}", said) for word in ("passed", "failed"))
     if passed is None or failed is not None:
-        return Verdict(WRONG, f"{tests}: {said[-200:]}")
-    return Verdict(f"exact, in {passed[1]} tests of its own", tests)
+        return Verdict(WRONG, f"{row.tests}: {said[-200:]}")
+    return Verdict(f"exact, in {passed[1]} tests of its own", row.tests)
 
 
 def ours(error: str) -> bool:
@@ -199,15 +200,17 @@ loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), 
 loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
 ```
 
-What came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}:
+What came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}. {rebuilt} of them are
+not the packages' own code, but written here after the structure of its published source ([whose](#versions)):
 
 | outcome | loaders | means |
 |---|---:|---|
 {outcomes}
 
 `make wild` runs them and writes this page. Each loader is read for two epochs. It is saved in the middle of the first
-epoch, at the boundary, and in the middle of the second. Another process, under other global seeds, continues from each
-state, and must give the rest of the epoch bit for bit.
+epoch, at the boundary, and in the middle of the second. One without an end is cut once, in its only
+pass. Another process, under other global seeds, continues from each state, and must give the rest of the epoch bit for
+bit.
 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
@@ -258,6 +261,7 @@ def page(found: dict[str, Verdict]) -> str:
     head = HEAD.format(
         number=len(found), date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
         machine=platform.machine(), outcomes=outcomes(found),
+        rebuilt=sum(not set(copied).isdisjoint(ROWS[name].packages) for name in found),
     )  # fmt: skip
     slowest = 1000 * max(each.wrapping for each in found.values())
     lines = [f"| {name} | {each.kind} | {each.samples} | {each.ranks} |" for name, each in found.items()]

@@ -251,25 +251,10 @@ def spdl(draws: bool) -> Any:
 
 def energon(length: int = 0, workers: int = 0) -> Any:
     """A prepared folder of texts. `length`: batches of an epoch; 0: without an end, as it comes."""
-    import cpu_torchvision  # noqa: F401
-    from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
-    from megatron.energon.flavors import BaseWebdatasetFactory
+    import energon_sources
 
-    folder = Path.cwd() / "prepared"
-    if not folder.exists():
-        folder.mkdir()
-        for shard in range(2):
-            files = {f"{number:03}.txt": str(number).encode() for number in range(13 * shard, 13 * shard + 13)}
-            archive(folder / f"{shard}.tar", files)
-        parts = [("train", 1.0)]
-        BaseWebdatasetFactory.prepare_dataset(folder, ["0.tar", "1.tar"], split_parts_ratio=parts, workers=1)
-        kind = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
-        (folder / ".nv-meta" / "dataset.yaml").write_text(kind)
-    dataset = get_train_dataset(
-        folder, batch_size=BATCH, shuffle_buffer_size=8, max_samples_per_sequence=5,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers), virtual_epoch_length=length,
-    )  # fmt: skip
-    return get_savable_loader(dataset)
+    folder = energon_sources.prepared(Path.cwd() / "prepared", SIZE)
+    return energon_sources.training(folder, num_workers=workers, batch_size=BATCH, length=length)
 
 
 def texts(batch: Any) -> list[int]:
@@ -431,5 +416,12 @@ BACKENDS: dict[str, Row] = {
         "tests/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
     ),
     "ignite Engine": tested("tests/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "torchdata, states of an older version of it": tested(
+        "tests/test_own_states.py::test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told", "torchdata"
+    ),
+    "megatron-energon, its laws": tested("tests/test_energon.py", "energon"),
+    "DALI jax data_iterator, its laws": tested(
+        "tests/test_dali_fronts.py::test_the_laws_hold_for_jax_s_iterator", "jax"
+    ),
     "Lightning with ExactResume": tested("tests/test_lightning.py::test_every_batch", "lightning"),
 }

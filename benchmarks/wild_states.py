@@ -95,7 +95,7 @@ STATES: dict[str, Row] = {
     "StatefulDataLoader of shuffled Hugging Face rows": Row(
         lambda: rows_in_torchdata(True), ("torchdata", "datasets"), identify=identify_own
     ),
-    "megatron-energon get_savable_loader, two workers": Row(
+    "megatron-energon get_savable_loader, two workers, one pass without an end": Row(
         lambda: energon(workers=2), ("energon",), identify=texts, batches=14, drawn=True
     ),
     "DALIWrapper of NVIDIA's examples": Row(

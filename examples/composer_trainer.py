@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import zipfile
@@ -45,14 +46,14 @@ class Model(ComposerModel):
 
 # Not one that was being written, which Composer does under a checkpoint's own name.
 whole = [path for path in Path(sys.argv[1]).glob("ep*-rank0.pt") if zipfile.is_zipfile(path)]
-newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
+newest = max(map(str, whole), key=os.path.getmtime, default=None)
 torch.manual_seed(0)
 model = Model()
+loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
 trainer = Trainer(
     model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.1), device="cpu", max_duration="2ep",
-    train_dataloader=midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0),
-    device_train_microbatch_size=4, callbacks=[ExactResume()],
+    train_dataloader=loader, device_train_microbatch_size=4, callbacks=[ExactResume()],
     save_folder=sys.argv[1], save_interval="3ba", save_overwrite=True, save_latest_filename=None,
-    load_path=str(newest) if newest else None,
+    load_path=newest,
 )  # fmt: skip
 trainer.fit()

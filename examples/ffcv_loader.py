@@ -30,9 +30,8 @@ class Images:
 def make_loader(path: str) -> midepoch.StatefulIterable:
     image = [RandomResizedCropRGBImageDecoder((24, 24)), Cutout(6), ToTensor(), ToTorchImage()]
     pipelines = {"image": image, "label": [IntDecoder(), ToTensor()]}
-    return midepoch.wrap(
-        Loader(path, batch_size=8, num_workers=1, order=OrderOption.RANDOM, pipelines=pipelines), seed=0
-    )
+    source = Loader(path, batch_size=8, num_workers=1, order=OrderOption.RANDOM, pipelines=pipelines)
+    return midepoch.wrap(source, seed=0)
 
 
 def main() -> None:

@@ -54,5 +54,5 @@ arguments = TrainingArguments(
 trainer = Trainer(Model(), arguments)
 feed(trainer, midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0))
 checkpoints = sorted(Path(sys.argv[1]).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-whole = [str(path) for path in checkpoints if is_whole(path)]
-trainer.train(resume_from_checkpoint=whole[-1] if whole else None)
+newest = next((str(path) for path in reversed(checkpoints) if is_whole(path)), None)
+trainer.train(resume_from_checkpoint=newest)

@@ -48,9 +48,9 @@ class Module(LightningModule):
 
 torch.manual_seed(0)
 every_third = ModelCheckpoint(sys.argv[1], every_n_train_steps=3)
-trainer = Trainer(
-    accelerator="cpu", max_epochs=2, callbacks=[every_third, ExactResume()], logger=False, enable_progress_bar=False
-)
+on_this_machine: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+trainer = Trainer(max_epochs=2, callbacks=[every_third, ExactResume()], **on_this_machine)
 # Not one that was being written: Lightning makes a file in TMPDIR, and moves it.
 whole = [path for path in Path(sys.argv[1]).glob("*.ckpt") if zipfile.is_zipfile(path)]
-trainer.fit(Module(), ckpt_path=max(whole, key=lambda path: path.stat().st_mtime, default=None))
+newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
+trainer.fit(Module(), ckpt_path=newest)

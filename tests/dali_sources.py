@@ -260,3 +260,27 @@ def sampled(
     iterator = KINDS[kind]([made], ["label", "data", "random"], prepare_first_batch=prepare)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
 
+
+# --- for jax -------------------------------------------------------------------------------------------------------
+
+
+def of_jax(
+    root: str, rank: int = 0, world_size: int = 1, batch_size: int = 2, seed: int | None = None, size: int = 12
+) -> Any:
+    """What jax's `data_iterator` makes, its batches as numpy's arrays."""
+    from nvidia.dali.plugin.jax import data_iterator
+
+    @data_iterator(output_map=["label", "random"], reader_name="Reader")
+    def made() -> Any:
+        files = [f"{root}/{number:03}.npy" for number in range(size)]
+        label = fn.readers.numpy(
+            files=files, name="Reader", random_shuffle=True, initial_fill=7, shard_id=rank, num_shards=world_size
+        )
+        return label, fn.random.uniform(shape=[2])
+
+    iterator = made(batch_size=batch_size, device_id=None, num_threads=1, seed=11)
+    return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), then=as_arrays)
+
+
+def as_arrays(batch: Any) -> Any:
+    return [{name: np.array(value) for name, value in batch.items()}]

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
@@ -174,6 +175,67 @@ WRAPPED: dict[str, Callable[..., Any]] = {
     "Grain IterDataset": wrapped_grain_dataset,
     "LitData StreamingDataLoader": wrapped_litdata_loader,
 }
+
+# --- wrapped, on several ranks ---
+
+
+def as_a_row(number: int) -> Any:
+    return torch.tensor([float(number)])
+
+
+def with_draws(number: int) -> Any:
+    return torch.tensor([number, random.random(), np.random.rand(), torch.rand(())], dtype=torch.float64)
+
+
+def draws(batch: Any) -> list[tuple[float, ...]]:
+    """What `with_draws` has drawn."""
+    return [tuple(row[1:].tolist()) for row in batch]
+
+
+def wrapped_nodes(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
+    return _nodes_of(rank, world_size, seed, with_draws, ahead=False)
+
+
+def wrapped_nodes_ahead(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
+    """Nodes that read in a thread, and draw nothing there."""
+    return _nodes_of(rank, world_size, seed, as_a_row, ahead=True)
+
+
+def _nodes_of(rank: int, world_size: int, seed: int | None, read: Callable[[int], Any], ahead: bool) -> Any:
+    import torchdata.nodes as parts
+
+    numbers: Any = range(SIZE)
+    sampler: Any = DistributedSampler(numbers, world_size, rank, shuffle=True, seed=seed or 0)
+    node: Any = parts.Batcher(parts.Mapper(parts.SamplerWrapper(sampler), read), BATCH, drop_last=False)
+    node = parts.Mapper(node, torch.stack)
+    loader = parts.Loader(parts.Prefetcher(node, 2) if ahead else node)
+    return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size))
+
+
+def wrapped_grain_elastic(
+    rank: int = 0, world_size: int = 1, batch_size: int = 2, seed: int | None = SEED, size: int = 26
+) -> Any:
+    source = grain_elastic(rank, world_size, batch_size * world_size, size)
+    return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
+
+
+def place_litdata(rank: int, world_size: int) -> None:
+    """Tell LitData which rank this process is. It asks again when it is read."""
+    for name, number in (("WORLD_SIZE", world_size), ("GLOBAL_RANK", rank)):
+        os.environ[name] = str(number)
+
+
+def wrapped_litdata_elsewhere(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = 48
+) -> Any:
+    import cpu_torchvision  # noqa: F401
+    import litdata
+
+    place_litdata(rank, world_size)
+    dataset = litdata.StreamingDataset(written_by_litdata(size), shuffle=True, seed=seed or 0, drop_last=True)
+    source = litdata.StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers)
+    return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
+
 
 # --- states that are tried ---
 

@@ -27,7 +27,7 @@ from midepoch import World
 from midepoch.adapters import dali
 from midepoch.errors import StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
-from midepoch.testing import digest
+from midepoch.testing import check_resumable, digest
 
 SIZE, BATCH = 16, 4
 
@@ -195,6 +195,17 @@ def test_jax_s_iterator_goes_on_exactly(options: dict[str, Any], root: str) -> N
     plain = lambda batch: {name: np.asarray(value) for name, value in batch.items()}
     given = every_cut(lambda: midepoch.wrap(make(), then=plain))
     assert given[:4] == bare and len(set(given)) == 12
+
+
+def test_the_laws_hold_for_jax_s_iterator(root: str) -> None:
+    pytest.importorskip("jax", reason="jax is not installed; make wild runs this test")
+    report = check_resumable(
+        functools.partial(sources.of_jax, root), quick=True, shuffled=True, identify=sources.identify,
+        draws=sources.draws, raise_on_failure=False,
+    )  # fmt: skip
+    assert report.holds, str(report)
+    refused = {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "refused clearly"}
+    assert list(refused) == ["topology", "reshard"] and all("number of shards" in why for why in refused.values())
 
 
 # --- dynamic mode -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ from kill_examples import assert_went_on, kill_with_children
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_ELSEWHERE = ("tutorial.md", "start.md", "README.md", "index.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # In one process, one after the other, since each start of torch costs seconds; with names of their own.
@@ -68,8 +70,8 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    # Tests of their own run the tutorial and the entries of the page for a start.
-    [page for page in PAGES if blocks(page, "python") and page.name not in ("tutorial.md", "start.md")],
+    # Tests of their own run the tutorial, the entries of the page for a start, and the front page.
+    [page for page in PAGES if blocks(page, "python") and page.name not in RUN_ELSEWHERE],
     ids=lambda page: page.name,
 )
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
@@ -94,27 +96,113 @@ def entries() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [name for name, code in entries().items() if "make" in code and code[0] != "#"])
-def test_an_entry_of_the_start_resumes_exactly(name: str) -> None:
-    """With the lines that the page gives for all of them."""
-    resume, imports = blocks(ROOT / "docs" / "start.md", "python")[:2]
-    names: dict[str, Any] = {}
-    exec(f"{imports}\n{entries()[name]}\nwhole = list(make())\n{resume}", names)
-    assert len(names["whole"]) > 5
-    assert digest(names["rest"]) == digest(names["whole"][1:])
+def test_an_entry_of_the_start_resumes_exactly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the program that the page gives for all of them, which dies in mid-epoch and after an epoch's last batch."""
+    program, imports = blocks(ROOT / "docs" / "start.md", "python")[:2]
+
+    def trained(folder: str, dies_after: int | None = None) -> list[tuple[int, str]]:
+        found: list[tuple[int, str]] = []
+
+        def train(epoch: int, batch: Any) -> None:
+            if len(found) == dies_after:
+                raise KeyboardInterrupt
+            found.append((epoch, digest(batch)))
+
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(KeyboardInterrupt) if dies_after else contextlib.nullcontext():
+            exec(f"{imports}\n{entries()[name]}\n{program}", {"print": train})
+        return found
+
+    whole = trained("whole")
+    of_an_epoch = len(whole) // 2
+    assert of_an_epoch > 5 and [epoch for epoch, _ in whole] == [0] * of_an_epoch + [1] * of_an_epoch
+    for number in (1, of_an_epoch):
+        assert trained(f"{number}", number) + trained(f"{number}") == whole
 
 
-def test_an_entry_of_the_start_has_at_most_six_lines_and_is_of_a_program_that_is_run() -> None:
-    """Those that need files or a trainer are lines of a program, in its order."""
-    found = entries()
-    assert len(found) > 20
-    for name, code in found.items():
-        lines = [line.strip() for line in code.splitlines()]
-        program = lines.pop(0).removeprefix("# ") if code[0] == "#" else ""
-        assert 0 < len(lines) <= 6, name
-        if program:
-            rest = iter(line.strip() for line in (ROOT / program).read_text().splitlines())
-            missing = [line for line in lines if line not in rest]
-            assert not missing, f"{name}: not in {program}, or in another order: {missing}"
+def outline(code: str) -> list[tuple[str, list[int]]]:
+    """Each line, without what it says to tools, and the numbers of those inside of which it stands."""
+    found: list[tuple[str, list[int]]] = []
+    around: list[tuple[int, int]] = []
+    for line in filter(str.strip, code.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        around = [each for each in around if each[0] < indent]
+        text = re.sub(r"  # (type: ignore|fmt: skip).*", "", line).strip()
+        found.append((text, [number for _, number in around]))
+        around.append((indent, len(found) - 1))
+    return found
+
+
+@pytest.mark.parametrize("name", entries())
+def test_an_entry_of_the_start_has_at_most_six_lines_and_can_be_pasted(name: str) -> None:
+    """Those that need files or a trainer are lines of a program that is run, in its order, each inside of the same."""
+    first, *others = entries()[name].splitlines()
+    excerpt = outline("\n".join(others if first.startswith("# ") else [first, *others]))
+    assert 0 < len(excerpt) <= 6
+    compile(entries()[name], name, "exec")
+    if first.startswith("# "):
+        program = outline((ROOT / first.removeprefix("# ")).read_text())
+        places: list[int] = []  # in the program, of each line of the excerpt
+        for text, _ in excerpt:
+            after = places[-1] + 1 if places else 0
+            found = [number for number, (line, _) in enumerate(program) if number >= after and line == text]
+            assert found, f"not in {first[2:]}, or in another order: {text}"
+            places.append(found[0])
+        for (text, around), place in zip(excerpt, places, strict=True):
+            shown = [number for number in program[place][1] if number in places]
+            assert shown == [places[number] for number in around], f"{first[2:]} has it inside of other lines: {text}"
+
+
+def test_the_start_says_where_the_names_of_adapters_come_from() -> None:
+    text = (ROOT / "docs" / "start.md").read_text()
+    for section in text.split("\n### ")[1:]:
+        name = re.search(r"\b(feed|ExactResume|dali)[(.]", "".join(code for _, code in BLOCK.findall(section)))
+        if name:
+            module = r"`?(from )?midepoch\.adapters(\.trainers\.\w+`|\.trainers\.\w+ import \w+| import dali`)"
+            assert re.search(module, section), f"{section.splitlines()[0]} uses {name[1]}, and does not import it"
+
+
+def test_there_are_entries_for_sources_and_for_trainers() -> None:
+    assert len(entries()) > 20
+
+
+def test_the_program_of_the_front_page_is_killed_and_goes_on(tmp_path: Path) -> None:
+    """With SIGKILL, in mid-epoch and right after it has saved an epoch's last batch."""
+    (program,) = blocks(ROOT / "README.md", "python")
+    assert len(program.splitlines()) <= 14
+    program = program.replace("range(10_000)", "range(100)").replace(", batch)    #", ", batch, flush=True)    #")
+    outputs = []
+    for place in ("(0, 40)", "(0, 100)", "(2, 96)", "nowhere"):
+        folder = tmp_path / place
+        folder.mkdir()
+        dying = f"        if str((epoch, loader.position)) == {place!r}: os.kill(os.getpid(), {signal.SIGKILL})\n"
+        (folder / "train.py").write_text(program)
+        (folder / "dying.py").write_text(program + dying)
+        job = forking.Program(["dying.py"], modules=MODULES, cwd=folder)
+        head, _ = job.communicate()
+        assert job.returncode == (0 if place == "nowhere" else -signal.SIGKILL)
+        outputs.append(head + python(["train.py"], folder))
+    assert len(re.findall(r"^\d \d+ tensor", outputs[-1], re.MULTILINE)) == 3 * 13
+    assert len(set(outputs)) == 1
+
+
+def test_the_front_page_has_the_figures_of_the_page_on_costs() -> None:
+    """Rounded; a page that was measured anew needs another front page."""
+    rows = re.findall(
+        r"^\| 32 \| (\d) \| (no|yes) \| ([\d.]+) \| [^|]* \| ([\d.]+); ([\d.]+) ",
+        (ROOT / "docs" / "benchmarks" / "loader.md").read_text(), re.MULTILINE,
+    )  # fmt: skip
+    table = {(workers, draw): (plain, streams, ratio) for workers, draw, plain, streams, ratio in rows}
+    told = re.search(
+        r"takes (\d+) µs instead of (\d+) where samples draw .* (\d+) instead of (\d+) where they do not\. "
+        r"With two workers it takes ([\d.]+) times as long, whether they draw or not",
+        " ".join((ROOT / "README.md").read_text().split()),
+    )
+    assert told
+    for (plain, streams, _), shown in ((table["0", "yes"], told.groups()[:2]), (table["0", "no"], told.groups()[2:4])):
+        assert shown == (f"{float(streams):.0f}", f"{float(plain):.0f}")
+    assert {f"{float(table['2', draw][2]):.2f}" for draw in ("yes", "no")} == {told[5]}
 
 
 def test_the_front_pages_lead_to_every_entry_of_the_start() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import itertools
 import json
+import os
 import pickle
 import random
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -23,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import own_state_sources as own
+import own_states_job
 import sources
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -30,6 +35,7 @@ import midepoch
 from midepoch import StateError, wrap
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests, check_resumable
+from midepoch.testing.pool import shared_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -653,7 +659,7 @@ def test_a_trial_moves_no_generator() -> None:
 
 class _Own(ResumableTests):
     identify: ClassVar[Any] = staticmethod(own.identify)
-    world_sizes = (1,)  # they divide themselves, by what each takes for the world
+    world_sizes: ClassVar[tuple[int, ...]] = (1,)  # they divide themselves, by what each takes for the world
     quick = True
 
 
@@ -685,6 +691,53 @@ class TestGrainDataset(_Own):
 class TestLitData(_Own):
     make_loader = staticmethod(own.wrapped_litdata_loader)
     shuffled = True
+
+
+class _OnRanks(_Own):
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 3)
+
+
+class TestNodes(_OnRanks):
+    """Each rank has its own state, so another world is refused by name."""
+
+    make_loader = staticmethod(own.wrapped_nodes)
+    draws: ClassVar[Any] = staticmethod(own.draws)
+    shuffled = True
+    elastic_content = False  # numbers are those of the batch
+
+
+@pytest.mark.long  # threads are started for each resume; test_a_source_whose_state_is_right_... has them too
+class TestNodesAhead(_OnRanks):
+    make_loader = staticmethod(own.wrapped_nodes_ahead)
+    shuffled = True
+
+
+class TestGrainElastic(_OnRanks):
+    make_loader = staticmethod(own.wrapped_grain_elastic)
+    shuffled = False  # Grain's order is the same in each epoch
+    tail = "drop"
+    drop_last = True
+
+    @classmethod
+    def setup_class(cls) -> None:
+        pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+
+
+@pytest.mark.long  # another number of ranks, in each direction, with workers; two of them are gone on from below
+class TestLitDataElsewhere(_OnRanks):
+    make_loader = staticmethod(own.wrapped_litdata_elsewhere)
+    world_sizes = (1, 2, 3)
+    cuts = (6,)  # each new global batch divides what was read; where it does not, LitData repeats, and says so
+    shuffled = True
+    tail = "drop"
+
+    @classmethod
+    def setup_class(cls) -> None:
+        made("LitData StreamingDataLoader")
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        shared_pool().close()  # their processes were told that they are others
 
 
 @pytest.mark.parametrize("name", ["StatefulDataLoader of a stream", "torchdata.nodes", "right by itself"])
@@ -747,6 +800,50 @@ def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(nam
         resumed.load_state_dict(state)
         assert taken(resumed) == epochs[2]
         resumed.close()
+
+
+BEGINNINGS: dict[str, Callable[[], Loader]] = {
+    **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
+    "Grain ElasticIterator": lambda: grain_elastic(),
+    "torchdata.nodes": own.wrapped_nodes,
+    "torchdata.nodes that read ahead": own.wrapped_nodes_ahead,
+    "an object": lambda: wrap(own.Stream()),
+    "StatefulDataLoader of a stream": lambda: wrap(own.EXACT["StatefulDataLoader of a stream"](), seed=1),
+    "StatefulDataLoader of rows": lambda: wrap(own.rows_inside(buffer=True), seed=1),
+    "DataLoader of a stream": lambda: counting(0),
+    "DataLoader of a stream, two workers": lambda: counting(2),
+}
+ONLY_ON = ("LitData", "torchdata.nodes", "an object", "StatefulDataLoader of a stream", "DataLoader of a stream")
+"""Of these, no state leads to an epoch behind one that was left."""
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_reached_or_refused(name: str, peeks: bool) -> None:
+    """By reading on, in the loader itself, it is reached by all."""
+    refused = name.startswith(ONLY_ON) and "two workers" not in name
+    with BEGINNINGS[name]() as loader, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", midepoch.MidepochWarning)
+        for epoch in loader.epochs(2):
+            if epoch == 1:
+                if peeks:
+                    loader.peek()
+                state = loader.state_dict()
+                following = taken(loader)
+                break
+            taken(loader, 2)
+        told = [str(each.message) for each in caught if "beginning of epoch 1" in str(each.message)]
+    assert (state["epoch"], state["position"]) == (1, 0)
+    assert bool(told) == refused and all("Save behind a batch" in each for each in told)
+    with BEGINNINGS[name]() as resumed:
+        if refused:
+            before = resumed.state_dict()
+            with pytest.raises(StateError, match=r"beginning of epoch 1, .*epoch 0 was not read to its end"):
+                resumed.load_state_dict(state)
+            assert resumed.state_dict() == before
+        else:
+            resumed.load_state_dict(state)
+            assert taken(resumed) == following
 
 
 # --- what is elastic by itself stays elastic ---
@@ -829,6 +926,52 @@ def test_litdata_goes_on_in_another_world(batches: int, again: int, monkeypatch:
     alone = wrap(own.litdata_loader(size=size), world=midepoch.World(1, 2))
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"rank \d of \d, and midepoch for rank 1 of 2"):
         next(iter(alone))
+
+
+@pytest.mark.long  # in one process after the other above
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "batches", "global_batch", "again"),
+    [
+        ("elastic", 2, 3, 2, 12, 0),
+        ("elastic", 3, 2, 2, 12, 0),
+        ("litdata", 2, 3, 3, 12, 0),
+        ("litdata", 3, 2, 3, 12, 0),
+        ("litdata", 2, 3, 1, 9, 3),  # 12 samples were read, and 9 do not divide them
+    ],
+)
+def test_ranks_of_torchrun_go_on_as_other_ranks(
+    kind: str, before: int, after: int, batches: int, global_batch: int, again: int, tmp_path: Path
+) -> None:
+    made("LitData StreamingDataLoader" if kind == "litdata" else "Grain DataLoader")
+    head = own_states_job.run(tmp_path, kind, before, batches)
+    assert not any(each["told"] for each in head)
+    rest = own_states_job.run(tmp_path, kind, after, 0, global_batch)
+    given = Counter(own_states_job.samples(head) + own_states_job.samples(rest))
+    print(f"{kind}, {before} -> {after} ranks: {len(given)} samples, {given.total() - len(given)} of them twice")
+    assert set(given) == set(range(own_states_job.SIZE)) and given.total() == own_states_job.SIZE + again
+    assert not any("refused" in each for each in rest)
+    told = [text for each in rest for text in each["told"] if f"the last {again} samples that were read come" in text]
+    assert len(told) == (1 if again else 0)
+    assert len({len(each["samples"]) for each in rest}) == 1, "as many batches on each rank"
+
+
+def test_what_litdata_keeps_as_it_was_is_compared_when_a_state_is_loaded() -> None:
+    """LitData compares it when the first batch is read."""
+    made("LitData StreamingDataLoader")
+    import litdata
+
+    def make(**options: Any) -> Loader:
+        settings = {"shuffle": True, "seed": 1, "drop_last": True, **options}
+        dataset = litdata.StreamingDataset(own.written_by_litdata(own.SIZE), **settings)
+        return wrap(litdata.StreamingDataLoader(dataset, batch_size=2), seed=1)
+
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    for name, value in (("shuffle", False), ("seed", 2), ("drop_last", False)):
+        with pytest.raises(StateError, match=rf"{name} differs: .*this StreamingDataset has {value}.*{name}="):
+            make(**{name: value}).load_state_dict(state)
+    make().load_state_dict(state)
 
 
 # --- streams in a DataLoader ---
@@ -934,6 +1077,70 @@ def test_a_state_of_another_version_of_a_source_is_named_as_such(workers: int) -
         for _ in range(2):  # nothing is half loaded: it is said again
             with pytest.raises(StateError, match=r"refused its own state \(KeyError: 'format 2'\)"):
                 next(iter(resumed))
+
+
+def test_a_state_of_another_version_of_a_package_is_told_and_one_without_a_version_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which version is installed is said to be another one; `make wild` has a real one, below."""
+
+    def saved(version: Callable[[str], str]) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", version)
+            loader: Loader = own.wrapped_nodes()
+            taken(loader, 2)
+            return loader.state_dict()
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with pytest.warns(midepoch.MidepochWarning, match=r"saved with 'torchdata 0\.9\.7', and 'torchdata 0\.11\.0' is"):
+        own.wrapped_nodes().load_state_dict(saved(lambda name: "0.9.7"))
+    here = importlib.metadata.version("torchdata")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        for version in (unknown, lambda name: here):  # states that were saved before do not say it
+            loader = own.wrapped_nodes()
+            loader.load_state_dict(saved(version))
+            assert len(taken(loader)) == 3
+
+
+OLDER = Path(sys.prefix) / "wild" / "torchdata_010"
+
+
+@pytest.mark.skipif(not OLDER.is_dir(), reason="torchdata 0.10.1 is installed by make wild, which runs this test")
+def test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told(tmp_path: Path) -> None:
+    """Its nodes refuse them. Its StatefulDataLoader takes them for other places, and gives more than was left."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import own_state_sources as own\n"
+        "found = []\n"
+        "for make in (own.wrapped_nodes, own.wrapped_torchdata):\n"
+        "    loader = make(); batches = iter(loader); next(batches), next(batches)\n"
+        "    found.append(loader.state_dict())\n"
+        "print(json.dumps(found))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": str(OLDER)}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    versions = r"'torchdata 0\.10\.1', and 'torchdata 0\.11\.0' is installed"
+    for make, state, error, words in zip(
+        (own.wrapped_nodes, own.wrapped_torchdata), json.loads(said), (StateError, midepoch.SourceError),
+        (r"refused its own state \(KeyError: 'it_state'\)", "more|continues after the 3 batches"), strict=True,
+    ):  # fmt: skip
+        loader = make()
+        with pytest.warns(midepoch.MidepochWarning, match=versions):
+            loader.load_state_dict(state)
+        for _ in range(2 if error is StateError else 1):  # nothing is half loaded: it is said again
+            with pytest.raises(error, match=words) as raised:
+                taken(loader)
+            assert re.search(versions, str(raised.value)) and "install that version" in str(raised.value)
+    whole = own.wrapped_nodes()
+    head, state = taken(whole, 2), whole.state_dict()
+    loader = own.wrapped_nodes()
+    with pytest.warns(midepoch.MidepochWarning, match=versions):
+        loader.load_state_dict(json.loads(said)[0])
+    loader.load_state_dict(state)  # its own state takes it elsewhere all the same
+    assert head + taken(loader) == taken(own.wrapped_nodes())
 
 
 def test_a_stream_alone_is_asked_for_its_state_only_when_somebody_asks() -> None:

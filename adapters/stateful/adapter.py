@@ -5,8 +5,10 @@ For sources whose state is known to be incomplete, the adapter adds what is miss
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import importlib.metadata
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
+from midepoch.state.format import PIECES, piece_of
 from midepoch.world import World
 
 __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream"]
@@ -57,10 +60,12 @@ class StatefulAdapter(Adapter):
         self.seeds = False  # a batch has drawn, so each is seeded from now on
         self.was_put_at_its_end = False  # by a state, and not read since
         self._used = False
+        self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
         self._begun = False  # a session has been opened
         self._tried_in: list[int] = []  # epochs
+        self.saved_with = ""  # another version of the source's package, of the state that was checked last
         self._untried = "it is tried on a copy when an epoch is read from its beginning"
         if options.verify == "off" or not options.streams:
             self._untried = "verify='off'" if options.verify == "off" else "randomness='none'"
@@ -95,7 +100,25 @@ class StatefulAdapter(Adapter):
             if isinstance(value, int):
                 described[name] = str(value)
         samples = length_of(getattr(self.source, "dataset", None))
+        described |= self.described_package()
         return described if samples is None else {**described, "samples": str(samples)}
+
+    def described_package(self) -> dict[str, str]:
+        """The source's package with its version, which need not be the same."""
+        package = _package_of(self.source)
+        return {f"{_PACKAGE}{PIECES}": package} if package else {}
+
+    def note_saved_with(self, fingerprint: str) -> None:
+        """Say it where the source's package is of another version than the one that has made its state."""
+        saved, here = piece_of(fingerprint, _PACKAGE), _package_of(self.source)
+        self.saved_with = f"{saved!r:.80}, and {here!r} is installed" if saved and here and saved != here else ""
+        if self.saved_with:
+            warnings.warn(
+                f"the state of this {type(self.source).__name__} was saved with {self.saved_with}: another version may "
+                "take it for another place; install that version, or compare the first batches",
+                MidepochWarning,
+                stacklevel=4,
+            )
 
     def capabilities(self) -> Capabilities:
         """What the source's own state can restore."""
@@ -121,6 +144,18 @@ class StatefulAdapter(Adapter):
             raise StateCorruptError(
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
+        elif (why := self.unreachable(epoch, position, detail)) and self._read_epoch != epoch - 1:
+            raise StateError(f"{why}: load a state that was saved behind a batch")
+
+    def unreachable(self, epoch: int, position: int, detail: str) -> str:
+        """An epoch's beginning behind one that was left early: the source's own state does not lead there."""
+        if not epoch or position or detail or self.begins_anew:
+            return ""
+        return (
+            f"the state is of the beginning of epoch {epoch}, before its first batch, and epoch {epoch - 1} was not "
+            f"read to its end: {type(self.source).__name__} gets there by reading on, in the same process, and by no "
+            "state"
+        )
 
     @property
     def begins_anew(self) -> bool:
@@ -148,8 +183,9 @@ class StatefulAdapter(Adapter):
     def _tries(self) -> bool:
         return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
 
-    def begin(self) -> None:
-        """The first session begins."""
+    def begin(self, epoch: int) -> None:
+        """A session begins to read."""
+        self._read_epoch = epoch
         if not self._begun:
             self._begun = True
             self.before_first_read()
@@ -305,6 +341,22 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
+
+
+_PACKAGE = "package"
+_PACKAGES = {
+    "torchdata": "torchdata", "datasets": "datasets", "grain": "grain", "litdata": "litdata",
+    "megatron.energon": "megatron-energon",
+}  # fmt: skip
+
+
+def _package_of(source: object) -> str:
+    """The package that a source is of, with its version; empty if it is of none that is known."""
+    for module, distribution in _PACKAGES.items():
+        if is_of(module, source):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return f"{distribution} {importlib.metadata.version(distribution)}"
+    return ""
 
 
 class _First(Session):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.packages import RESTORED_BY_GRAIN
-from midepoch.errors import MidepochWarning, UnsupportedSourceError
+from midepoch.errors import MidepochWarning, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -114,7 +114,7 @@ class LitDataAdapter(StatefulAdapter):
         """The kind of source, and its chunks with the numbers of their samples; not what follows from the ranks."""
         samples, chunks = private.litdata_chunks(self.source)
         data = f"{samples} samples:{zlib.crc32(chunks.encode()):08x}"
-        return {"source": super().describe()["source"], "data": data}
+        return {"source": super().describe()["source"], "data": data, **self.described_package()}
 
     def capabilities(self) -> Capabilities:
         """As elastic as LitData."""
@@ -125,6 +125,17 @@ class LitDataAdapter(StatefulAdapter):
             elastic_workers=own,
             rank_independent=Capability(False, "each rank asks its own source; any one rank's state will do for all"),
         )
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Compare what LitData itself would compare when the first batch is read."""
+        super().check_detail(detail, seed, epoch, position, world)
+        for name, saved, here in private.litdata_differs(self.state_in(detail), self.source) if detail else ():
+            cure = f"write StreamingDataset({name}={saved!r})"
+            if name == "drop_last":
+                cure += ", since LitData's own value is another on one rank than on several"
+            raise StateMismatchError(
+                f"{name} differs: the state was saved with {saved!r}, this StreamingDataset has {here!r}; {cure}"
+            )
 
     def part(self, detail: str, saved_world_size: int, world: World) -> str:
         """Any rank's part: they are equal."""

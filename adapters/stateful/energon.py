@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
+from midepoch.adapters.stateful.session import ENDED
 from midepoch.errors import MidepochWarning, StateCorruptError, StateError
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -33,6 +34,10 @@ class EnergonAdapter(StatefulAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._resumed = False
+        kinds = _kinds_in(source.dataset)
+        # A training loader repeats its data without an end, unless it has virtual epochs.
+        ends = "EpochizeDataset" in kinds or "RepeatDataset" not in kinds
+        self._shares_passes = ends and source.num_workers > 1
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -46,7 +51,7 @@ class EnergonAdapter(StatefulAdapter):
     def describe(self) -> dict[str, str]:
         """The kind of loader and its workers, whose states are restored one by one."""
         kind = f"{type(self.source).__module__}.{type(self.source).__qualname__}"
-        return {"source": kind, "num_workers": str(self.source.num_workers)}
+        return {"source": kind, "num_workers": str(self.source.num_workers), **self.described_package()}
 
     def capabilities(self) -> Capabilities:
         """What Energon restores: in worker processes, the global generators too."""
@@ -58,8 +63,13 @@ class EnergonAdapter(StatefulAdapter):
                 "without worker processes, Energon does not restore the global generators: write "
                 "WorkerConfig(num_workers=1) or more, or draw in then=, whose numbers are restored",
             )
+        order = told.exact_order
+        if self._shares_passes:
+            why = "where passes end (validation, virtual epochs), Energon resumes one worker process at most exactly"
+            order = Capability(False, f"{why}: write WorkerConfig(num_workers=1)")
         return dataclasses.replace(
             told,
+            exact_order=order,
             exact_augmentations=exact,
             elastic_world=Capability(False, "Energon's own rule: `energon checkpoint redist` makes states for others"),
         )
@@ -69,8 +79,27 @@ class EnergonAdapter(StatefulAdapter):
         """Energon's own rule for other worlds."""
         return (
             ", or save Energon's own states (loader.source.save_state_global), and redistribute them with `energon "
-            "checkpoint redist --new-world-size`"
+            "checkpoint redist --new-world-size`, with as many worker processes on all ranks together"
         )
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Check that Energon can go there: the loader was not read, and something is left to each worker process."""
+        super().check_detail(detail, seed, epoch, position, world)
+        if self._used and (detail.removeprefix(ENDED) != self._stands_at() if detail else not epoch):
+            raise StateError(_MAKE_ANOTHER)
+        if not self._shares_passes or detail.startswith(ENDED):
+            return
+        workers = range(self.source.num_workers)
+        left = _left([self.source.dataset.len_worker(each) for each in workers], position // world.world_size)
+        if 0 in left and any(left):
+            raise StateError(
+                f"when this state was saved, {left.count(0)} of {len(left)} worker processes had given all that they "
+                f"have of epoch {epoch}, and Energon lets those begin the next one at once: load a state that was "
+                "saved earlier in the epoch, or at its end, or write WorkerConfig(num_workers=1)"
+            )
+
+    def _stands_at(self) -> str:
+        return encode(_plain(self.source.save_state_rank()))
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Energon's own iterator, after its state is restored."""
@@ -99,12 +128,30 @@ class EnergonAdapter(StatefulAdapter):
         if not used:
             self._resumed = True
             self.source.restore_state_rank(_restored(state))
-        elif encode(_plain(self.source.save_state_rank())) != encode(state):
+        elif self._stands_at() != encode(state):
             raise StateError(_MAKE_ANOTHER)
 
     def current(self, iterator: Iterator[Any]) -> Any:
         """Energon's state of this rank."""
         return _plain(self.source.save_state_rank())
+
+
+def _kinds_in(dataset: Any) -> set[str]:
+    """The names of the classes of a dataset and of those that it reads."""
+    inside = [*getattr(dataset, "datasets", ()), getattr(dataset, "dataset", None)]
+    found = {type(dataset).__name__}
+    return found.union(*(_kinds_in(each) for each in inside if each is not None))
+
+
+def _left(lengths: list[int], taken: int) -> list[int]:
+    """The batches that each worker has left, of which they give one each in turn."""
+    left, turn = list(lengths), 0
+    for _ in range(min(taken, sum(lengths))):
+        while not left[turn % len(left)]:
+            turn += 1
+        left[turn % len(left)] -= 1
+        turn += 1
+    return left
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from midepoch.samplers import length_of
 __all__ = [
     "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end", "go_to_the_end", "grain_steps",
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
-    "litdata_begun_by_others", "litdata_chunks",
+    "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
     "without_iterator",
 ]  # fmt: skip
@@ -114,6 +114,15 @@ def litdata_begun_by_others(state: Any, loader: Any, world_size: int) -> bool:
         return False
     here = {"world_size": world_size, "num_workers": loader.num_workers or 1, "batch_size": loader.batch_size}
     return saved.get("resume_mode") == "elastic" or any(saved.get(name, each) != each for name, each in here.items())
+
+
+def litdata_differs(state: Any, loader: Any) -> list[tuple[str, Any, Any]]:
+    """The settings that LitData keeps as they were saved: their names, as they were and as they are."""
+    saved = state.get("dataset") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
+        return []
+    here = {name: getattr(loader.dataset, name, saved.get(name)) for name in ("shuffle", "seed", "drop_last")}
+    return [(name, saved[name], each) for name, each in here.items() if name in saved and saved[name] != each]
 
 
 def litdata_repeats(state: Any, loader: Any, world_size: int) -> int:

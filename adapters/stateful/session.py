@@ -98,7 +98,9 @@ class StatefulSession(Session):
         adapter.was_put_at_its_end = False
         advance = self._started()
         try:
-            return advance, advance()
+            # Another version of a source may notice only now that it cannot take the state.
+            other = run.detail and adapter.saved_with
+            return advance, self._loading(advance) if other else advance()
         except StopIteration:
             if not at_its_end:
                 raise
@@ -112,7 +114,7 @@ class StatefulSession(Session):
         """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
         own = self._run.detail.removeprefix(ENDED)
         if own:
-            self._adapter.begin()
+            self._adapter.begin(self._run.epoch)
             self._loading(lambda: self._adapter.restore(decode(own)))
             self._adapter.was_put_at_its_end = True
 
@@ -151,7 +153,7 @@ class StatefulSession(Session):
 
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
-        adapter.begin()
+        adapter.begin(run.epoch)
         self._began_at = run.detail
         if not run.detail:
             if run.epoch and adapter.stands_at_its_state:
@@ -166,12 +168,14 @@ class StatefulSession(Session):
     def _loading(self, load: Callable[[], Any]) -> Any:
         try:
             return load()
-        except StateError:
+        except (StateError, StopIteration):
             raise
         except Exception as error:
+            other = self._adapter.saved_with
+            cure = f"it was saved with {other}: install that version" if other else ""
             raise StateError(
                 f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                "make the source as it was when the state was saved"
+                f"{cure or 'make the source as it was when the state was saved'}"
             ) from error
 
     def mark(self) -> str:
@@ -217,7 +221,8 @@ class StatefulSession(Session):
             next(self._iterator)
         except StopIteration:
             return
+        other = self._adapter.saved_with if self._run.detail else ""
         raise SourceError(
             f"{type(self._adapter.source).__name__} continues after the {self._steps} batches that its len() leaves: "
-            "fix its __len__"
+            + (f"its state was saved with {other}: install that version" if other else "fix its __len__")
         )

@@ -522,6 +522,13 @@ class Adapter(ABC):
         if detail:
             raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
 
+    def note_saved_with(self, fingerprint: str) -> None:  # noqa: B027  # nothing to do for most
+        """Learn how the loader of a state that is being checked was described, of which not all must be the same."""
+
+    def unreachable(self, epoch: int, position: int, detail: str) -> str:
+        """Why no other process can be led to a place where this one stands; empty if it can."""
+        return ""
+
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """The samples of an epoch, for trials that a job cannot afford; None if they cannot be read one by one."""
         return None

@@ -61,7 +61,6 @@ class States:
             _mismatch(
                 "the seed", checked["seed"], self._options.seed, "pass that seed, or none to take over the saved one"
             )
-        states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         inside = checked["position"] > 0 or checked["detail"]
         if inside and not adapter.elastic and checked["world_size"] != world.world_size:
             _mismatch(
@@ -71,6 +70,8 @@ class States:
                 f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})"
                 + adapter.elsewhere,
             )
+        states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
+        adapter.note_saved_with(checked["fingerprint"])
         place = self.place(checked, world)
         if place.position:
             adapter.prepare(checked["seed"], place.epoch)

@@ -74,6 +74,14 @@ class PassedOnAdapter(Adapter):
         """As the way in use says."""
         self._way_of(detail).check_detail(detail, seed, epoch, position, world)
 
+    def note_saved_with(self, fingerprint: str) -> None:
+        """As of what is inside."""
+        self._way.note_saved_with(fingerprint)
+
+    def unreachable(self, epoch: int, position: int, detail: str) -> str:
+        """As of what is inside."""
+        return self._way.unreachable(epoch, position, detail)
+
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """Those of what is inside."""
         return self._way.samples(seed, epoch)

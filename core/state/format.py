@@ -37,6 +37,7 @@ __all__ = [
     "check",
     "compare_fingerprints",
     "from_values",
+    "piece_of",
     "reseal",
     "values_of",
 ]
@@ -212,6 +213,11 @@ def compare_fingerprints(saved: str, current: str) -> None:
         f"{now.get(name, 'none')!r}{_differing_pieces(name, before, now)}; make the loader as in the run that saved "
         "it, or start over with this data"
     )
+
+
+def piece_of(fingerprint: str, name: str) -> str:
+    """The pieces of a part of a fingerprint; empty if it does not tell them."""
+    return str(_parsed(fingerprint).get(f"{name}{PIECES}", ""))
 
 
 def _differing_pieces(name: str, before: dict[str, str], now: dict[str, str]) -> str:

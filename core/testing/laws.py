@@ -1010,7 +1010,10 @@ def _generators() -> dict[str, bytes]:
     }
 
 
-def _watch_generators(settings: Settings, options: Mapping[str, Any], state: dict[str, Any]) -> list[Finding]:
+def _watch_generators(
+    settings: Settings, options: Mapping[str, Any], state: dict[str, Any], passes: int = 2
+) -> list[Finding]:
+    """What moved the generators: the passes, and a load after them. One that takes no state then has a load alone."""
     with open_loader(settings, options) as loader:
         before = _generators()
 
@@ -1023,7 +1026,7 @@ def _watch_generators(settings: Settings, options: Mapping[str, Any], state: dic
             ]
 
         findings = moved("state_dict()", 0, 0) if loader.state_dict() is not None else []
-        for epoch in range(2):
+        for epoch in range(passes):
             iterator = iter(loader)
             findings += moved("iter()", epoch, 0)
             for number, _ in enumerate(iterator):
@@ -1033,7 +1036,11 @@ def _watch_generators(settings: Settings, options: Mapping[str, Any], state: dic
                 if findings:
                     return findings
             findings += moved("the end of a pass", epoch, None)
-        loader.load_state_dict(copy.deepcopy(state))
+        try:
+            loader.load_state_dict(copy.deepcopy(state))
+        except from_midepoch("StateError"):  # type: ignore[misc]
+            findings += moved("load_state_dict() that refuses", 0, None)
+            return findings or _watch_generators(settings, options, state, passes=0)
         findings += moved("load_state_dict()", 0, None)
         for number, _ in enumerate(loader):
             findings += moved("next() after a load", 0, number)
