@@ -322,6 +322,63 @@ def test_the_last_batch_of_an_epoch_is_given_again() -> None:
     assert [sources.plain(batch) for batch in loader] == whole[19:]
 
 
+def test_a_rollback_leads_to_the_latest_commit_and_never_past_it() -> None:
+    """One place is kept, however often it is asked for."""
+    loader = by_index(World())
+    each = iter(loader)
+    for _ in range(2):
+        next(each)
+        loader.commit()
+    committed, third = loader.state_dict(), sources.plain(next(each))
+    for _ in range(3):
+        loader.rollback()
+        assert (loader.state_dict(), loader.position) == (committed, 6)
+    assert sources.plain(next(each)) == third
+    loader.load_state_dict(committed)
+    next(iter(loader))
+    loader.rollback()  # behind a load, what was committed before is not kept
+    loader.rollback()
+    assert (loader.state_dict(), loader.position) == (committed, 6)
+
+
+class Mute(IterableDataset[int]):
+    """Cannot say its state from the fourth sample on."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Mute:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 12:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        if self.at > 3:
+            raise ValueError("a state was lost")
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_source_that_cannot_say_where_it_stands_is_not_committed_and_goes_back() -> None:
+    loader = midepoch.wrap(StatefulDataLoader(Mute(), batch_size=2), seed=1, world=World())
+    each = iter(loader)
+    next(each)
+    loader.commit()
+    committed = loader.state_dict()
+    assert [next(each).tolist() for _ in range(2)] == [[2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="a state was lost"):
+        loader.commit()
+    assert (loader.state_dict(), loader.position) == (committed, 3)
+    loader.rollback()
+    assert [batch.tolist() for batch in each] == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
 def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
     loader = by_index(World(0, 2))
     each = iter(loader)

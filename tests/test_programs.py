@@ -75,6 +75,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 NAMES = list(SHAPES)
+FED = "torchft_ddp"  # test_torchft.py runs it, with a lighthouse
 
 
 # --- how little changes ----------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def changed_lines(name: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, FED])
 def test_six_lines_are_changed_at_most(name: str) -> None:
     assert 3 <= changed_lines(name) <= 6
     added = [line for line in diff_of(name).splitlines() if line.startswith("+")]
@@ -105,6 +106,10 @@ def test_the_docs_show_the_changes(name: str) -> None:
     found = re.search(rf"^## {name}\n.*?^```diff\n(.*?)\n```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert found, f"{PAGE} has no diff of {name}"
     assert found[1] == diff_of(name), f"{PAGE} should show:\n{diff_of(name)}"
+
+
+def test_the_docs_show_the_changes_of_a_replica_group() -> None:
+    assert f"```diff\n{diff_of(FED)}\n```\n" in (PAGE.parent / "live.md").read_text()
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -73,6 +73,18 @@ def test_killed_groups_lose_and_repeat_no_sample(
     assert outcome.kills.total() >= 1
 
 
+# The short form has peers in test_live.py, and ranks of a group that are killed above.
+@pytest.mark.long
+def test_tensor_parallel_peers_in_groups_that_are_killed_get_equal_batches(tmp_path: Path) -> None:
+    """Each process compares its gradients with its peer's, in every step."""
+    outcome = kills.run_job(
+        tmp_path, 2, 3, groups=2, ranks=2, peers=True, asynchronous=True, size=200, limit=100,
+        points=("chosen", "allreduce", "voted"), settle=4,
+    )  # fmt: skip
+    exact(outcome, 4)
+    assert outcome.kills.total() >= 1
+
+
 @pytest.mark.parametrize(
     ("dead", "outages", "seed"),
     [(1, 1, 2), *(pytest.param(6, 4, seed, marks=pytest.mark.long) for seed in range(11, 17))],
@@ -133,6 +145,28 @@ def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert state["manager"]["step"] >= 50
 
 
+# The first one is the program as people write it: it shows that the second one differs in what is told alone.
+@pytest.mark.parametrize("name", [pytest.param("torchft_ddp_before", marks=pytest.mark.long), "torchft_ddp"])
+def test_a_program_in_the_shape_of_train_ddp_trains_in_two_groups(name: str, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "programs" / f"{name}.py"
+    stores, groups = [], []
+    with kills.lighthouse(2, patience=5000) as address:
+        for group in range(2):
+            stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            own = {
+                "TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(group), "RANK": "0", "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[-1].port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            groups.append(
+                forking.Program([script], cwd=tmp_path, env={**os.environ, **own}, modules=kills.MODULES, merged=True)
+            )
+        said = [each.communicate(100)[0] for each in groups]
+    assert [each.wait() for each in groups] == [0, 0], said[0][-3000:]
+    first, second = (torch.load(tmp_path / f"model_{group}.pt") for group in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all("[30] loss" in each and "2 groups" in each for each in said)
+
+
 # What is killed where, in all combinations: the short form above keeps that a group dies, rolls back, heals and counts.
 @pytest.mark.long
 @pytest.mark.parametrize("point", kills.POINTS)
@@ -158,17 +192,24 @@ class Managers:
     def __init__(self, address: str) -> None:
         self.address, self._made = address, list[Any]()
 
-    def __call__(self, name: str = "alone", **settings: Any) -> Manager:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given: dict[str, Any] = {"min_replica_size": 1, "use_async_quorum": False, "init_sync": False, **settings}
+    def __call__(self, name: str = "alone", store: TCPStore | None = None, **settings: Any) -> Manager:
+        store = store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        given: dict[str, Any] = {
+            "min_replica_size": 1, "use_async_quorum": False, "init_sync": False, "timeout": timedelta(seconds=10),
+            "rank": 0, "world_size": 1, **settings,
+        }  # fmt: skip
         manager = Manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), load_state_dict=lambda state: None,
-            state_dict=dict, timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=20), rank=0,
-            world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=self.address, replica_id=name,
-            hostname="127.0.0.1", **given,
+            state_dict=dict, quorum_timeout=timedelta(seconds=20), store_addr="127.0.0.1", store_port=store.port,
+            lighthouse_addr=self.address, replica_id=name, hostname="127.0.0.1", **given,
         )  # fmt: skip
         self._made.append((manager, store))
         return manager
+
+    def group(self, **settings: Any) -> list[Manager]:
+        """The Managers of a group of two ranks."""
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return [self("group", store, rank=rank, world_size=2, **settings) for rank in range(2)]
 
     def close(self) -> None:
         for manager, _ in self._made:
@@ -403,9 +444,10 @@ def test_spares_follow_and_do_not_count(pair: Managers) -> None:
     assert {weight for rows in groups.rows for _, weight in rows} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("differs", ["place", "batch size"])
+@pytest.mark.parametrize("differs", ["place", "batch size", "world"])
 def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs: str) -> None:
-    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4)]
+    world = World(0, 2) if differs == "world" else World()
+    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4, world=world)]
     if differs == "place":
         loaders[0].seek(position=4)
     groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
@@ -418,6 +460,46 @@ def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs
     assert groups.rows == [[], []]
 
 
+def test_processes_of_one_group_at_two_places_raise_and_do_not_fail_for_ever(managers: Managers) -> None:
+    loaders = [wrapped(world=World(rank, 2)) for rank in range(2)]
+    loaders[1].seek(position=8)
+    groups = Groups(managers.group(), loaders)
+    groups.train(1)
+    assert [type(error) for error in groups.errors] == [MidepochError] * 2
+    assert all("the processes of this group do not stand at one place" in str(error) for error in groups.errors)
+    assert groups.rows == [[], []]
+
+
+def test_a_process_of_a_group_that_is_late_fails_the_step_and_ends_nothing(managers: Managers) -> None:
+    """It may be healing, for as long as the others wait for it."""
+    made = managers.group(timeout=timedelta(seconds=1))
+    groups = Groups(made, [wrapped(world=World(rank, 2)) for rank in range(2)])
+    waits, ask = [1.5], made[1].participating_rank
+
+    def late() -> Any:
+        time.sleep(waits.pop() if waits else 0)
+        return ask()
+
+    made[1].participating_rank = late  # asked for when the quorum is known
+    groups.train(1)
+    assert not groups.errors
+    assert sorted(sample for rows in groups.rows for batch, _ in rows for sample in batch) == list(range(20))
+    assert not waits
+
+
+def test_the_place_and_weights_of_an_older_step_are_refused(managers: Managers) -> None:
+    """torchft takes a process for healthy that was not healed with the rest of its group."""
+    healthy, joins = (managers(name) for name in ("healthy", "joins"))
+    batches, joined = feed(healthy, wrapped()), feed(joins, wrapped())
+    before = joined.state_dict()
+    given = batches._give_state()
+    joined._take_state(given)
+    joins.load_state_dict({"step": 3, "batches_committed": 3})
+    with pytest.raises(MidepochError, match=r"has sent its weights to this one is at step 0, others are at 3"):
+        joined._take_state(dict(given))
+    assert joined.state_dict() == before
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +508,12 @@ def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs
 def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random) -> None:
     """Groups that die at named points, err, come late and come back; checked after each vote, on each rank."""
     model.run(chance, 8)
+
+
+@pytest.mark.parametrize("seed", [654, 1339, 2289])
+def test_a_process_that_was_not_healed_heals_no_other(seed: int) -> None:
+    """In these histories of the model, a group that joined then had its ranks at two places, and every vote failed."""
+    assert model.run(random.Random(seed), 8).behind
 
 
 # Each round: who takes part, who errs behind the all-reduce, who errs before it, and who dies before the vote.

@@ -35,7 +35,11 @@ HERE = Path(__file__).parent
 MODULES = ["torchft", "midepoch.adapters.trainers.torchft", "torch._dynamo"]  # torch.optim imports the last one
 POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
 
-ENDS = ("it was not healed when the rest of its group was", "Connection closed by peer", "Connection reset by peer")
+ENDS = (
+    "it was not healed when the rest of its group was", "Connection closed by peer", "Connection reset by peer",
+    "Connection was likely closed",
+)  # fmt: skip
+APART = "the groups do not stand at one place"
 
 
 @dataclass
@@ -50,7 +54,8 @@ class Outcome:
             not that over its samples; the most of any rank. Of torchft's own sampler, those of the best rank.
         finished: ranks that trained to the end.
         ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
-            killed, or because a process was not healed when the rest of its group was.
+            killed, or because a process was not healed when the rest of its group was; or because groups that came
+            back had begun a history of their own (see `_began_anew`).
         outages: how often the lighthouse was killed.
     """
 
@@ -186,6 +191,7 @@ def run_job(
         alive = {number: Group(number, ranks, common, plan(False)) for number in range(groups)}
         outcome.launches = groups
         back: dict[int, float] = {}
+        apart: list[str] = []
         try:
             while (alive or back) and time.monotonic() - began < limit:
                 for number, group in list(alive.items()):
@@ -199,7 +205,8 @@ def run_job(
                             if any(words in said for words in ENDS) and ranks > 1:
                                 outcome.ended += 1
                             else:
-                                outcome.errors.append(f"group {number} ended with {statuses}: {said}")
+                                told = apart if APART in said else outcome.errors
+                                told.append(f"group {number} ended with {statuses}: {said}")
                         del alive[number]
                         back[number] = time.monotonic() + chance.uniform(0.1, 1.0)
                 for number, due in list(back.items()):
@@ -220,6 +227,10 @@ def run_job(
                 group.kill()
                 if time.monotonic() - began >= limit:
                     outcome.errors.append(f"group {group.number} was not done: {group.said(folder)}")
+    if _began_anew(folder):
+        outcome.ended += len(apart)
+    else:
+        outcome.errors += apart
     outcome.kills = Counter(path.read_text() for path in folder.glob("died-*"))
     for path in folder.glob("log-*"):
         for line in path.read_text().splitlines():
@@ -239,6 +250,22 @@ def run_job(
         outcome.lost, outcome.repeated, outcome.wrong = (max(each) for each in zip(*weights, strict=True))
     outcome.seconds = round(time.monotonic() - began, 1)
     return outcome
+
+
+def _began_anew(folder: Path) -> bool:
+    """Whether the first step was voted for at two times.
+
+    torchft lets more than half of the groups begin from nothing, while the only one that has weights is away, such as
+    in a connection that times out. If it comes back when they have made as many steps, all have to be told.
+    """
+    times = []
+    for path in folder.glob("log-*"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut by a kill
+                step, done, _, _, when = json.loads(line)
+                if done and step == 1:
+                    times.append(when)
+    return bool(times) and max(times) - min(times) > 0.5
 
 
 def _steps(folder: Path) -> int:
@@ -281,15 +308,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 def beside(rows: list[dict[str, Any]]) -> str:
     """Jobs of torchft's own sampler, and those of `feed` that had the same seeds."""
     same = ("quorum", "ranks", "workers", "seed")
-    columns = [f"{what}, {whose}" for whose in ("`feed`", "its sampler") for what in ("kills", "lost", "repeated")]
-    lines: list[list[Any]] = [["quorum", "ranks", "workers", "seed", "jobs", "samples", *columns]]
+    counted = ("jobs", "kills", "lost", "repeated")
+    columns = [f"{what}, {whose}" for whose in ("`feed`", "its sampler") for what in counted]
+    lines: list[list[Any]] = [[*same, "samples of a job", *columns]]
     lines.append(["---"] * len(lines[0]))
     for row in (each for each in rows if "sampler" in each):
         of_feed = [e for e in rows if "sampler" not in e and all(e[name] == row[name] for name in (*same, "size"))]
         cells: list[Any] = []
         for each in (of_feed[0] if of_feed else None, row):
-            cells += ["-"] * 3 if each is None else [sum(each["kills"].values()), each["lost"], each["repeated"]]
-        lines.append([*(row[name] for name in (*same, "jobs")), f"{row['jobs'] * row['size']:,}", *cells])
+            of_each = {} if each is None else each | {"kills": sum(each["kills"].values())}
+            cells += [of_each.get(name, "-") for name in counted]
+        lines.append([*(row[name] for name in same), f"{row['size']:,}", *cells])
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 

@@ -390,6 +390,10 @@ class Job:
         gone = set(dying)
         self.kills += len(gone)
         self.groups = [group for group in self.groups if group.name not in gone]
+        for group in self.groups:
+            # Otherwise no vote of the group could succeed any more, nor any of a group that it heals.
+            stands = {(rank.manager.current_step(), rank.feed.epoch, rank.feed.position) for rank in group.ranks}
+            assert len({step for step, _, _ in stands}) == len(stands), (group.name, stands)
 
     def _vote(self, group: Group, reduced: list[dict[int, float]], dies: bool) -> None:
         votes = [rank.manager.ready() for rank in group.ranks]

@@ -256,16 +256,23 @@ class Feed:
 
     # --- what groups tell each other ---
 
-    def _give_state(self) -> State:
+    def _give_state(self) -> dict[str, Any]:
         """For a group that joins. Called by the Manager, in a thread of its own, while a quorum forms."""
-        return dict(self._saved)
+        return {"step": self._manager.current_step(), "data": dict(self._saved)}
 
-    def _take_state(self, state: State) -> None:
-        """What a healthy group has given. The Manager calls this once more at the vote, if that is asynchronous."""
-        if state is self._healed:
+    def _take_state(self, given: dict[str, Any]) -> None:
+        """What a healthy group has given. The Manager calls this once more at the vote, if that is asynchronous.
+
+        Raises:
+            MidepochError: it is of an older step. torchft asks a group for one step, so a process of it that was not
+                healed with the rest is taken for healthy, and gives old weights as those of the newest step.
+        """
+        if given is self._healed:
             return
-        self.loader.load_state_dict(state)
-        self._saved, self._healed = state, state
+        if given["step"] != (step := self._manager.current_step()):
+            raise _not_healed("the process that has sent its weights to this one", given["step"], step)
+        self.loader.load_state_dict(given["data"])
+        self._saved, self._healed = given["data"], given
 
     def _agree(self, groups: int, primarys: bool) -> None:
         """Compare the place and the size of a step with all other processes', whenever the groups have changed.
@@ -288,22 +295,19 @@ class Feed:
         value, rest, highest, behind = most.tolist()
         if manager.errored() is None and manager.is_participating() and value + rest != _MOST:
             if step < highest:
-                raise _not_healed(step, highest)
+                raise _not_healed("this process", step, highest)
             if highest + behind == _MOST:
-                raise MidepochError(
-                    f"the groups do not stand at one place, or do not take steps of one size (this one: epoch "
-                    f"{state['epoch']}, position {state['position']}, batch size {state['batch_size']}, "
-                    f"global_batch {loader.global_batch}): load the same state in all groups, that of the Manager "
-                    "included, and wrap the same data alike"
-                )
+                raise self._elsewhere("groups")
             manager.report_error(MidepochError("another group is behind in one of its processes, which will end"))
         self._agreed = quorum
-
 
     def _same_in_group(self, about: str, value: int, step: int) -> bool:
         """Whether all processes of this group stand where this one stands, and none has failed in this step yet.
 
         `about`: the same in all of them, and another one in another quorum.
+
+        Raises:
+            MidepochError: none has failed, and one stands elsewhere. Another step would not bring them together.
         """
         manager = self._manager
         if private.ranks_of(manager) == 1 or about == self._told:
@@ -311,16 +315,30 @@ class Feed:
         failed = manager.errored() is not None
         told = private.told_in_group(manager, about, self._told, json.dumps([failed, value, step]))
         self._told = about
+        if told is None:
+            return False
         failures, values, steps = zip(*map(json.loads, told), strict=True)
-        if not any(failures) and step < max(steps):
-            raise _not_healed(step, max(steps))
-        return not any(failures) and len(set(values)) == 1
+        if any(failures):
+            return False
+        if step < max(steps):
+            raise _not_healed("this process", step, max(steps))
+        if len(set(steps)) == 1 and len(set(values)) > 1:
+            raise self._elsewhere("processes of this group")
+        return len(set(values)) == 1
+
+    def _elsewhere(self, who: str) -> MidepochError:
+        loader, state = self.loader, self.loader.state_dict()
+        return MidepochError(
+            f"the {who} do not stand at one place, or do not take steps of one size (this one: epoch {state['epoch']}, "
+            f"position {state['position']}, batch size {state['batch_size']}, global_batch {loader.global_batch}): "
+            "load the same state in all groups, that of the Manager included, and wrap the same data alike"
+        )
 
 
-def _not_healed(step: int, highest: int) -> MidepochError:
+def _not_healed(who: str, step: int, highest: int) -> MidepochError:
     return MidepochError(
-        f"this process is at step {step}, others are at {highest}: it was not healed when the rest of its group was, "
-        "so its weights are old; start the group again"
+        f"{who} is at step {step}, others are at {highest}: it was not healed when the rest of its group was, so these "
+        "weights are old; start this group again"
     )
 
 

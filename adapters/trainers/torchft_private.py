@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed import DistStoreError
 
 from midepoch.packages import Package
 
@@ -94,20 +95,22 @@ def ranks_of(manager: Any) -> int:
     return int(manager._group_world_size)
 
 
-def told_in_group(manager: Any, about: str, before: str, text: str) -> list[str]:
+def told_in_group(manager: Any, about: str, before: str, text: str) -> list[str] | None:
     """What each process of this one's group says about something, in the order of their ranks.
 
     `before`: what was told last, which all of them know by now.
 
-    Raises:
-        torch.distributed.DistStoreError: one of them did not say anything within the Manager's timeout.
+    None if one of them did not say anything within the Manager's timeout. It may be healing, which may take as long.
     """
     store, rank = manager._store, manager._group_rank
     store.set(f"{about}/{rank}", text)
     if before:
         store.delete_key(f"{before}/{rank}")
     keys = [f"{about}/{other}" for other in range(manager._group_world_size)]
-    store.wait(keys, manager._timeout)
+    try:
+        store.wait(keys, manager._timeout)
+    except DistStoreError:
+        return None
     return [store.get(key).decode() for key in keys]
 
 

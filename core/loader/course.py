@@ -60,6 +60,7 @@ class Course:
         retries: a batch that fails is given again, where nothing was stated.
         refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         passes: those of the body of an `epochs` loop; None outside.
+        origin: where a rollback leads.
         given: of the batch that was handed out last, if its session is not the one that is open: that session's share,
             and the batches up to this one. The share is None if it is unknown.
     """
@@ -67,7 +68,8 @@ class Course:
     def __init__(self, adapter: Adapter, options: Options, setting: Setting, witnesses: Witnesses) -> None:
         self.adapter, self.options, self.setting, self._witnesses = adapter, options, setting, witnesses
         self._then = Then.of(options)
-        self.place, self.came = Place(0, 0), Came.FRESH
+        self.place = self.origin = Place(0, 0)
+        self.came = Came.FRESH
         self.cursor, self.history = Cursor(), self._new_history()
         self.loaded: State | None = None
         self.unfinished: int | None = None
@@ -93,9 +95,10 @@ class Course:
 
     def start_as(self, other: Course) -> None:
         """Stand where another loader of the same source stands."""
-        names = ("place", "came", "loaded", "unfinished", "lost", "ends_early", "retries", "refusal", "_told_of_one")
+        names = ("came", "origin", "loaded", "unfinished", "lost", "ends_early", "retries", "refusal", "_told_of_one")
+        self.place = other.here()
         for name in names:
-            setattr(self, name, other.here() if name == "place" else getattr(other, name))
+            setattr(self, name, getattr(other, name))
 
     def _new_history(self) -> History:
         remembered = 0 if self.adapter.remembers else self.options.remember
@@ -201,6 +204,18 @@ class Course:
         if cursor.phase is Phase.GIVEN:
             cursor.phase = Phase.RUNNING
 
+    def keep(self, place: Place, begins: bool = False) -> None:
+        """Let a rollback lead to `place`, where the loader stands. `begins`: the next pass begins there."""
+        self.origin = place
+        if self.passes is not None:
+            self.passes.keep(begins)
+
+    def roll_back(self) -> None:
+        """Go back to the origin. The pass that came from there goes on: the running one, or else the next one."""
+        self.move(self.origin)
+        if self.passes is not None:
+            self.passes.roll_back()
+
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
         self.close_session()
@@ -210,8 +225,11 @@ class Course:
     def end_epoch(self) -> None:
         """Give up the rest of this epoch."""
         following = self.lead(self.epoch + 1, 0)
+        nothing_since = (self.epoch, self.position) == self.origin[:2] and not self.cursor.within
         self.close_session(keep=False)
         self.place, self.lost, self.loaded, self.unfinished, self._kept = following, "", None, None, None
+        if nothing_since:
+            self.keep(following, begins=True)  # what comes next is to be given again, not the rest that is given up
         self.failed.clear()
 
     def refuse_other_threads(self, asked: str) -> None:
@@ -261,6 +279,8 @@ class Course:
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
+        if place == self.origin:
+            self.origin = place._replace(detail=detail)  # said by the source as it stands now, which reading changes
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
         try:
@@ -414,7 +434,7 @@ class Course:
             self.cursor.resumed = before.resumed and self.came is not Came.READ
         self.cursor.user = weakref.ref(current) if passes is None else passes.watched(current)
         if passes is not None:
-            passes.begin(self.cursor, continues, current.body is not passes)
+            passes.begin(self.cursor, continues, current.body is not passes, self.came is Came.PUT)
         return self.cursor
 
     def _exhaust(self, cursor: Cursor) -> None:

@@ -68,7 +68,6 @@ class Loader:
         self._witnesses = Witnesses(adapter, options)
         self._course = Course(adapter, options, self._setting, self._witnesses)
         self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
-        self._origin = Place(0, 0)  # where `rollback` leads before the first commit
         self._committed: State | None = None
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
@@ -306,7 +305,8 @@ class Loader:
 
     def _move(self, place: Place) -> None:
         self._course.move(place)
-        self._origin, self._committed = place, None
+        self._course.keep(place)
+        self._committed = None
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
@@ -440,27 +440,29 @@ class Loader:
                 f"commit() within the global batch at position {place.position} of epoch {place.epoch}: call it when "
                 "loader.step_due"
             )
-        if place[:2] == self._origin[:2]:
+        if place[:2] == self._course.origin[:2]:
             raise MidepochError(
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        self._committed, self._origin = self._state_at(place), place
+        self._committed = self._state_at(place)
+        self._course.keep(place)
 
     def rollback(self) -> None:
         """Give the batches again that were handed out since the last commit (without one: since the last load).
 
         They come in the world that there is then: the same samples, each with its random numbers. The running pass, or
-        else the next one, continues with them.
+        else the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
 
         Raises:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.
         """
         self._course.refuse_other_threads("rollback()")
-        course, origin = self._course, self._origin
-        if course.here()[:2] != origin[:2] or course.cursor.within or course.failed:
+        course = self._course
+        # Not `here`: a source that cannot say where it stands can go back all the same.
+        if (course.epoch, course.position) != course.origin[:2] or course.cursor.within or course.failed:
             with self._adapter.holding():
-                course.move(origin)
+                course.roll_back()
 
     # --- iteration ---
 
@@ -492,7 +494,7 @@ class Loader:
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
         twin = type(self)(self._adapter.twin(), self._options)
-        twin._ahead, twin._origin, twin._committed = self._ahead, self._origin, self._committed
+        twin._ahead, twin._committed = self._ahead, self._committed
         twin._setting = self._setting.of_twin(twin._adapter)
         twin._witnesses = self._witnesses.of_twin(twin._adapter)
         twin._course = Course(twin._adapter, twin._options, twin._setting, twin._witnesses)
@@ -529,11 +531,13 @@ class Loader:
 
     def _leave_body(self, epoch: int | None = None) -> bool:
         """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        goes_on = self._course.leave_body(epoch)
-        if self._committed is not None and self._origin.over and not self.position:
+        course, committed = self._course, self._committed
+        goes_on = course.leave_body(epoch)
+        if committed is not None and committed["position"] == committed["size"] and not self.position:
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
-                here = self._course.here()
-                self._committed, self._origin = self._state_at(here), here
+                here = course.here()
+                self._committed = self._state_at(here)
+                course.keep(here)
         return goes_on
 
     def _each_epoch(self, n: int) -> Iterator[int]:
