@@ -23,6 +23,7 @@ from midepoch.copying import stateful_copy
 from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.randomness.streams import Streams
 from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
@@ -146,6 +147,11 @@ class StatefulAdapter(Adapter):
             )
         elif (why := self.unreachable(epoch, position, detail)) and self._read_epoch != epoch - 1:
             raise StateError(f"{why}: load a state that was saved behind a batch")
+
+    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """The source's own state at its end leads to the next epoch. No other one leads to a place not read."""
+        ended = here.detail.startswith(ENDED) and there == (here.epoch + 1, 0)
+        return here.detail.removeprefix(ENDED) if ended and not self.begins_anew else ""
 
     def unreachable(self, epoch: int, position: int, detail: str) -> str:
         """An epoch's beginning behind one that was left early: the source's own state does not lead there."""

@@ -532,7 +532,10 @@ class _CountedLoader:
         state, left_out = state_for_checkpoint(self._loader, in_flight)
         if state is None:
             return None, 0
-        if (ended or (left_out and self.is_exhausted())) and state["position"]:
+        exhausted = bool(left_out) and self.is_exhausted()
+        if exhausted:
+            state = self._loader.state_dict()  # it has learned that this is its end
+        if (ended or exhausted) and state["position"]:
             state = Part("", self._loader).state_at(state, state["epoch"] + 1)
         return gather_state(self._loader, state), left_out
 
