@@ -835,7 +835,7 @@ def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_reached_or_refuse
             taken(loader, 2)
         told = [str(each.message) for each in caught if "beginning of epoch 1" in str(each.message)]
     assert (state["epoch"], state["position"]) == (1, 0)
-    assert bool(told) == refused and all("Save behind a batch" in each for each in told)
+    assert bool(told) == refused and all("Save after a batch" in each for each in told)
     with BEGINNINGS[name]() as resumed:
         if refused:
             before = resumed.state_dict()

@@ -146,7 +146,7 @@ class StatefulAdapter(Adapter):
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
         elif (why := self.unreachable(epoch, position, detail)) and self._read_epoch != epoch - 1:
-            raise StateError(f"{why}: load a state that was saved behind a batch")
+            raise StateError(f"{why}: load a state that was saved after a batch")
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The source's own state at its end leads to the next epoch. No other one leads to a place not read."""
@@ -154,7 +154,7 @@ class StatefulAdapter(Adapter):
         return here.detail.removeprefix(ENDED) if ended and not self.begins_anew else ""
 
     def unreachable(self, epoch: int, position: int, detail: str) -> str:
-        """An epoch's beginning behind one that was left early: the source's own state does not lead there."""
+        """Why nothing leads to the beginning of an epoch that follows one left early."""
         if not epoch or position or detail or self.begins_anew:
             return ""
         return (

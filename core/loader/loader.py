@@ -276,7 +276,7 @@ class Loader:
         last_read = place.epoch if place.position else place.epoch - 1
         if why := self._adapter.unreachable(place.epoch, place.position, place.detail):
             warnings.warn(
-                f"{why}. Save behind a batch: no other loader can load this one", MidepochWarning, stacklevel=3
+                f"{why}. Save after a batch: no other loader can load this state", MidepochWarning, stacklevel=3
             )
         return self._states.build(place, self._setting.seed(world), world, self._witnesses.text(last_read))
 
