@@ -103,6 +103,8 @@ def tested(row: Row) -> Verdict:
     environment = {**os.environ, "PYTHONPATH": str(folder_of(row) or "")}
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
     passed, failed = (re.search(rf"(\d+) {word}", said) for word in ("passed", "failed"))
+    if failed is None and passed is None and "skipped" in said:
+        return Verdict("could not run", f"{row.tests}: {said[-200:]}")
     if passed is None or failed is not None:
         return Verdict(WRONG, f"{row.tests}: {said[-200:]}")
     return Verdict(f"exact, in {passed[1]} tests of its own", row.tests)
@@ -244,7 +246,7 @@ MEANINGS = {
     "told as not exact": "other numbers or samples, and a warning or `capabilities` said so",
     "refused at the resume": "an error in place of other data",
     "refused": "an error that says what to write instead",
-    "could not run": "the loader itself failed",
+    "could not run": "the loader itself failed, or is not installed",
     WRONG: "other data, and nobody was told",
 }
 

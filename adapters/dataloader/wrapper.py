@@ -14,9 +14,11 @@ from midepoch.adapters.dataloader.adapter import MapDataLoaderAdapter
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Options, OtherWayError, Run, Session
 from midepoch.loader.capabilities import Capabilities
+from midepoch.reading.copies import NotOneForOneError
+from midepoch.reading.inside import inside_of
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.passed_on import PassedOnAdapter
-from midepoch.reading.wrappers import NotOneForOneError, Through, inside_of
+from midepoch.reading.wrappers import Through
 from midepoch.world import World
 
 __all__ = ["WrapperAdapter"]
