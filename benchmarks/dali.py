@@ -170,7 +170,7 @@ def first_batch(root: str, count: int, rounds: int) -> None:
         ),
         "fed by midepoch": lambda: DALIGenericIterator([undecoded(root, True)], ["data", "label"]),
     }  # fmt: skip
-    print(f"\nFirst batch after a load, {count} files, from the iterator's making on:\n")
+    print(f"\nFirst batch after a load, {count} files; the clock starts before the iterator is made:\n")
     print("| | at 0 %, ms | at 90 %, ms | ratio | state, bytes |\n|---|---|---|---|---|")
     for name, make in makers.items():
         loader = midepoch.wrap(make())
