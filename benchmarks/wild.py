@@ -200,8 +200,8 @@ loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), 
 loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
 ```
 
-The table shows what came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}. {rebuilt}
-of them are not the packages' own code, but written here after the structure of that code ([whose](#versions)):
+The table shows what came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
+{rebuilt} of them are not the packages' own code, but written here after the structure of that code ([whose](#versions)):
 
 | outcome | loaders | means |
 |---|---:|---|
