@@ -201,7 +201,8 @@ loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=
 ```
 
 The table shows what came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
-{rebuilt} of them are not the packages' own code, but written here after the structure of that code ([whose](#versions)):
+{rebuilt} of them are not the packages' own code, but written here after the structure of that code
+([whose](#versions)):
 
 | outcome | loaders | means |
 |---|---:|---|
