@@ -180,7 +180,7 @@ NOT_SEEN: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda inside: wild.Normalizing(inside, wild.RunningMean()),
         "makes something else of a batch",
     ),
-    "gives one more": (wild.OneMore, "goes on behind the last batch inside"),
+    "gives one more": (wild.OneMore, "goes on after the last batch inside"),
     "counts to the end of a whole pass": (wild.CountingAhead, "after a jump, a copy of it raised RuntimeError"),
     "mixes with the batch before": (wild.Mixing, "makes something else of a batch"),
     "remembers batches": (wild.Remembering, "keeps something of earlier batches, in Remembering.memory"),

@@ -160,7 +160,7 @@ class DynamicAdapter(Adapter):
             if run.detail or self._place != place:
                 self._state.load(str(decode(run.detail)) if run.detail else "", run.epoch)
         else:
-            while running is not None or self._place < place:  # behind a break: only reading leads on
+            while running is not None or self._place < place:  # after a break: only reading leads on
                 for _ in running if running is not None else self._epoch():
                     pass
                 running, self._place = None, (self._place[0] + 1, 0)

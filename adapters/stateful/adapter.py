@@ -283,7 +283,7 @@ class StatefulAdapter(Adapter):
         return encode(_state_of(self.source)) != encode(state)
 
     def check_begun(self) -> None:
-        """Raise a StateError if the source stands, behind its first batch, where it stands behind its very first one.
+        """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
 
         A source that reports another state than it was given may apply that when it is read.
         """

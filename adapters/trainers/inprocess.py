@@ -78,7 +78,7 @@ def feed(call: CallWrapper, loader: Loader, world: World | None = None) -> None:
 
 
 class _End(Finalize):
-    """Ends the worker processes of loaders behind a start that failed, and then does what was there before."""
+    """Ends the worker processes of loaders after a start that failed, and then does what was there before."""
 
     def __init__(self, before: Any) -> None:
         self.before, self.loaders = before, weakref.WeakSet[Loader]()

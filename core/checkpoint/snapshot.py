@@ -311,7 +311,7 @@ class Snapshot:
 
     def _tell_of_left_body(self, what: str) -> None:
         """Say once what becomes of a body that the loop has left. `what`: who goes on."""
-        if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved behind that batch
+        if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved after that batch
             self._body_was_left = False
             if self._agreement.ranks().rank == 0:
                 _logger.warning(

@@ -72,7 +72,7 @@ class Loader:
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
                 f"on_error='next': this source ({adapter.name}) is read from its start, or from a state of its own, so "
-                "the batch behind a bad one cannot be reached: leave on_error out, and let the source pass over bad "
+                "the batch after a bad one cannot be reached: leave on_error out, and let the source pass over bad "
                 "samples"
             )
         if options.global_batch is not None and not adapter.reads_any_span:
@@ -211,7 +211,7 @@ class Loader:
 
     @property
     def _continues_over(self) -> bool:
-        """Whether the next pass is empty, because the body of its epoch goes on behind its last batch."""
+        """Whether the next pass is empty, because the body of its epoch goes on after its last batch."""
         course = self._course
         return course.next_is_empty or (course.passes is not None and course.came is Came.PUT and self.position > 0)
 
@@ -413,7 +413,7 @@ class Loader:
         self._course.refuse_other_threads("reshard()")
         if self._course.failed:
             raise MidepochError(
-                f"reshard() behind a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
+                f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
                 "other ranks cannot know that this one passes over it; take its next batch before, or call rollback(), "
                 "which has it tried again in the new world"
             )

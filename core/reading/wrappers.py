@@ -303,7 +303,7 @@ class _Reading:
         asked, handed: numbers of the batches that come next, inside and outside.
         ready: at most one batch, which was read before the wrapper asks for it.
         ended, error: how the batches inside have ended.
-        kept: copies of the batches inside behind the first; None if none are kept.
+        kept: copies of the batches inside after the first; None if none are kept.
         marks: of the batches inside that are still to be handed out, by number.
         begins: how often the wrapper has begun to iterate the DataLoader inside.
         trouble: what shows that it is not one for one; empty if nothing does.
@@ -879,7 +879,7 @@ class _WrapperSession(Session):
         return other, batch
 
 
-_GOES_ON = "it goes on behind the last batch inside"
+_GOES_ON = "it goes on after the last batch inside"
 _INSTEAD = (
     "; wrap that DataLoader itself, and pass what is done with its batches as then=, or wrap a generator function that "
     "reads this one"
