@@ -487,7 +487,7 @@ def test_one_that_begins_twice_later_is_an_error() -> None:
     around = midepoch.wrap(source, seed=3)
     assert len(sources.taken(around)) == BATCHES
     source.left_out = 1
-    with pytest.raises(SourceError, match=r"not one for one any more: it begins to iterate the DataLoader .*then="):
+    with pytest.raises(SourceError, match=r"no longer one for one: it begins to iterate the DataLoader .*then="):
         next(iter(around))
 
 

@@ -561,7 +561,7 @@ class Course:
         self.failed.clear()
         warnings.warn(
             f"positions {start} to {stop - 1} of epoch {epoch} were passed over, because reading them failed "
-            f"({failed:.300}): mend the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
+            f"({failed:.300}): repair the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
             MidepochWarning,
             stacklevel=4,
         )

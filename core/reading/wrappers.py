@@ -692,7 +692,7 @@ class _WrapperSession(Session):
         except StopIteration:
             raise self._early_end(reading) from None
         except NotOneForOneError as error:
-            raise SourceError(f"{self._name} is not one for one any more: {error}{_INSTEAD}") from None
+            raise SourceError(f"{self._name} is no longer one for one: {error}{_INSTEAD}") from None
         if reading.asked - reading.handed != self._through.lead:
             self._check(reading)
         return batch
