@@ -43,7 +43,7 @@ def feed(manager: Manager, loader: Loader) -> Feed:
 
     Call it once, when the Manager and the loader are made, in every process of every group.
 
-    From then on the quorum of a step is begun where its first batch is asked for, and by nothing else: `zero_grad` and
+    From then on, a request for the first batch of a step begins the step's quorum. Nothing else does: `zero_grad` and
     `start_quorum` begin none. The Manager sends the place in the data along with the weights to a group that joins.
 
     Args:
@@ -72,7 +72,7 @@ class Feed:
     A pass ends for all groups after the same step. A group that is healed into a later epoch ends its pass too.
 
     Attributes:
-        loader: as given to `feed`. Do not iterate it, and save the feed's state instead of its.
+        loader: as given to `feed`. Do not iterate it. Save the feed's state, not the loader's.
     """
 
     def __init__(self, manager: Any, loader: Loader) -> None:
@@ -129,7 +129,7 @@ class Feed:
 
     @property
     def weight(self) -> float:
-        """By what to multiply the mean loss of the batch handed out last. 0.0 if this group does not count.
+        """A factor for the mean loss of the batch handed out last; 0.0 if this group does not count.
 
         torchft's mean over the groups that take part is then the mean over the samples of the step; `Loader.weight`
         has the formula.
@@ -142,7 +142,7 @@ class Feed:
         return self._filled or self.loader.step_due
 
     def state_dict(self) -> State:
-        """Where the next step begins: the last step that the Manager has committed is counted, no later one is."""
+        """Where the next step begins. The last step that the Manager has committed counts; a later one does not."""
         return dict(self._saved) if self._begun or self._failed else self.loader.state_dict()
 
     def load_state_dict(self, state: State) -> None:
