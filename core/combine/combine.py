@@ -58,7 +58,7 @@ def combine(
         until: for "weighted": "all" (the default) draws from unfinished parts until all are finished, so each sample
             comes once; "first" ends the epoch when the first part ends; "cycle" lets a part that ends begin its next
             epoch, until each has ended once.
-        steps: for "weighted", instead of `until`: the number of steps in an epoch. A part that ends begins its next epoch.
+        steps: for "weighted", instead of `until`: the steps in an epoch. A part that ends begins its next epoch.
         labelled: for "sequential" and "weighted", hand out (name, batch), where the name is a dict's key or a list's
             index.
         seed: of the draws; see `wrap`.
