@@ -105,7 +105,7 @@ def tested(row: Row) -> Verdict:
     passed, failed = (re.search(rf"(\d+) {word}", said) for word in ("passed", "failed"))
     if passed is None or failed is not None:
         return Verdict(WRONG, f"{row.tests}: {said[-200:]}")
-    return Verdict(f"exact, in {passed[1]} tests of its own", row.tests)
+    return Verdict(f"exact, in {passed[1]} test{'s' if passed[1] != '1' else ''} of its own", row.tests)
 
 
 def ours(error: str) -> bool:
@@ -229,8 +229,8 @@ TAIL = """`wrap` took {slowest:.0f} ms at most.
 
 Not installed, but written here after the structure of their published source: {copied}.
 
-torchvision's wheel does not import beside a CPU build of torch, because its compiled operators are missing. Packages
-that import it run beside the real torchvision, with two operators declared and none called.
+torchvision's wheel cannot be imported with a CPU build of torch, because its compiled operators are missing. Packages
+that import it run with the real torchvision, with two operators declared and none called.
 
 ## In their words
 
@@ -252,7 +252,7 @@ MEANINGS = {
 
 def outcomes(found: dict[str, Verdict]) -> str:
     """The rows of the first table. The last one is there even if it counts nothing."""
-    counts = Counter(re.sub(r"in \d+ tests", "in tests", each.kind) for each in found.values())
+    counts = Counter(re.sub(r"in \d+ tests?", "in tests", each.kind) for each in found.values())
     shown = [(kind, counts[kind], means) for kind, means in MEANINGS.items() if counts[kind] or kind == WRONG]
     return "\n".join(f"| {kind} | {count} | {means} |" for kind, count, means in shown)
 
