@@ -112,6 +112,7 @@ class Feed:
         self._begun = self._failed = self._given = self._filled = False
         self._factor = 1.0
         manager.register_state_dict_fn(_KEY, self._take_state, self._give_state)
+        private.fail_mistaken_quorums(manager)
         self._start_quorum = private.replace(manager, "start_quorum", self._begin_none)
         self._should_commit = private.replace(manager, "should_commit", self._vote)
 
@@ -299,7 +300,8 @@ class Feed:
             if highest + behind == _MOST:
                 raise self._elsewhere("groups")
             manager.report_error(MidepochError("another group is behind in one of its processes, which will end"))
-        self._agreed = quorum
+        if manager.errored() is None:
+            self._agreed = quorum
 
     def _same_in_group(self, about: str, value: int, step: int) -> bool:
         """Whether all processes of this group stand where this one stands, and none has failed in this step yet.
