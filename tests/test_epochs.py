@@ -1172,7 +1172,7 @@ def test_a_batch_taken_before_the_loop_is_told(saved: bool, tmp_path: Path) -> N
     loader = shuffled()
     next(iter(loader))
     epochs = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader).epochs if saved else loader.epochs
-    with pytest.warns(MidepochWarning, match=r"goes on behind it, at position 4: .*loader\.peek"):
+    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 4: .*loader\.peek"):
         for _ in epochs(1):
             list(loader)
 

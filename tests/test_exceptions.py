@@ -30,7 +30,7 @@ from lightning_runs import Recorder, fit, mapped
 import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError
 
-LEFT_OUT = r"the state of 1 batches ago is not known .*The state of now is saved.*pass remember=1"
+LEFT_OUT = r"the state of 1 batches ago is not known .*The present state is saved.*pass remember=1"
 
 
 # --- in real processes ------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_step_that_raises_on_a_source_with_a_state_of_its_own(trainer: str, tm
         printed = run_job(trainer, folders[name], 8, remember)
         assert printed.strip().splitlines()[-1].endswith("BadStepError: this step is the user's to mend")
         assert ("StateError" in printed) is False
-        assert ("The state of now is saved" in printed) is (name == "forgetful")
+        assert ("The present state is saved" in printed) is (name == "forgetful")
         run_job(trainer, folders[name], -1, remember)
     assert lines(folders["remembering"]) == whole
     assert lines(folders["forgetful"]) == whole[:8] + whole[9:], "all but the batch whose step failed"

@@ -74,11 +74,11 @@ class _Client:
 
 
 def fail_mistaken_quorums(manager: Any) -> None:
-    """Let a step fail whose quorum a Manager takes for the one before, because it has the same number.
+    """Let a step fail if a Manager takes its quorum for the one before, because it has the same number.
 
-    A lighthouse that comes back counts from the beginning. For an equal number a Manager keeps its process group. Then
-    the gradients of whoever has joined are missing, and the others would vote for the step. After a vote that failed
-    the lighthouse gives another number.
+    A lighthouse that comes back counts from the beginning. If the number is the same, a Manager keeps its process
+    group. The gradients of a group that has joined are then missing, and the others would vote for the step. After a
+    vote that failed, the lighthouse gives another number.
     """
     manager._client = _Client(manager)
 

@@ -102,7 +102,7 @@ class Reading:
         asked, handed: numbers of the batches that come next, inside and outside.
         ready: at most one batch, which was read before the wrapper asks for it.
         ended, error: how the batches inside have ended.
-        kept: copies of the batches inside behind the first; None if none are kept.
+        kept: copies of the batches inside after the first; None if none are kept.
         marks: of the batches inside that are still to be handed out, by number.
         begins: how often the wrapper has begun to iterate the DataLoader inside.
         trouble: what shows that it is not one for one; empty if nothing does.

@@ -144,7 +144,7 @@ class _WrapperSession(Session):
         except StopIteration:
             raise self._early_end(reading) from None
         except NotOneForOneError as error:
-            raise SourceError(f"{self._name} is not one for one any more: {error}{_INSTEAD}") from None
+            raise SourceError(f"{self._name} is no longer one for one: {error}{_INSTEAD}") from None
         if reading.asked - reading.handed != self._through.lead:
             self._check(reading)
         return batch
@@ -329,7 +329,7 @@ class _WrapperSession(Session):
         return other, batch
 
 
-_GOES_ON = "it goes on behind the last batch inside"
+_GOES_ON = "it goes on after the last batch inside"
 _INSTEAD = (
     "; wrap that DataLoader itself, and pass what is done with its batches as then=, or wrap a generator function that "
     "reads this one"

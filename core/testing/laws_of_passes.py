@@ -256,7 +256,7 @@ def boundary(examination: Examination) -> Outcome:
         recording = examination.sound(
             examination.resume([examination.trial(examination.options(), state=behind)])[0], "a resume", epoch=0
         )
-        what = "from the state behind the last batch, in the body of epochs()"
+        what = "from the state after the last batch, in the body of epochs()"
         examination.same(head.passes[1].batches, recording.passes[0].batches, what, epoch=1)
         left, following = examination.investigate(_resume_in_the_body, examination.options(), behind)
         if left:
@@ -266,7 +266,7 @@ def boundary(examination: Examination) -> Outcome:
 
 
 def _behind_the_last_batch(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state in the body of `epochs`, behind the pass; None for a loader without such loops."""
+    """The state in the body of `epochs`, after the pass; None for a loader without such loops."""
     with open_loader(settings, options) as loader:
         if not hasattr(loader, "epochs"):
             return None
