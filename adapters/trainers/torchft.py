@@ -300,8 +300,7 @@ class Feed:
             if highest + behind == _MOST:
                 raise self._elsewhere("groups")
             manager.report_error(MidepochError("another group is behind in one of its processes, which will end"))
-        if manager.errored() is None:
-            self._agreed = quorum
+        self._agreed = quorum if manager.errored() is None else None
 
     def _same_in_group(self, about: str, value: int, step: int) -> bool:
         """Whether all processes of this group stand where this one stands, and none has failed in this step yet.
