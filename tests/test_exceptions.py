@@ -254,7 +254,7 @@ def test_a_snapshot_of_in_flight_batches_is_refused_where_no_exception_is_handle
 
 def test_an_exception_behind_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
     """The end of the body never comes, so what is put off to it is not written. The exception is raised."""
-    told = pytest.warns(MidepochWarning, match=r"not if an exception leaves it.*after the loop")
+    told = pytest.warns(MidepochWarning, match=r"not written if an exception leaves the body.*after the loop")
     with pytest.raises(BadStepError), told:
         snapshot = snapshot_of(tmp_path, loader := midepoch.wrap([1, 2, 3]), every=2)
         for _ in snapshot.epochs(2):
