@@ -101,6 +101,17 @@ class Examination:
         if self.naming is not None and self.naming.blind:
             raise InapplicableError(UNNAMED)
 
+    def compares_by_ids(self) -> bool:
+        """Whether batches are compared by the samples they hold alone, since random numbers are declared to be lost.
+
+        Raises:
+            InapplicableError: they are, and samples have no names.
+        """
+        if self.capability("exact_augmentations")[0] is not False:
+            return False
+        self.need_names()
+        return True
+
     def _with_names(self) -> Settings:
         found = self.run([(0, experiment, (read_views, (self.settings, self.options(), 2, ())))])[0]
         naming: Naming | None = Naming()
@@ -200,9 +211,9 @@ class Examination:
         augmentations are not exact, only the samples are compared. ``blame``: a cause and a cure other than the law's.
         """
         cause, cure = blame
-        by_ids = by_ids or self.capability("exact_augmentations")[0] is False
         if by_ids:
             self.need_names()
+        by_ids = by_ids or self.compares_by_ids()
         for offset, (one, other) in enumerate(zip(expected, got, strict=False)):
             if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
                 differs = items.first_difference(one.leaves, other.leaves)

@@ -191,17 +191,22 @@ _END = object()
 )
 def isolation(examination: Examination) -> Outcome:
     """A state never changes later, and loading leaves its argument unchanged."""
+    by_ids = examination.compares_by_ids()
     head = examination.observed()
     for epoch, cut in [(0, 0), *examination.places(head)]:
         state = head.passes[epoch].states[cut]
-        found = examination.investigate(_share_states, examination.options(), state, epoch, cut)
+        found = examination.investigate(_share_states, examination.options(), state, epoch, cut, by_ids)
         examination.raise_first(found)
     return HOLDS
 
 
 def _share_states(
-    settings: Settings, options: Mapping[str, Any], state: dict[str, Any], epoch: int, cut: int
+    settings: Settings, options: Mapping[str, Any], state: dict[str, Any], epoch: int, cut: int, by_ids: bool
 ) -> list[Finding]:
+    def note(batch: Any) -> Any:
+        seen = see(settings, batch)
+        return seen.ids if by_ids else seen.digest
+
     findings: list[Finding] = []
     with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
@@ -209,15 +214,15 @@ def _share_states(
         untouched = items.digest(given) == items.digest(state)
         kept = [(0, loader.state_dict())]
         notes = [items.digest(kept[0][1])]
-        digests = []
+        delivered = []
         for number, batch in enumerate(loader, start=1):
-            digests.append(items.digest(batch))
+            delivered.append(note(batch))
             kept.append((number, loader.state_dict()))
             notes.append(items.digest(kept[-1][1]))
         if not untouched or items.digest(given) != items.digest(state):
             findings.append(Finding("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut))
-        for (number, later), note in zip(kept, notes, strict=True):
-            if items.digest(later) != note:
+        for (number, later), before in zip(kept, notes, strict=True):
+            if items.digest(later) != before:
                 findings.append(Finding("a state that never changes later", f"it became {later}", epoch, cut + number))
     with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
@@ -232,7 +237,7 @@ def _share_states(
                     cut,
                 )
             )
-        if [items.digest(batch) for batch in loader] != digests:
+        if [note(batch) for batch in loader] != delivered:
             findings.append(
                 Finding(
                     "a loaded state that may be cleared afterwards",
