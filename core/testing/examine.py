@@ -230,6 +230,14 @@ class Examination:
 
     # Running.
 
+    def start(self) -> None:
+        """Start the first process. Every law would fail without it.
+
+        Raises:
+            ProcessError: it did not start, as in a script without ``if __name__ == "__main__":``.
+        """
+        self.pool.run([Call(0, _answer, ())], timeout=self.settings.timeout)
+
     def run(self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
         """The results of (process, function, arguments). A crash, a hang or an unexpected error is the law's error."""
         try:
@@ -509,3 +517,7 @@ def _reached(recording: Recording) -> dict[str, int]:
     if not recording.passes:
         return {}
     return {"epoch": len(recording.passes) - 1, "batch": len(recording.passes[-1].batches)}
+
+
+def _answer() -> None:
+    pass

@@ -86,6 +86,7 @@ def check_resumable(
         LawError: the first law that failed, with ``report`` set and the other failures as notes.
         ValueError: for an unknown law, or a loader without a batch.
         TypeError: for a make_loader that cannot be pickled.
+        RuntimeError: no process starts, as in a script without ``if __name__ == "__main__":``.
     """
     settings = Settings(
         make_loader=make_loader,
@@ -107,7 +108,9 @@ def check_resumable(
         timeout=timeout,
         options=None if options is None else tuple(options),
     )
-    report = Report(tuple(judge(Examination(settings), laws)))
+    examination = Examination(settings)
+    examination.start()
+    report = Report(tuple(judge(examination, laws)))
     if raise_on_failure and report.failures:
         first, *others = report.failures
         first.report = report
