@@ -1430,6 +1430,20 @@ def test_a_stream_whose_ranks_nobody_knew_when_it_was_wrapped_is_refused_when_it
         next(iter(loader))
 
 
+def test_workers_that_are_kept_give_each_epoch_the_same_order_when_they_are_started_in_it() -> None:
+    def make() -> Loader:
+        return wrap(StatefulDataLoader(range(8), 2, shuffle=True, num_workers=1, persistent_workers=True), seed=1)
+
+    with make() as loader:
+        epochs = [taken(loader) for _ in range(2)]
+        state = loader.state_dict()
+        epochs.append(taken(loader))
+    for place in (2, 1):
+        with make() as resumed:
+            resumed.load_state_dict(state) if place == 2 else resumed.seek(epoch=1)
+            assert taken(resumed) == epochs[place]
+
+
 def test_a_sampler_of_a_stateful_dataloader_is_told_the_epoch() -> None:
     """A trainer that tells the sampler it finds tells the loader."""
 

@@ -23,7 +23,7 @@ __all__ = [
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
-    "untold_draws", "without_iterator",
+    "starts_kept_workers", "untold_draws", "without_iterator",
 ]  # fmt: skip
 
 
@@ -163,6 +163,11 @@ def forget_end(iterator: Any) -> None:
     """
     if getattr(iterator, "_cached_item", True) is None and hasattr(iterator, "_cached_state_dict"):
         iterator._cached_state_dict = None
+
+
+def starts_kept_workers(loader: Any) -> bool:
+    """Whether the next pass over a StatefulDataLoader starts worker processes that later passes keep."""
+    return bool(loader.persistent_workers and loader.num_workers and getattr(loader, "_iterator", None) is None)
 
 
 def without_iterator(loader: Any) -> Any:

@@ -101,6 +101,12 @@ class TorchdataAdapter(StatefulAdapter):
             self._inside.set_epoch(run.epoch)
             if state is None:
                 self._inside.load_state_dict(self._inside_first)
+        if state is None and self.rewinds and private.starts_kept_workers(self.source):
+            # Later passes begin by a reset, and a reset draws another order than the start of workers.
+            self._start_seeded(run, None)
+        return self._start_seeded(run, state)
+
+    def _start_seeded(self, run: Run, state: Any) -> Iterator[Any]:
         if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
