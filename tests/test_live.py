@@ -418,7 +418,7 @@ def test_a_batch_that_one_rank_passes_over_is_not_passed_over_in_another_world()
     for _ in range(2):
         with pytest.raises(ValueError, match="damaged"):
             next(each)
-        with pytest.raises(MidepochError, match=r"reshard\(\) behind a batch that could not be read, at position 4"):
+        with pytest.raises(MidepochError, match=r"reshard\(\) after a batch that could not be read, at position 4"):
             loader.reshard(World(1, 2))
         loader.rollback()  # it is tried again
     assert (loader.state_dict(), loader.position) == (state, 4)

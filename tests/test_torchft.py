@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,7 @@ class Managers:
 
     def __init__(self, address: str) -> None:
         self.address, self._made = address, list[Any]()
+        self.patience = 5.0  # seconds of a process group
 
     def __call__(self, name: str = "alone", store: TCPStore | None = None, **settings: Any) -> Manager:
         store = store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -199,7 +201,7 @@ class Managers:
             "rank": 0, "world_size": 1, **settings,
         }  # fmt: skip
         manager = Manager(
-            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), load_state_dict=lambda state: None,
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=self.patience)), load_state_dict=lambda state: None,
             state_dict=dict, quorum_timeout=timedelta(seconds=20), store_addr="127.0.0.1", store_port=store.port,
             lighthouse_addr=self.address, replica_id=name, hostname="127.0.0.1", **given,
         )  # fmt: skip
@@ -460,6 +462,64 @@ def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs
     assert groups.rows == [[], []]
 
 
+class Mistaken:
+    """A Manager's client. It lets the former quorum have had the number that the first quorum of three groups gets."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager, self.client, self.mistaken = manager, manager._client, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def _quorum(self, **keywords: Any) -> Any:
+        quorum = self.client._quorum(**keywords)
+        if len(quorum.replica_ids) == 3 and not self.mistaken:
+            self.mistaken = True
+            self.manager._quorum_id = quorum.quorum_id
+        return quorum
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: Managers, asynchronous: bool) -> None:
+    """As after a lighthouse has come back. A Manager keeps its process group then, in which who has joined is not."""
+    managers.patience = 1.0
+    made: list[Manager] = []
+    voted: list[tuple[int, float]] = []
+    last = [sys.maxsize]  # step
+
+    def wait(voters: int, votes: int) -> None:
+        until = time.monotonic() + 30
+        while voted.count((voters, 1.0)) < votes and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def train(manager: Manager, batches: Feed) -> None:
+        each = iter(batches)
+        while manager.current_step() < last[0]:
+            next(each)
+            gradient = torch.ones(1)
+            manager.allreduce(gradient).wait()
+            if manager.should_commit():
+                voted.append((manager.num_participants(), gradient.item()))
+        manager.shutdown(wait=False)
+
+    with ThreadPoolExecutor(3) as pool:
+        running = []
+        for name in ("first", "second", "third"):
+            made.append(managers(name, use_async_quorum=asynchronous))
+            if name != "third":
+                made[-1]._client = Mistaken(made[-1])
+            else:
+                wait(2, 4)
+            running.append(pool.submit(train, made[-1], feed(made[-1], wrapped(4000))))
+        wait(3, 6)
+        last[0] = max(manager.current_step() for manager in made) + 2
+        for each in running:
+            each.result(60)
+    assert all(manager._client.mistaken for manager in made[:2])
+    assert {mean for _, mean in voted} == {1.0}, "a step was voted for without the gradients of a group that it counts"
+    assert voted.count((3, 1.0)) >= 6
+
+
 def test_processes_of_one_group_at_two_places_raise_and_do_not_fail_for_ever(managers: Managers) -> None:
     loaders = [wrapped(world=World(rank, 2)) for rank in range(2)]
     loaders[1].seek(position=8)
@@ -510,7 +570,13 @@ def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random)
     model.run(chance, 8)
 
 
-@pytest.mark.parametrize("seed", [654, 1339, 2289])
+@pytest.mark.parametrize("seed", [300978, 302978, 307296])
+def test_lighthouses_that_come_back_again_and_again_lose_no_sample(seed: int) -> None:
+    """In these histories of the model, quorums had the number and the size of older ones, of other members."""
+    assert model.run(random.Random(seed), 8).commits
+
+
+@pytest.mark.parametrize("seed", [300, 1527, 2264])
 def test_a_process_that_was_not_healed_heals_no_other(seed: int) -> None:
     """In these histories of the model, a group that joined then had its ranks at two places, and every vote failed."""
     assert model.run(random.Random(seed), 8).behind

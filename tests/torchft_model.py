@@ -63,6 +63,7 @@ class Quorum:
     max_rank: int | None
     max_world_size: int
     source: str | None  # the group to be healed from
+    replica_ids: tuple[str, ...]
 
 
 @dataclass
@@ -91,7 +92,14 @@ class Lighthouse:
                 place = counting.index(member) if member in counting else None
                 told[member].append(
                     Quorum(
-                        self.quorum_id, number, len(members), highest, place, len(counting), sources.get(member)
+                        self.quorum_id,
+                        number,
+                        len(members),
+                        highest,
+                        place,
+                        len(counting),
+                        sources.get(member),
+                        members,
                     )
                 )
         return told
@@ -103,6 +111,7 @@ class Manager:
     def __init__(self, job: Job, rank: int, store: Store) -> None:
         self._job, self._group_rank, self._group_world_size = job, rank, job.ranks
         self._store, self._timeout = store, None
+        self._client: Any = self
         self._use_async_quorum, self._init_sync = job.asynchronous, job.init_sync
         self._min_replica_size, self._pg = job.least, self
         self._replica_world_size_mode = WorldSizeMode.FIXED_WITH_SPARES if job.spares else WorldSizeMode.DYNAMIC
@@ -113,9 +122,15 @@ class Manager:
         self._load: dict[str, Callable[[Any], None]] = {}
         self._save: dict[str, Callable[[], Any]] = {}
         self.told: tuple[Quorum, Any] | None = None  # by the lighthouse, and the state that was sent
+        self.members: tuple[str, ...] = ()  # of the process group; none if it could not be made
+        self.former = -1  # the number of the quorum before; the feed may ask for this one several times
         self.unconfigured = False  # the process group could not be made
         self.result = False  # of the vote of all ranks of the group
         self.compared: list[int] | None = None  # what the ranks of all groups have told, once that is known
+
+    def reaches(self, group: Group, number: int) -> bool:
+        """Whether this rank's process group is also that of a rank of another group."""
+        return group.ranks[number].manager.members == self.members
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return "gloo"
@@ -128,11 +143,15 @@ class Manager:
         feed._saved = feed.state_dict()
         return {"user": {key: save() for key, save in self._save.items()}, "step": self._step}
 
-    def start_quorum(self) -> None:
+    def _quorum(self) -> Quorum:
         assert self.told is not None, "a second quorum in a step"
-        quorum, state = self.told
-        self.told = None
+        return self.told[0]
+
+    def start_quorum(self) -> None:
         self._error, self._healing = None, False
+        quorum = self._client._quorum()
+        assert self.told is not None
+        state, self.told = self.told[1], None
         place, size = (
             (quorum.max_rank, quorum.max_world_size)
             if self._use_async_quorum
@@ -142,9 +161,10 @@ class Manager:
             size = min(size, self._min_replica_size)
             place = None if place is not None and place >= self._min_replica_size else place
         self._participating = place, size
-        if quorum.quorum_id != self._quorum_id:
-            self._quorum_id = quorum.quorum_id
+        if quorum.quorum_id != self.former:
+            self._quorum_id, self.members = quorum.quorum_id, quorum.replica_ids
             if self.unconfigured:
+                self.members = ()
                 self.report_error(RuntimeError("a member is dead"))
                 return
         if quorum.source is not None:
@@ -293,6 +313,8 @@ class Job:
     def step(self) -> None:
         """A step of the groups that are there, of which some die, and others come back."""
         chance = self.chance
+        if chance.random() < 0.1:
+            self.lighthouse = Lighthouse()  # it has died and come back
         if not self.groups:
             for _ in range(chance.randint(1, 3)):  # all have died
                 self.launch(self.disk)
@@ -328,25 +350,34 @@ class Job:
         alive = [group for group in joining if group.name not in dead]
         ranks = [(group, number, rank) for group in alive for number, rank in enumerate(group.ranks)]
         orders = {}
+        keeps = {  # by rank, who takes this quorum for the one before
+            number: [group.name for group in joining
+                     if group.ranks[number].manager._quorum_id == told[group.name][number].quorum_id]
+            for number in range(self.ranks)
+        }  # fmt: skip
         for group, number, rank in ranks:
             quorum = told[group.name][number]
             lost = quorum.source is None or (quorum.source in dead and chance.random() < 0.7)
             orders[group.name, number] = quorum, None if lost else sent[str(quorum.source)][number]
-            rank.manager.unconfigured = bool(dead) and chance.random() < 0.7
+            rank.manager.former = rank.manager._quorum_id
+            rank.manager.unconfigured = bool(keeps[number]) or (bool(dead) and chance.random() < 0.7)
         # Ranks are asked for a batch until all of them have heard what the others of their group and of all groups say.
-        values: list[dict[int, list[int]]] = [{} for _ in range(self.ranks)]
+        values: list[dict[str, list[int]]] = [{} for _ in range(self.ranks)]
         for attempt in range(4):
             for group, number, rank in ranks:
                 if rank.first or (attempt and group.name in dying and dying[group.name] == POINTS[1]):
                     continue
                 rank.manager.told, rank.manager.compared = orders[group.name, number], None
                 if attempt > 1:
-                    rank.manager.compared = [max(each) for each in zip(*values[number].values(), strict=True)]
+                    heard = [
+                        said for name, said in values[number].items() if rank.manager.reaches(by_name[name], number)
+                    ]
+                    rank.manager.compared = [max(each) for each in zip(*heard, strict=True)] if heard else None
                 try:
                     rank.first = [group.take(rank)]
                 except Told as said:
                     if said.values is not None:
-                        values[number][id(rank)] = said.values
+                        values[number][group.name] = said.values
                 except MidepochError as error:
                     assert "it was not healed when the rest of its group was" in str(error)
                     dying[group.name] = POINTS[1]
@@ -371,22 +402,33 @@ class Job:
             contributions[group.name] = [whole if rank.manager.is_participating() else {} for rank in group.ranks]
         early = dead | {n for n, point in dying.items() if point in ("between quorum and batch", "in the allreduce")}
         late = {n for n, point in dying.items() if point == "behind the allreduce"}
-        # One that errs before it has contributed leaves all others waiting, also if it dies then.
-        errs = bool(early) or any(rank.manager.errored() for group in alive for rank in group.ranks)
+        # One that errs before it has contributed leaves all others of its process group waiting, also if it dies then.
+        whole_groups = {
+            group.name for group in alive
+            if group.name not in early and not any(rank.manager.errored() for rank in group.ranks)
+        }  # fmt: skip
         alive = [group for group in alive if group.name not in early | late]
-        reduced = []
-        for number in range(self.ranks):
-            total: dict[int, float] = {}
-            for parts_of in contributions.values():
-                for sample, value in parts_of[number].items():
-                    total[sample] = total.get(sample, 0.0) + value
-            reduced.append(total)
+        reduced = {}
+        errs = set()
+        for group in alive:
+            for number, rank in enumerate(group.ranks):
+                total: dict[int, float] = {}
+                if not rank.manager.members:
+                    errs.add(group.name)
+                for name in rank.manager.members:
+                    if name not in whole_groups or not rank.manager.reaches(by_name[name], number):
+                        errs.add(group.name)
+                        continue
+                    for sample, value in contributions[name][number].items():
+                        total[sample] = total.get(sample, 0.0) + value
+                reduced[group.name, number] = total
         for group in alive:
             for rank in group.ranks:
-                if errs or group.name in breaks or (late and chance.random() < 0.5):
+                if group.name in errs or group.name in breaks or (late and chance.random() < 0.5):
                     rank.manager.report_error(RuntimeError("a link broke"))
         for group in alive:
-            self._vote(group, reduced, dying.get(group.name) == "behind the vote")
+            totals = [reduced[group.name, number] for number in range(self.ranks)]
+            self._vote(group, totals, dying.get(group.name) == "behind the vote")
         gone = set(dying)
         self.kills += len(gone)
         self.groups = [group for group in self.groups if group.name not in gone]

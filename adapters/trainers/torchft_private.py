@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.distributed import DistStoreError
 
+from midepoch.errors import MidepochError
 from midepoch.packages import Package
 
 __all__ = [
     "asked_by_local",
     "check",
     "device_of",
+    "fail_mistaken_quorums",
     "first_step_is_the_primarys",
     "groups_that_count",
     "quorum_of",
@@ -35,7 +37,7 @@ _TORCHFT.part("torchft.manager:WorldSizeMode.FIXED_WITH_SPARES")
 def check(manager: Any) -> None:
     """Raise UnsupportedSourceError if a Manager lacks one of the parts."""
     _TORCHFT.check(
-        manager, "_group_rank", "_group_world_size", "_healing", "_init_sync", "_min_replica_size",
+        manager, "_client", "_group_rank", "_group_world_size", "_healing", "_init_sync", "_min_replica_size",
         "_pending_state_dict", "_pg", "_quorum_id", "_replica_world_size_mode", "_store", "_timeout",
         "_use_async_quorum", "start_quorum",
     )  # fmt: skip
@@ -48,8 +50,45 @@ def replace(manager: Any, name: str, function: Callable[..., Any]) -> Callable[.
     return theirs
 
 
+class _Client:
+    """In place of a Manager's client of its lighthouse. It knows the members of the Manager's process group."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager, self._client = manager, manager._client
+        self._members: list[str] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _quorum(self, *arguments: Any, **keywords: Any) -> Any:
+        quorum = self._client._quorum(*arguments, **keywords)
+        if quorum.quorum_id != self._manager._quorum_id:
+            self._members = quorum.replica_ids  # of the process group that the Manager makes now
+        elif self._members not in (None, quorum.replica_ids):
+            self._manager.report_error(
+                MidepochError(
+                    f"quorum {quorum.quorum_id} has other members than the process group of this number, as happens "
+                    "when a lighthouse comes back: this step is given again in the next quorum"
+                )
+            )
+        return quorum
+
+
+def fail_mistaken_quorums(manager: Any) -> None:
+    """Let a step fail if a Manager takes its quorum for the one before, because it has the same number.
+
+    A lighthouse that comes back counts from the beginning. If the number is the same, a Manager keeps its process
+    group. The gradients of a group that has joined are then missing, and the others would vote for the step. After a
+    vote that failed, the lighthouse gives another number.
+    """
+    manager._client = _Client(manager)
+
+
 def quorum_of(manager: Any) -> int:
-    """The number of the quorum that is known. It changes with its members, and after a vote that failed."""
+    """The number of the quorum that is known.
+
+    It changes with the members, and after a vote that failed. `fail_mistaken_quorums` has the exception.
+    """
     return int(manager._quorum_id)
 
 
