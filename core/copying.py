@@ -58,7 +58,7 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
 
     Returns:
         The copy, and an empty text; or None and the reason: it is too large, cannot be copied, reads from an address,
-        or has functions that hold iterators.
+        has functions that hold iterators, or code of its own that changes what is not copied: see `_Own`.
     """
     kinds = tuple(each for each in shared if isinstance(each, type))
     objects = [each for each in shared if not isinstance(each, type)]
@@ -68,7 +68,8 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
             return not isinstance(each, IterableDataset) and not hasattr(each, "load_state_dict")
         return isinstance(each, (*kinds, types.ModuleType)) or any(each is one for one in objects)
 
-    return _copied(value, is_shared, _what_forbids)
+    copied, why = _copied(value, is_shared, functools.partial(_what_is_shared, _Own()))
+    return (None, "it is its own copy") if copied is value else (copied, why)
 
 
 def copy_with(
@@ -178,6 +179,15 @@ def _what_cannot_be_apart(own: _Own, each: Any) -> str:
     if isinstance(each, types.FunctionType):
         return own.why_function(each)
     return own.why_class(type(each), getattr(each, "__dict__", {})) or _what_is_released(each)
+
+
+def _what_is_shared(own: _Own, each: Any) -> str:
+    """The same of a source that keeps a state. An installed package cleans up after itself with care."""
+    if isinstance(each, types.FunctionType):
+        return own.why_function(each) or _what_forbids(each)
+    if hasattr(type(each), "__del__") and not _is_installed(type(each).__module__):
+        return f"it holds a {type(each).__name__}, which cleans up after itself"
+    return own.why_class(type(each), getattr(each, "__dict__", {})) or _what_forbids(each)
 
 
 def _what_is_released(each: Any) -> str:
@@ -294,7 +304,7 @@ _CONSUMING = frozenset(
         "socket", "create_connection", "connect", "recv", "recvfrom", "recv_into", "accept", "urllib", "urlopen",
         "urlretrieve", "http", "ftplib", "requests", "httpx", "aiohttp", "websockets", "subprocess", "Popen", "popen",
         "boto3", "botocore", "get_object", "paramiko", "redis", "zmq", "pika", "kafka", "KafkaConsumer", "pubsub",
-        "consume", "subscribe", "lpop", "rpop", "blpop", "brpop", "ack", "commit",
+        "lseek", "consume", "subscribe", "lpop", "rpop", "blpop", "brpop", "ack", "commit",
     )
 )  # fmt: skip
 

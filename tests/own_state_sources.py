@@ -355,6 +355,9 @@ class EpochOrder:
     def __iter__(self) -> Any:
         return iter(np.random.RandomState(self.epoch).permutation(SIZE).tolist())
 
+    def __len__(self) -> int:
+        return SIZE
+
 
 def drawing(number: int) -> Any:
     return {"number": np.array([number]), "value": random.random()}
@@ -432,6 +435,12 @@ EXACT: dict[str, Callable[[], Any]] = {
     "torchdata.nodes, batches of a sampler without one, prefetched": functools.partial(
         nodes, prefetch=True, sampler=lambda: torch.utils.data.BatchSampler(without_a_generator(), 2, False)
     ),
+    "StatefulDataLoader, a sampler without a generator": lambda: StatefulDataLoader(
+        Drawing(SIZE), BATCH, sampler=torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)
+    ),
+    "StatefulDataLoader, batches of a sampler without one": lambda: StatefulDataLoader(
+        Drawing(SIZE), batch_sampler=torch.utils.data.BatchSampler(without_a_generator(), BATCH, False)
+    ),
     "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
     "StatefulDataLoader of a stream": lambda: StatefulDataLoader(StreamDataset(Stream()), batch_size=None),
@@ -469,7 +478,7 @@ def continued(name: str, states: list[dict[str, Any]], count: int) -> list[list[
             loader = midepoch.wrap((EXACT | TOLD)[name](), seed=SEED)
             loader.load_state_dict(state)
             try:
-                batches = (batch for _ in range(3) for batch in loader)
+                batches = (batch for _ in range(6) for batch in loader)
                 found.append([repr(batch) for batch in itertools.islice(batches, count - cut)])
             except Exception as error:  # noqa: BLE001  # compared by the test
                 found.append([repr(error)])

@@ -1301,6 +1301,233 @@ def test_a_source_that_ends_once_more_may_draw_late_in_the_next_epoch() -> None:
     assert list(map(str, resumed)) == batches and len(batches) == 5
 
 
+class Blocks:
+    """A sampler that shuffles blocks of five indices when it reaches them, but not the first one."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, 20, 5):
+            yield from (start + number for number in (torch.randperm(5).tolist() if start else range(5)))
+
+
+def test_a_sampler_that_draws_within_an_epoch_has_the_same_order_after_a_resume() -> None:
+    """The trial, behind the first batch, sees nothing of it."""
+    import torchdata.nodes as parts
+
+    makes: list[Callable[[], Any]] = [
+        lambda: StatefulDataLoader(range(20), 2, sampler=Blocks()),
+        lambda: StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(Blocks(), 2, False)),
+        lambda: parts.Loader(parts.Batcher(parts.SamplerWrapper(Blocks()), 2)),
+    ]
+    for make in makes:
+        loader = wrap(make(), seed=1)
+        batches, states = [], [loader.state_dict()]
+        for _ in range(2):
+            for batch in loader:
+                batches.append(str(batch))
+                states.append(loader.state_dict())
+        assert len(set(batches)) > 15 and not loader.capabilities.exact_order.believed
+        for cut, state in enumerate(states[:-1]):
+            torch.manual_seed(cut)
+            resumed = wrap(make(), seed=1)
+            resumed.load_state_dict(state)
+            rest = [str(batch) for _ in range(2) for batch in resumed]
+            assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
+class HeldBack:
+    """Draws when it gives something, and holds the rest back."""
+
+    def __iter__(self) -> Iterator[int]:
+        held = list(range(12))
+        while held:
+            yield held.pop(random.randrange(len(held)))
+
+
+def test_what_torchdata_reads_again_is_believed_where_a_trial_cannot_see_it() -> None:
+    import torchdata.nodes as parts
+
+    numbers = parts.IterableWrapper(range(12))
+    weighted = parts.MultiNodeWeightedSampler(
+        {"a": parts.SamplerWrapper(own.without_a_generator()), "b": numbers}, {"a": 1.0, "b": 1.0},
+        stop_criteria="CYCLE_UNTIL_ALL_DATASETS_EXHAUSTED", rank=0, world_size=1,
+    )  # fmt: skip
+    untold: dict[Any, str] = {parts.IterableWrapper(HeldBack()): "HeldBack", weighted: "begins again within an epoch"}
+    for node, why in untold.items():
+        loader = wrap(parts.Loader(node), seed=1)
+        assert len(list(loader)) >= 12
+        order = loader.capabilities.exact_order
+        assert order.holds and order.believed and why in order.reason
+    thread = parts.ParallelMapper(numbers, own.still, 2, in_order=False)
+    workers = StatefulDataLoader(range(12), 2, num_workers=2, in_order=False)
+    for source in (parts.Loader(thread), workers):
+        order = wrap(source, seed=1).capabilities.exact_order
+        assert not order and "in_order=False" in order.reason
+
+
+class BeginsAnew(Counting):
+    """Its own iterator, which begins anew if it is asked behind its end."""
+
+    def __iter__(self) -> BeginsAnew:
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.size:
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_begins_anew_behind_its_end_is_not_asked_again(workers: int) -> None:
+    with counting(workers, BeginsAnew) as loader:
+        assert [len(list(itertools.islice(loader, 20))) for _ in range(2)] == [7, 7]  # the last one is not full
+
+
+class KeepsWhatItLoads(Counting):
+    """Says its state, and takes it over, without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"place": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["place"] < self.size:
+            self.state["place"] += 1
+            yield self.state["place"]
+        self.state["place"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("make", [KeepsWhatItLoads, lambda: DataLoader(KeepsWhatItLoads(), 3)])
+def test_a_source_that_keeps_the_state_it_loads_goes_back_to_its_beginning_again_and_again(make: Any) -> None:
+    loader = wrap(make(), seed=1)
+    beginning = loader.state_dict()
+    whole = [str(next(iter(loader)))]
+    for _ in range(3):
+        loader.load_state_dict(beginning)
+        batches = iter(loader)
+        assert str(next(batches)) == whole[0]
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_whose_ranks_nobody_knew_when_it_was_wrapped_is_refused_when_it_is_read(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = counting(workers)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"read by 2 ranks: pass shard=False .*shard=True"):
+        next(iter(loader))
+
+
+def test_workers_that_are_kept_give_each_epoch_the_same_order_when_they_are_started_in_it() -> None:
+    def make() -> Loader:
+        return wrap(StatefulDataLoader(range(8), 2, shuffle=True, num_workers=1, persistent_workers=True), seed=1)
+
+    with make() as loader:
+        epochs = [taken(loader) for _ in range(2)]
+        state = loader.state_dict()
+        epochs.append(taken(loader))
+    for place in (2, 1):
+        with make() as resumed:
+            resumed.load_state_dict(state) if place == 2 else resumed.seek(epoch=1)
+            assert taken(resumed) == epochs[place]
+
+
+def test_a_sampler_of_a_stateful_dataloader_is_told_the_epoch() -> None:
+    """A trainer that tells the sampler it finds tells the loader."""
+
+    def make() -> Loader:
+        sampler: Any = torch.utils.data.DistributedSampler(own.Drawing(own.SIZE), 1, 0, seed=3)
+        return wrap(StatefulDataLoader(own.Drawing(own.SIZE), own.BATCH, sampler=sampler), seed=1)
+
+    loader = make()
+    epochs = [taken(loader) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    taken(loader, 2)
+    state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    third = taken(resumed)
+    resumed.seek(epoch=1)
+    assert len(third) == 3 and third[0] != epochs[1][2] and taken(resumed) == epochs[1]
+
+
+class Itself(own.Stream):
+    """Is its own copy, as a connection that a process has once."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Itself:
+        return self
+
+
+class OfItsClass(own.Stream):
+    """Counts in its class, which copies share."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.goes_on:
+            OfItsClass.taken = 0
+        self.goes_on = False
+        order = self.order()
+        while OfItsClass.taken < self.size:
+            OfItsClass.taken += 1
+            yield {"number": np.array([order[OfItsClass.taken - 1]])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": OfItsClass.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        OfItsClass.taken, self.goes_on = state["taken"], True
+
+
+class CleansUp(own.Stream):
+    def __del__(self) -> None:
+        pass  # of a copy too
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Itself, "it is its own copy"), (OfItsClass, "OfItsClass.taken belongs to the class"),
+        (CleansUp, "it holds a CleansUp, which cleans up after itself"),
+    ],
+)  # fmt: skip
+def test_a_source_that_shares_something_with_its_copies_is_not_tried(kind: Any, why: str) -> None:
+    """A trial would read on in the source itself, whose job would lose a batch."""
+    loader = wrap(kind())
+    batches = iter(loader)
+    given = [own.identify(next(batches)) for _ in range(2)]
+    loader.state_dict()
+    given += [own.identify(batch) for batch in batches]
+    assert given == taken(wrap(own.Stream()))
+    answer = loader.capabilities.exact_order
+    assert answer.believed and why in answer.reason
+
+
+class DrawsLate(own.Stream):
+    def value(self, number: int) -> Any:
+        return random.random() if self.given > 5 else 0.0
+
+
+def test_numbers_that_a_source_draws_later_than_a_trial_sees_are_believed() -> None:
+    loader = wrap(DrawsLate())
+    assert len(list(loader)) == own.SIZE
+    told = loader.capabilities
+    assert not told.exact_order.believed
+    assert told.exact_augmentations.holds and told.exact_augmentations.believed
+
+
 # --- what a batch costs ---
 
 

@@ -51,4 +51,5 @@ def promised(exact: Capability, iterator: Any, options: Options) -> Capability:
     name = type(iterator).__name__
     if not options.streams:
         return Capability(False, f"randomness='none': {name} may draw from the caller's generators")
-    return Capability(True, f"{exact.reason}; what {name} draws for a batch is exact on the same split")
+    kept = f"if {name} keeps nothing from one batch to the next, what it draws for a batch is exact on the same split"
+    return Capability(True, f"{exact.reason}; {kept}", believed=True)

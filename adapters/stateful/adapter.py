@@ -6,6 +6,7 @@ For sources whose state is known to be incomplete, the adapter adds what is miss
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import importlib.metadata
@@ -33,7 +34,7 @@ from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES, piece_of
 from midepoch.world import World
 
-__all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream"]
+__all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream", "state_of"]
 
 
 _TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
@@ -126,9 +127,11 @@ class StatefulAdapter(Adapter):
         own = Capability(True, "as exact as the source's own state, which led a copy to the batch that came next")
         if self._untried:
             own = Capability(True, f"as exact as the source's own state: {self._untried}", believed=True)
+        # A trial, behind the first batch, sees only what is drawn by then.
+        drawn = Capability(True, f"{own.reason}, if it restores all that later batches draw from", believed=True)
         return Capabilities(
             exact_order=own,
-            exact_augmentations=NOT_RESTORED if isinstance(self.source, DataLoader) else own,
+            exact_augmentations=NOT_RESTORED if isinstance(self.source, DataLoader) else drawn,
             constant_time_resume=Capability(True, "as fast as the source restores its own state"),
             elastic_world=Capability(False, "the source's own state is for one world size"),
             elastic_workers=Capability(False, "the source's own state decides; midepoch cannot see its workers"),
@@ -280,7 +283,7 @@ class StatefulAdapter(Adapter):
         """Whether a source of an unknown kind does not report the state that it was given."""
         if type(self) is not StatefulAdapter or self._pristine is None:
             return False
-        return encode(_state_of(self.source)) != encode(state)
+        return encode(state_of(self.source)) != encode(state)
 
     def check_begun(self) -> None:
         """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
@@ -291,7 +294,7 @@ class StatefulAdapter(Adapter):
         if copy is None:
             return
         fresh = read_from(lambda run: _First(copy), self._pristine, copy, Run(0, 0, 0, World(), None, "pad", ""))
-        if fresh.error is None and encode(_state_of(copy)) == encode(_state_of(self.source)):
+        if fresh.error is None and encode(state_of(copy)) == encode(state_of(self.source)):
             raise StateError(
                 f"{type(self.source).__name__} reports another state than was loaded, that of its very beginning: its "
                 "load_state_dict does not lead to the loaded place; fix it, or wrap a function that makes what the "
@@ -313,15 +316,10 @@ class StatefulAdapter(Adapter):
         """The source's own iterator from `state` on; None starts the epoch."""
         first = not self._used and not self.rewinds
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
-            state = self._first_state  # go back to the very beginning after the source was read
-            if state is None:
-                raise StateError(
-                    f"{type(self.source).__name__} has no state for its very beginning, so it cannot go back there: "
-                    "load this state into a source that has not been read"
-                )
+            state = self.very_beginning()
         if first and state is not None:
             # Of a copy: a torchdata.nodes.Loader that was asked for a state ignores one that is loaded later.
-            self._first_state = _state_of(self._copied(self.source)[0])
+            self._first_state = state_of(self._copied(self.source)[0])
         self._used = True
         if state is not None:
             self.source.load_state_dict(state)
@@ -331,13 +329,22 @@ class StatefulAdapter(Adapter):
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
         if first and state is None:
-            self._first_state = _state_of(self.source)
+            self._first_state = state_of(self.source)
         return iterator
+
+    def very_beginning(self) -> Any:
+        """The state from which a source that was read begins again. A copy, since the source may keep and change it."""
+        if self._first_state is None:
+            raise StateError(
+                f"{type(self.source).__name__} has no state for its very beginning, so it cannot go back there: load "
+                "this state into a source that has not been read"
+            )
+        return copy.deepcopy(self._first_state)
 
     def restore(self, state: Any) -> None:
         """Load a state from which the next epoch begins, and read nothing."""
         if not self._used:
-            self._first_state = _state_of(self._copied(self.source)[0])
+            self._first_state = state_of(self._copied(self.source)[0])
         self._used = True
         self.source.load_state_dict(state)
 
@@ -373,7 +380,7 @@ class _First(Session):
         self.take = lambda: next(iter(source))
 
 
-def _state_of(source: Any) -> Any:
+def state_of(source: Any) -> Any:
     """A copy of a source's state; None if it has none now."""
     try:
         return decode(encode(source.state_dict()))

@@ -18,11 +18,12 @@ from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end", "go_to_the_end", "grain_steps",
+    "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end",
+    "gives_out_of_order", "go_to_the_end", "grain_steps",
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
-    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "reads_ahead", "shared_kinds",
-    "without_iterator",
+    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
+    "starts_kept_workers", "untold_draws", "without_iterator",
 ]  # fmt: skip
 
 
@@ -164,6 +165,11 @@ def forget_end(iterator: Any) -> None:
         iterator._cached_state_dict = None
 
 
+def starts_kept_workers(loader: Any) -> bool:
+    """Whether the next pass over a StatefulDataLoader starts worker processes that later passes keep."""
+    return bool(loader.persistent_workers and loader.num_workers and getattr(loader, "_iterator", None) is None)
+
+
 def without_iterator(loader: Any) -> Any:
     """A shallow copy of a StatefulDataLoader that is not being iterated."""
     other = copy.copy(loader)
@@ -203,14 +209,70 @@ def held_by_nodes(nodes: list[Any]) -> list[Any]:
     return [value for value in held if not isinstance(value, kind) and (callable(value) or hasattr(value, "__iter__"))]
 
 
+def own_samplers(samplers: list[Any]) -> list[Any]:
+    """Those that are not torch's. torch's draw their order at once, from a generator or with a seed that they draw."""
+    return [each for each in samplers if each is not None and not _is_torchs(each)]
+
+
+def _is_torchs(sampler: Any) -> bool:
+    inner = getattr(sampler, "sampler", None)
+    known = type(sampler).__module__.startswith(("torch.", "torchdata."))
+    return known and (inner is None or inner is sampler or _is_torchs(inner))
+
+
 def begin_samplers(loader: Any) -> None:
-    """Let samplers that have given nothing draw their order now, and not when the first batch is read."""
+    """Let the samplers of a torchdata.nodes.Loader draw their order now, and not while batches are read."""
     for node in nodes_in(loader):
-        inside = getattr(node, "sampler", None) or getattr(node, "iterable", None)
-        if getattr(node, "_num_yielded", None) == 0 and not hasattr(inside, "load_state_dict") and node._it is not None:
-            for first in node._it:
-                node._it = itertools.chain((first,), node._it)
-                break
+        sampler = getattr(node, "sampler", None)
+        inside = getattr(node, "iterable", None) if sampler is None else sampler
+        if inside is not None and not hasattr(inside, "load_state_dict") and getattr(node, "_it", None) is not None:
+            node._it = _drawn_now(node._it, sampler, node._num_yielded)
+
+
+def begin_sampler(iterator: Any) -> None:
+    """The same for the iterator of a StatefulDataLoader without worker processes."""
+    holder, name = iterator, "_sampler_iter"
+    sampler, yielded = getattr(iterator, "_index_sampler", None), getattr(iterator, "_sampler_iter_yielded", 0)
+    if hasattr(getattr(iterator, name, None), "sampler_iter"):  # torchdata's own, of batches
+        holder, name = iterator._sampler_iter, "sampler_iter"
+        sampler, yielded = holder.sampler, holder.samples_yielded
+    indices = getattr(holder, name, None)
+    if indices is not None and not hasattr(indices, "state_dict") and not hasattr(sampler, "load_state_dict"):
+        setattr(holder, name, _drawn_now(indices, sampler, yielded))
+
+
+def _drawn_now(indices: Iterator[Any], sampler: Any, yielded: int) -> Iterator[Any]:
+    """The same iterator. What draws, draws now: a sampler of the user's own for each index, others for the first one.
+
+    So a resumed run, for which torchdata passes over indices here, draws the same numbers for the same indices.
+    """
+    length = length_of(sampler) if own_samplers([sampler]) else None
+    count = max(length - yielded, 0) if length is not None else int(not yielded or sampler is not None)
+    drawn = list(itertools.islice(indices, count))
+    return iter(drawn) if len(drawn) < count else itertools.chain(drawn, indices)
+
+
+def untold_draws(nodes: list[Any]) -> str:
+    """What torchdata reads again up to a place, and what may draw otherwise then; empty if there is no such thing."""
+    if len(own_samplers([getattr(node, "sampler", None) for node in nodes])) > 1:
+        return "several samplers of your own, which a resume may ask in another order"
+    for node in nodes:
+        sampler, iterable = getattr(node, "sampler", None), getattr(node, "iterable", None)
+        name = type(iterable if sampler is None else sampler).__name__
+        if "CYCLE" in str(getattr(node, "stop_criteria", "")):
+            return f"what {type(node).__name__} begins again within an epoch"
+        if hasattr(sampler, "load_state_dict") or hasattr(iterable, "load_state_dict"):
+            continue
+        if own_samplers([sampler]) and length_of(sampler) is None:
+            return f"{name}, which has no length"
+        if iterable is not None and type(iterable).__module__ != "builtins":
+            return name
+    return ""
+
+
+def gives_out_of_order(nodes: list[Any]) -> bool:
+    """Whether a node gives what its workers have made as it comes."""
+    return any(getattr(node, "num_workers", 0) and getattr(node, "in_order", True) is False for node in nodes)
 
 
 def go_to_the_end(loader: Any) -> None:

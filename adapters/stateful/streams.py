@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
-from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of
+from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, state_of
 from midepoch.adapters.stateful.keyed import keyed
 from midepoch.copying import stateful_copy
-from midepoch.loader.adapter import Adapter, Options, Run
+from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.carried import CarriedAdapter
+from midepoch.reading.carried import CarriedAdapter, check_told
 from midepoch.reading.driven import RAW, exposed_samplers
 from midepoch.reading.private import iterates_as_torch
 
@@ -63,6 +63,11 @@ class StreamAdapter(StatefulAdapter):
         """None where midepoch is to share the stream."""
         return None if options.shard or (options.known_ranks > 1 and options.shard is None) else cls(source, options)
 
+    def open(self, run: Run) -> Session:
+        """Its batches. Several ranks are refused here if nobody knew of them when it was wrapped."""
+        check_told(self.source.dataset, self.options, run.world)
+        return super().open(run)
+
     def drawing(self) -> tuple[object, ...]:
         """What the DataLoader calls."""
         return self.source.dataset, self.source.collate_fn
@@ -78,9 +83,9 @@ class StreamAdapter(StatefulAdapter):
         """The dataset's own iterator, after its state is loaded, in batches."""
         dataset = self.source.dataset
         if not self._used:
-            self._first_state = dataset.state_dict(), False
+            self._note_beginning()
         elif state is None and run.epoch == 0:
-            state = self._first_state
+            state = self.very_beginning()
         self._used, self._ended = True, False
         if state is not None:
             own, self._ended = state
@@ -103,11 +108,17 @@ class StreamAdapter(StatefulAdapter):
             if self._ended and source.drop_last:
                 return
             yield source.collate_fn(units)
+            if self._ended:
+                return  # an iterator that is its own dataset may begin anew if it is asked again
+
+    def _note_beginning(self) -> None:
+        own = state_of(self.source.dataset)
+        self._first_state = None if own is None else (own, False)
 
     def restore(self, state: Any) -> None:
         """Load a state from which the next epoch begins, and read nothing."""
         if not self._used:
-            self._first_state = self.source.dataset.state_dict(), False
+            self._note_beginning()
         self._used = True
         self.source.dataset.load_state_dict(state[0])
 

@@ -17,6 +17,7 @@ from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.samplers import length_of
 
 __all__ = ["NodesAdapter", "TorchdataAdapter"]
 
@@ -35,7 +36,10 @@ class TorchdataAdapter(StatefulAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
-        self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
+        batches = source.batch_sampler
+        self._samplers = [source.sampler, batches, getattr(batches, "sampler", None)]
+        drawing = [] if source.num_workers else _listed(self._samplers)
+        self._beginning = Streams(source.dataset, source.collate_fn, *drawing) if options.streams else None
         self.opening = None  # see `start`
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
@@ -72,6 +76,8 @@ class TorchdataAdapter(StatefulAdapter):
             if self._streams is None:
                 exact = "randomness='none': nothing restores the generators that samples draw from"
         stated = super().capabilities()
+        if self.source.num_workers and not getattr(self.source, "in_order", True):
+            stated = dataclasses.replace(stated, exact_order=_OUT_OF_ORDER)
         return dataclasses.replace(
             stated,
             exact_augmentations=Capability(keyed, exact),
@@ -88,17 +94,28 @@ class TorchdataAdapter(StatefulAdapter):
         """Start under the epoch's stream, which also seeds its own generators."""
         if state is not None and (self._reads_again or private.counts_only(state)):
             return self._read_again(run)
+        for each in self._samplers:
+            if callable(tell := getattr(each, "set_epoch", None)):
+                tell(run.epoch)  # the loader that was wrapped is told in its place
         if self._inside is not None:
             self._inside.set_epoch(run.epoch)
             if state is None:
                 self._inside.load_state_dict(self._inside_first)
+        if state is None and self.rewinds and private.starts_kept_workers(self.source):
+            # Later passes begin by a reset, and a reset draws another order than the start of workers.
+            self._start_seeded(run, None)
+        return self._start_seeded(run, state)
+
+    def _start_seeded(self, run: Run, state: Any) -> Iterator[Any]:
         if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        batches = getattr(self.source.batch_sampler, "sampler", None)
-        _seed_generators([self.source, self.source.sampler, batches], key)
+        _seed_generators([self.source, *self._samplers], key)
         with self._beginning.under(key):
-            return super().start(run, state)
+            iterator = super().start(run, state)
+            if not self.source.num_workers:
+                private.begin_sampler(iterator)
+        return iterator
 
     def _read_again(self, run: Run) -> Iterator[Any]:
         """Start the epoch, and read what was consumed.
@@ -124,6 +141,16 @@ class TorchdataAdapter(StatefulAdapter):
         return keyed(None if self.source.num_workers else self._streams, run, iterator.__next__, self.seeds)
 
 
+_OUT_OF_ORDER = Capability(
+    False, "in_order=False: torchdata's state counts what came, and not what that was: leave in_order out"
+)
+
+
+def _listed(samplers: list[Any]) -> list[Any]:
+    """The user's own samplers whose order is drawn as a whole when an epoch begins: see `private.begin_sampler`."""
+    return [each for each in private.own_samplers(samplers) if length_of(each) is not None]
+
+
 def _seed_generators(holders: list[Any], key: int) -> None:
     """Seed the generator that a DataLoader or a sampler was given. Nothing else draws from it."""
     for holder in holders:
@@ -135,7 +162,8 @@ def _seed_generators(holders: list[Any], key: int) -> None:
 def _give_generators(samplers: list[Any]) -> None:
     """Give torch's samplers generators of their own if they would draw from the global one.
 
-    A thread that reads ahead draws their order now before and now after the global generator is somewhere else.
+    A thread that reads ahead draws their order now before and now after the global generator is somewhere else, and a
+    resumed run may ask several of them in another order.
     """
     for sampler in samplers:
         if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and not sampler.generator:
@@ -146,8 +174,8 @@ class NodesAdapter(StatefulAdapter):
     """The Loader of torchdata.nodes.
 
     Its state has no generators, neither a sampler's nor those that a Mapper draws from. So each epoch's samplers begin
-    under a stream of their own, and so does each batch where no thread or process of the pipeline reads ahead. Where
-    one does, torch's samplers that would draw from the global generator are given one of their own.
+    under a stream of their own, and so does each batch where no thread or process of the pipeline reads ahead. torch's
+    samplers that would draw from the global generator are given one of their own.
     """
 
     name: ClassVar[str] = "torchdata-nodes"
@@ -159,7 +187,10 @@ class NodesAdapter(StatefulAdapter):
         samplers = [node.sampler for node in nodes if hasattr(node, "sampler")]
         self._samplers = [*samplers, *(each.sampler for each in samplers if hasattr(each, "sampler"))]
         self._own = private.held_by_nodes(nodes)
-        self._opening = Streams(*self._own) if options.streams else None
+        drawing = [] if self._ahead else _listed(self._samplers)
+        self._opening = Streams(*self._own, *drawing) if options.streams else None
+        self._untold = private.untold_draws(nodes)
+        self._out_of_order = private.gives_out_of_order(nodes)
         self._streams = Streams(*self._own) if options.streams and not self._ahead else None
 
     @classmethod
@@ -183,10 +214,15 @@ class NodesAdapter(StatefulAdapter):
             exact = Capability(False, f"{why}: {self.instead(order=False)}")
         order = stated.exact_order
         own = [type(each).__name__ for each in self._samplers if not type(each).__module__.startswith("torch.")]
-        if self._ahead and own and order:
-            # The trial, too, sees what a thread has drawn by then.
+        # A trial, behind the first batch, sees nothing of these.
+        if self._out_of_order:
+            order = _OUT_OF_ORDER
+        elif self._ahead and own and order:
             why = f"as exact as the order of {own[0]}, if that does not depend on the global generators: {self._ahead}"
             order = Capability(True, f"{why} reads it in a thread", believed=True)
+        elif self._untold and order:
+            why = f"as exact as {self._untold}, if that draws no random numbers: torchdata reads it again to its place"
+            order = Capability(True, why, believed=True)
         return dataclasses.replace(stated, exact_order=order, exact_augmentations=exact)
 
     def instead(self, order: bool) -> str:
@@ -205,8 +241,7 @@ class NodesAdapter(StatefulAdapter):
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
         if state is None:
             private.go_to_the_end(self.source)
-        if self._ahead:
-            _give_generators(self._samplers)
+        _give_generators(self._samplers)
         _seed_generators(self._samplers, key)
         with self._opening.under(key), private.not_restarting(self.source):
             iterator = super().start(run, state)

@@ -28,7 +28,7 @@ from midepoch.world import World
 
 from .workers import Server
 
-__all__ = ["CarriedAdapter"]
+__all__ = ["CarriedAdapter", "check_told"]
 
 _BYTES_A_BATCH = 4096  # of states, on average
 
@@ -147,6 +147,7 @@ class _Reader:
             try:
                 units.append(next(self._samples))
             except StopIteration:
+                self._samples = iter(())  # one that is its own dataset may begin anew if it is asked again
                 break
             self._read += 1
         if not units or (self._drop_last and len(units) < (self._size or 1)):
@@ -228,11 +229,7 @@ class CarriedAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The workers' batches in turn."""
-        if run.world.world_size > 1 and self.options.shard is None:
-            raise UnsupportedSourceError(
-                f"{type(self.source.dataset).__name__} would be read by {run.world.world_size} ranks: pass shard=False "
-                "if it divides its data by rank, or shard=True to let midepoch divide it"
-            )
+        check_told(self.source.dataset, self.options, run.world)
         first, slots = _read(run.detail) if run.detail else (0, [_Slot()] * self._workers)
         answers, close = self._server(self._reader, self._requests(run, first, slots), run)
         return _CarriedSession(answers, close, first, slots)
@@ -306,6 +303,15 @@ def _read(detail: str) -> tuple[int, list[_Slot]]:
         if slot.state:
             decode(slot.state)
     return first, slots
+
+
+def check_told(dataset: Any, options: Options, world: World) -> None:
+    """Raise an UnsupportedSourceError where several ranks read one stream, and nobody has said who divides it."""
+    if world.world_size > 1 and options.shard is None:
+        raise UnsupportedSourceError(
+            f"{type(dataset).__name__} would be read by {world.world_size} ranks: pass shard=False if it divides its "
+            "data by rank, or shard=True to let midepoch divide it"
+        )
 
 
 def _nothing(key: int) -> None:
