@@ -90,13 +90,13 @@ def grain_dataset(seed: int | None = SEED, size: int = SIZE) -> Any:
     return grain.MapDataset.range(size).shuffle(seed=seed or 0).batch(BATCH).to_iter_dataset()
 
 
-def grain_elastic(rank: int = 0, world_size: int = 1, together: int = 6, size: int = 41) -> Any:
+def grain_elastic(rank: int = 0, world_size: int = 1, together: int = 6, size: int = 41, seed: int = 3) -> Any:
     logging.getLogger("absl").setLevel(logging.ERROR)
     import grain
     from grain.experimental import ElasticIterator
 
     shard = grain.sharding.ShardOptions(shard_index=rank, shard_count=world_size)
-    return ElasticIterator(grain.MapDataset.range(size).shuffle(seed=3), together, shard)
+    return ElasticIterator(grain.MapDataset.range(size).shuffle(seed=seed), together, shard)
 
 
 @functools.cache

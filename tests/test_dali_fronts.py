@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -280,6 +281,17 @@ def test_a_state_of_other_settings_of_a_dynamic_reader_is_refused(root: str) -> 
     next(iter(loader))
     with pytest.raises(StateMismatchError, match="batch_size differs"):
         dynamic(root, 2).load_state_dict(loader.state_dict())
+
+
+def test_a_state_of_as_many_other_files_of_a_dynamic_reader_is_refused(root: str, tmp_path: Path) -> None:
+    other = tmp_path / Path(root).name
+    other.mkdir()
+    for file in Path(root).glob("*.npy"):
+        shutil.copy(file, other / f"other_{file.name}")
+    loader = dynamic(root)
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match="data differs"):
+        dynamic(str(other)).load_state_dict(loader.state_dict())
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import sources
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
-from midepoch import StateError, wrap
+from midepoch import StateError, StateMismatchError, wrap
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests, check_resumable
 from midepoch.testing.pool import shared_pool
@@ -871,6 +871,13 @@ def test_grain_s_elastic_iterator_goes_on_in_another_world(before: int, after: i
     for part, expected in ((head, whole[:2]), (rest, whole[2:])):
         together = [sorted(sources.flat(list(step))) for step in zip(*part, strict=True)]
         assert together == [sorted(batch) for batch in expected]
+
+
+def test_a_state_of_another_shuffle_of_grain_s_is_refused() -> None:
+    loader = wrap(own.grain_elastic(seed=3))
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match="data differs"):
+        wrap(own.grain_elastic(seed=4)).load_state_dict(loader.state_dict())
 
 
 def test_grain_s_elastic_iterator_at_every_place_and_with_another_global_batch() -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import nvidia.dali
 
 from midepoch.adapters.dali import private
+from midepoch.adapters.dali.graph import crc_of_data
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -103,13 +104,14 @@ class DynamicAdapter(Adapter):
         return self._batches(epoch) * world.world_size
 
     def describe(self) -> dict[str, str]:
-        """The reader, how it is set up, and the batch size."""
+        """The reader, how it is set up, what it reads, and the batch size."""
         text = repr(self._state.settings())
         return {
             "unit": "batch",
             "dali": ".".join(nvidia.dali.__version__.split(".")[:2]),
             "reader": type(self._reader).__name__,
             "settings": f"{zlib.crc32(text.encode()):08x}",
+            "data": f"{crc_of_data(self._state.arguments, self._state.texts):08x}",
             "batch_size": str(self._samples),
         }
 

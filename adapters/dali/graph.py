@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from nvidia.dali import backend as dali_backend
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "identity", "settings_of"]
+__all__ = ["Graph", "Operator", "build", "crc_of_data", "identity", "settings_of"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -174,15 +174,20 @@ def identity(reader: Operator, size: int) -> str:
 
     A folder or file is identified by its own name and content, not by its location; an explicit list by its text.
     """
+    return f"{size} samples:{crc_of_data(reader.arguments, reader.texts):08x}"
+
+
+def crc_of_data(arguments: Mapping[str, Any], texts: Callable[[str], Sequence[str]]) -> int:
+    """A CRC of the files that a reader reads. `texts`: from an argument's name to the paths in it."""
     crc = 0
-    for name in sorted(_PATHS & reader.arguments.keys()):
+    for name in sorted(_PATHS & arguments.keys()):
         if name in ("files", "filenames", "labels"):
-            crc = zlib.crc32(repr(reader.arguments[name]).encode(), crc)
+            crc = zlib.crc32(repr(arguments[name]).encode(), crc)
             continue
-        for path in reader.texts(name):
+        for path in texts(name):
             for line in _content(Path(path)):
                 crc = zlib.crc32(line, crc)
-    return f"{size} samples:{crc:08x}"
+    return crc
 
 
 def _content(path: Path) -> Iterator[bytes]:

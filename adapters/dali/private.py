@@ -417,11 +417,21 @@ class DynamicState:
         shard, shards = self._shard_in(epoch), self.shard[1]
         return (shard + 1) * self._padded // shards - shard * self._padded // shards
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """With which the reader was made."""
+        return {name: value for name, value in self._template._init_args.items() if value is not None}
+
     def settings(self) -> list[tuple[str, str]]:
         """How the reader was made, except for its paths and its shard."""
         hidden = ("file", "path", "root", "shard", "seed", "index", "checkpointing")
         made = self._template._init_args.items()
         return sorted((name, repr(value)) for name, value in made if not any(each in name for each in hidden))
+
+    def texts(self, name: str) -> list[str]:
+        """A string argument, or the elements of a list of strings."""
+        value = self.arguments.get(name, ())
+        return [value] if isinstance(value, str) else [str(each) for each in value]
 
     def text(self) -> str:
         """Where the reader stands."""

@@ -50,8 +50,8 @@ class ElasticGrainAdapter(Adapter):
         return "drop"
 
     def describe(self) -> dict[str, str]:
-        """The transformations and the amount of data, as far as they can be determined."""
-        text = private.grain_steps(self.source)
+        """The transformations and their seeds, as far as they can be determined."""
+        text = private.elastic_steps(self.source)
         return {"order": "Grain's own", "data": f"{zlib.crc32(text.encode()):08x}"}
 
     def capabilities(self) -> Capabilities:

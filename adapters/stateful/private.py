@@ -18,7 +18,8 @@ from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "forget_end",
+    "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts",
+    "elastic_steps", "forget_end",
     "gives_out_of_order", "go_to_the_end", "grain_steps",
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
@@ -71,14 +72,30 @@ def _holds_some_back(examples: Any) -> bool:
 
 
 def grain_steps(source: Any) -> str:
-    """The classes and lengths of a Grain dataset and its parents, and how much a loader reads."""
+    """The classes, lengths and seeds of a Grain dataset and its parents, and how much a loader reads."""
     _grain()  # warns of an untested version
     return f"{_transformations(source)} {length_of(getattr(source, '_data_source', None))}"
 
 
 def _transformations(dataset: Any) -> str:
-    named = f"{type(dataset).__name__}:{length_of(dataset)}"
+    named = f"{type(dataset).__name__}:{length_of(dataset)}{_seed_of(dataset)}"
     return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
+
+
+def _seed_of(dataset: Any) -> str:
+    seed = getattr(dataset, "_seed", None)
+    return "" if seed is None else f":{seed}"
+
+
+def elastic_steps(source: Any) -> str:
+    """The classes and seeds of the datasets that an ElasticIterator reads. Their size is in the state by itself."""
+    _grain()
+
+    def steps(dataset: Any) -> str:
+        parents = map(steps, getattr(dataset, "_parents", ()))
+        return " ".join([f"{type(dataset).__name__}{_seed_of(dataset)}", *parents])
+
+    return steps(source._ds)
 
 
 def elastic_parts(source: Any) -> tuple[int, tuple[int, int], int]:
