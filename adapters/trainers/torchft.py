@@ -209,6 +209,7 @@ class Feed:
             loader.reshard(world)
             self._world = world
         if not self._part.anyone_has_more():  # less is left than a global batch, and drop_last leaves it out
+            self._part.end_pass()
             next(self._batches, None)
             self._batches = iter(loader)
         self._epoch = loader.epoch
@@ -284,6 +285,7 @@ class Feed:
         manager, quorum = self._manager, (private.quorum_of(self._manager), groups, primarys)
         if quorum == self._agreed:
             return
+        self._agreed = None  # a lighthouse that comes back may give this number again
         loader, state, step = self.loader, self.loader.state_dict(), manager.current_step()
         names = ("adapter", "epoch", "position", "seed", "size", "batch_size", "fingerprint")
         told = [step, *(state[name] for name in names), loader.global_batch, self._group.world_size]

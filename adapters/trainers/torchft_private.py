@@ -51,7 +51,7 @@ def replace(manager: Any, name: str, function: Callable[..., Any]) -> Callable[.
 
 
 class _Client:
-    """In place of a Manager's client of its lighthouse. It knows the members of the latest quorum."""
+    """In place of a Manager's client of its lighthouse. It knows the members of the Manager's process group."""
 
     def __init__(self, manager: Any) -> None:
         self._manager, self._client = manager, manager._client
@@ -62,8 +62,9 @@ class _Client:
 
     def _quorum(self, *arguments: Any, **keywords: Any) -> Any:
         quorum = self._client._quorum(*arguments, **keywords)
-        before, self._members = self._members, quorum.replica_ids
-        if before not in (None, self._members) and quorum.quorum_id == self._manager._quorum_id:
+        if self._members is None or quorum.quorum_id != self._manager._quorum_id:
+            self._members = quorum.replica_ids  # the Manager makes a new process group of them
+        elif quorum.replica_ids != self._members:
             self._manager.report_error(
                 MidepochError(
                     f"quorum {quorum.quorum_id} has other members than the last one of this number, as happens when a "
