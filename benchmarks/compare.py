@@ -378,24 +378,28 @@ def begin_ratio(rows: Sequence[Row], name: str) -> Interval | None:
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
+def measure_states(name: str, plan: Plan) -> tuple[list[Row], str]:
+    """At each size, in one process; and why there are no more."""
+    found: list[Row] = []
+    with servers([name], plan) as (server,):
+        for size in plan.state_sizes:
+            if size > PEERS[name].limit:
+                return found, NOT_WRITTEN
+            try:
+                server.ask("prepare", {"size": size})
+                found.append(server.ask("measure_state", {"size": size}, plan.limit) | {"size": size})
+            except Unmanaged as error:
+                return found, str(error)
+    return found, ""
+
+
 def state(names: Sequence[str], plan: Plan) -> list[Row]:
     """Bytes and microseconds at the second size, and peak memory at each over that at the first."""
     rows: list[Row] = []
     for name in names:
         tell(f"state: {name}")
-        with servers([name], plan) as (server,):
-            found: list[Row] = []
-            why = ""
-            for size in plan.state_sizes:
-                if size > PEERS[name].limit:
-                    why = NOT_WRITTEN
-                    break
-                try:
-                    server.ask("prepare", {"size": size})
-                    found.append(server.ask("measure_state", {"size": size}, plan.limit) | {"size": size})
-                except Unmanaged as error:
-                    why = str(error)
-                    break
+        measure_states(name, plan)  # some write an index of the data: what is measured is a job that starts again
+        found, why = measure_states(name, plan)
         row: Row = {"peer": name, "bytes": None, "form": "", "microseconds": None, "more_mib": {}, "why": why}
         if found:
             row |= {key: found[:2][-1][key] for key in ("bytes", "form", "microseconds")}

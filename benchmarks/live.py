@@ -5,7 +5,7 @@ CPUs, with gloo. Each failure kills one of them, at moments that a seed draws, t
 
 * **restarts**: all processes end when one dies, and start again from the last checkpoint, as under torchrun;
 * **live**: torchft and `midepoch.adapters.trainers.torchft.feed`;
-* **torchft's sampler**: torchft, its DistributedSampler, and torchdata's StatefulDataLoader whose state is saved behind
+* **torchft's sampler**: torchft, its DistributedSampler, and torchdata's StatefulDataLoader whose state is saved after
   each step, as torchft's documentation has it.
 
 Failures come as they came to Llama 3 405B: 419 unexpected interruptions in 54 days ("The Llama 3 Herd of Models", 2024,

@@ -139,7 +139,7 @@ def added(make: Callable[[], Any], seconds: float) -> Added:
 
 
 def _begun(source: Any) -> Iterator[Any]:
-    """A pass behind its first batches, in which it is begun and the source's state is tried."""
+    """A pass after its first batches, in which it is begun and the source's state is tried."""
     batches: Iterator[Any] = iter(source)
     for _ in range(5):
         next(batches)

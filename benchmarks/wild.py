@@ -103,9 +103,11 @@ def tested(row: Row) -> Verdict:
     environment = {**os.environ, "PYTHONPATH": str(folder_of(row) or "")}
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
     passed, failed = (re.search(rf"(\d+) {word}", said) for word in ("passed", "failed"))
+    if failed is None and passed is None and "skipped" in said:
+        return Verdict("could not run", f"{row.tests}: {said[-200:]}")
     if passed is None or failed is not None:
         return Verdict(WRONG, f"{row.tests}: {said[-200:]}")
-    return Verdict(f"exact, in {passed[1]} tests of its own", row.tests)
+    return Verdict(f"exact, in {passed[1]} test{'s' if passed[1] != '1' else ''} of its own", row.tests)
 
 
 def ours(error: str) -> bool:
@@ -132,13 +134,13 @@ def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict
         if len(refusals) == len(wrong):
             return Verdict("refused at the resume", refusals[0], samples, ranks)
         if words or not (told["exact_order"][0] and told["exact_augmentations"][0]):
-            return Verdict("told as not exact", words or told["exact_order"][1], samples, ranks)
+            return Verdict("reported as not exact", words or told["exact_order"][1], samples, ranks)
         return Verdict(WRONG, f"at {', '.join(wrong)}", samples, ranks)
     if samples == "no" or ranks == "no":
-        return Verdict(WRONG if not words else "told as not exact", words, samples, ranks)
+        return Verdict(WRONG if not words else "reported as not exact", words, samples, ranks)
     if not (told["exact_order"][0] and told["exact_augmentations"][0]):
         unkept = next(told[name][1] for name in ("exact_order", "exact_augmentations") if not told[name][0])
-        return Verdict("exact here, told as not exact", words or unkept, samples, ranks)
+        return Verdict("exact here, reported as not exact", words or unkept, samples, ranks)
     if saved["adapter"] in ("torchdata", "datasets", "grain", "stateful"):
         return Verdict("exact, carried by its own state", told["constant_time_resume"][1], samples, ranks)
     how = "exact, in constant time" if told["constant_time_resume"][0] else "exact, by replay"
@@ -200,21 +202,22 @@ loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), 
 loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
 ```
 
-What came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}. {rebuilt} of them are
-not the packages' own code, but written here after the structure of its published source ([whose](#versions)):
+The table shows what came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
+{rebuilt} of them are not the packages' own code, but written here after the structure of that code
+([whose](#versions)):
 
 | outcome | loaders | means |
 |---|---:|---|
 {outcomes}
 
 `make wild` runs them and writes this page. Each loader is read for two epochs. It is saved in the middle of the first
-epoch, at the boundary, and in the middle of the second. One without an end is cut once, in its only
-pass. Another process, under other global seeds, continues from each state, and must give the rest of the epoch bit for
-bit.
+epoch, at the boundary, and in the middle of the second. A loader without an end is cut once,
+in its only pass. Another process, under other global seeds, continues from each state, and must give the rest of the
+epoch bit for bit.
 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
-- **1 -> 2 ranks**: two ranks continue what one had begun. It is tried where `capabilities` claims it.
+- **1 -> 2 ranks**: two ranks continue what one had begun. This is tried where `capabilities` claims it.
 
 | loader | outcome | same samples | 1 -> 2 ranks |
 |---|---|---|---|
@@ -226,10 +229,10 @@ TAIL = """`wrap` took {slowest:.0f} ms at most.
 
 {versions}.
 
-Not installed, but written here after the structure of its published source: {copied}.
+Not installed, but written here after the structure of their published source: {copied}.
 
-torchvision's wheel does not import beside a CPU build of torch, because its compiled operators are missing. Packages
-that import it run beside the real torchvision, with two operators declared and none called.
+torchvision's wheel cannot be imported with a CPU build of torch, because its compiled operators are missing. Packages
+that import it run with the real torchvision, with two operators declared and none called.
 
 ## In their words
 
@@ -240,18 +243,18 @@ MEANINGS = {
     "exact, by replay": "bit for bit, and the resume reads again what comes before its place",
     "exact, carried by its own state": "bit for bit, from the state that the loader keeps by itself",
     "exact, in tests of its own": "bit for bit, in tests of this repository that cut and continue it",
-    "exact here, told as not exact": "bit for bit in this run, and `capabilities` says that this is not promised",
-    "told as not exact": "other numbers or samples, and a warning or `capabilities` said so",
+    "exact here, reported as not exact": "bit for bit in this run, and `capabilities` says that this is not promised",
+    "reported as not exact": "other numbers or samples, and a warning or `capabilities` said so",
     "refused at the resume": "an error in place of other data",
     "refused": "an error that says what to write instead",
-    "could not run": "the loader itself failed",
-    WRONG: "other data, and nobody was told",
+    "could not run": "the loader itself failed, or is not installed",
+    WRONG: "other data, without a warning",
 }
 
 
 def outcomes(found: dict[str, Verdict]) -> str:
     """The rows of the first table. The last one is there even if it counts nothing."""
-    counts = Counter(re.sub(r"in \d+ tests", "in tests", each.kind) for each in found.values())
+    counts = Counter(re.sub(r"in \d+ tests?", "in tests", each.kind) for each in found.values())
     shown = [(kind, counts[kind], means) for kind, means in MEANINGS.items() if counts[kind] or kind == WRONG]
     return "\n".join(f"| {kind} | {count} | {means} |" for kind, count, means in shown)
 

@@ -232,7 +232,7 @@ def _most_different(items: list[Any]) -> float:
 
 
 def _in_parts(iterator: Iterator[Any]) -> Iterator[list[Any]]:
-    # Some begin again when they are asked for an iterator or behind their end; a generator around them is not.
+    # Some begin again when they are asked for an iterator or after their end; a generator around them is not.
     items, size = (item for item in iterator), 1
     while some := list(itertools.islice(items, size)):
         yield some

@@ -91,7 +91,7 @@ class Settings(TypedDict, total=False):
         refill: webdataset: refill batches whose samples were dropped, so that all have the same size.
         replay: webdataset: do not take the pipeline apart; read it again from its start, like any iterable.
         streams: webdataset, streamed shards: the number of streams, in [1, 4096]; keep it the same for this data. None:
-            as the world needs in which an epoch begins.
+            as many as the world needs in which an epoch begins.
     """
 
     index_cache: str | os.PathLike[str] | None
@@ -145,12 +145,12 @@ def wrap(
         on_error: what follows when a batch could not be made, and the caller goes on all the same. "next": the batch
             after it, with a warning, as from a DataLoader. "retry": the same batch again. None: "next" in a single
             process if the source can be read from any position; otherwise "retry", so that ranks stay together.
-        remember: batches, in [0, 1024], of which a source with a state of its own keeps its state before them, so that
-            ``state_dict(in_flight=...)`` knows it. Each costs what the source's ``state_dict`` costs.
+        remember: how many states to keep of a source with a state of its own, in [0, 1024]: those before its last
+            batches. ``state_dict(in_flight=...)`` needs them. Each batch costs one call of the source's ``state_dict``.
         global_batch: units of all ranks from one step of the optimizer to the next, for gradient accumulation; at least
             1. The source's batch size is then that of a micro-batch: each rank gets equally many of them for one global
             batch, the last short, or with weight 0 if the rank has no samples for it. `Loader.weight` weighs their
-            losses, `Loader.step_due` tells when to step. States count whole global batches, also while one is being
+            losses, `Loader.step_due` says when to step. States count whole global batches, also while one is being
             read. For sources that can be indexed. None: each batch is a step.
         settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
@@ -172,7 +172,7 @@ def wrap(
 def _adapter_for(source: Any, options: Options) -> Adapter:
     if isinstance(source, torch.nn.Module | torch.optim.Optimizer | type):
         raise UnsupportedSourceError(
-            f"{source!r:.80} is no source of batches: pass a loader, a dataset, a list of batches or a generator "
+            f"{source!r:.80} is not a source of batches: pass a loader, a dataset, a list of batches or a generator "
             "function"
         )
     passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another one

@@ -148,6 +148,20 @@ class SometimesEntropy(Dataset[int]):
         return int.from_bytes(os.urandom(6)) if index % 7 == 5 else index
 
 
+class Entropy(Dataset[tuple[int, int]]):
+    """Each sample has its number, and one that the operating system draws."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, int.from_bytes(os.urandom(6))
+
+
+def entropic() -> Any:
+    return DataLoader(Entropy(), batch_size=4, shuffle=True)
+
+
 def promising() -> Any:
     return midepoch.wrap(DataLoader(SometimesEntropy(), batch_size=4), seed=0)
 

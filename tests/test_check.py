@@ -377,6 +377,16 @@ def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> Non
     assert "two reads of sample" not in without and "believed" not in without
 
 
+def test_numbers_that_no_seed_restores_are_the_finding_and_not_a_fault_of_states() -> None:
+    """No law is broken: `capabilities` says that they are lost, and the samples themselves are exact."""
+    done = check("check_sources:entropic", "--laws=tail,isolation,refusal", "--epochs=1", "--world-sizes=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    title = done.stdout.splitlines()[1]
+    assert re.fullmatch(r"It does not continue exactly, and says so: two reads of sample \d+ differ in \[1\] *", title)
+    assert re.search(r"drawn at +check_sources.py:\d+: return index, int.from_bytes\(os.urandom\(6\)\)", done.stdout)
+    assert len(done.stdout.splitlines()) <= 25
+
+
 @pytest.mark.parametrize("factory", ["of_kinds", pytest.param("of_nested", marks=pytest.mark.long)])
 def test_tensors_of_every_layout_are_compared(factory: str) -> None:
     few = ("--quick", "--epochs=1", "--world-sizes=1", "--laws=tail,isolation,witness")

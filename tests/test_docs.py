@@ -171,7 +171,7 @@ def test_the_program_of_the_front_page_is_killed_and_goes_on(tmp_path: Path) -> 
     """With SIGKILL, in mid-epoch and right after it has saved an epoch's last batch."""
     (program,) = blocks(ROOT / "README.md", "python")
     assert len(program.splitlines()) <= 14
-    program = program.replace("range(10_000)", "range(100)").replace(", batch)    #", ", batch, flush=True)    #")
+    program = program.replace("range(100_000)", "range(100)").replace(", batch)    #", ", batch, flush=True)    #")
     outputs = []
     for place in ("(0, 40)", "(0, 100)", "(2, 96)", "nowhere"):
         folder = tmp_path / place

@@ -654,7 +654,7 @@ def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCap
     with pytest.raises(KilledError), warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
         warnings.simplefilter("always")
         train(path, fails=True)
-    told = [str(each.message) for each in caught if "not if an exception leaves it" in str(each.message)]
+    told = [str(each.message) for each in caught if "not written if an exception leaves the body" in str(each.message)]
     said = [record.message for record in caplog.records]
     saved = torch.load(path, weights_only=True)
     lines = train(path, fails=False)
@@ -735,7 +735,7 @@ def test_a_save_in_a_pass_of_which_nothing_more_is_read_is_told(holder: str, tmp
                 snapshot.save()
                 if holder == "a variable":
                     break
-    told = [each for each in caught if "which something still holds" in str(each.message)]
+    told = [each for each in caught if "something still holds it" in str(each.message)]
     assert len(told) == (holder == "a variable")
     assert all(each.filename == __file__ for each in told)
 
@@ -1172,7 +1172,7 @@ def test_a_batch_taken_before_the_loop_is_told(saved: bool, tmp_path: Path) -> N
     loader = shuffled()
     next(iter(loader))
     epochs = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader).epochs if saved else loader.epochs
-    with pytest.warns(MidepochWarning, match=r"goes on behind it, at position 4: .*loader\.peek"):
+    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 4: .*loader\.peek"):
         for _ in epochs(1):
             list(loader)
 

@@ -30,7 +30,7 @@ from lightning_runs import Recorder, fit, mapped
 import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError
 
-LEFT_OUT = r"the state of 1 batches ago is not known .*The state of now is saved.*pass remember=1"
+LEFT_OUT = r"the state of 1 batches ago is not known .*The present state is saved.*pass remember=1"
 
 
 # --- in real processes ------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_step_that_raises_on_a_source_with_a_state_of_its_own(trainer: str, tm
         printed = run_job(trainer, folders[name], 8, remember)
         assert printed.strip().splitlines()[-1].endswith("BadStepError: this step is the user's to mend")
         assert ("StateError" in printed) is False
-        assert ("The state of now is saved" in printed) is (name == "forgetful")
+        assert ("The present state is saved" in printed) is (name == "forgetful")
         run_job(trainer, folders[name], -1, remember)
     assert lines(folders["remembering"]) == whole
     assert lines(folders["forgetful"]) == whole[:8] + whole[9:], "all but the batch whose step failed"
@@ -254,7 +254,7 @@ def test_a_snapshot_of_in_flight_batches_is_refused_where_no_exception_is_handle
 
 def test_an_exception_behind_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
     """The end of the body never comes, so what is put off to it is not written. The exception is raised."""
-    told = pytest.warns(MidepochWarning, match=r"not if an exception leaves it.*after the loop")
+    told = pytest.warns(MidepochWarning, match=r"not written if an exception leaves the body.*after the loop")
     with pytest.raises(BadStepError), told:
         snapshot = snapshot_of(tmp_path, loader := midepoch.wrap([1, 2, 3]), every=2)
         for _ in snapshot.epochs(2):

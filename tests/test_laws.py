@@ -289,6 +289,18 @@ def test_the_part_of_another_rank_is_refused_or_leads_to_the_same_place() -> Non
     assert error is not None and "the state of rank 0 alone, loaded on rank 1 of 2" in error.expected
 
 
+def test_a_script_that_every_new_process_runs_again_is_told_so_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from midepoch.testing import check_resumable\nfrom reference_loader import ReferenceLoader\n"
+        "check_resumable(ReferenceLoader)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert "needs `if __name__ == '__main__':` around the call" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("An attempt has been made to start a new process") == 1
+
+
 def test_a_failure_is_raised_with_the_report_and_survives_pickling() -> None:
     with pytest.raises(LawError) as caught:
         check(broken_loaders.IsFreshUntilStarted, laws=["round trip", "tail"], raise_on_failure=True)

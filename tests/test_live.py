@@ -410,13 +410,13 @@ class Told(Dataset[Any]):
         return index, self.epoch
 
 
-@pytest.mark.parametrize("falls", ["behind the last batch", "where nothing is left", "before a break"])
-def test_behind_a_reshard_the_next_epoch_is_read_from_the_dataset_as_it_is_then(falls: str) -> None:
+@pytest.mark.parametrize("falls", ["after the last batch", "where nothing is left", "before a break"])
+def test_after_a_reshard_the_next_epoch_is_read_from_the_dataset_as_it_is_then(falls: str) -> None:
     """Worker processes have a copy of it, with the last epoch."""
     data = Told()
     loader = midepoch.wrap(DataLoader(data, batch_size=2, num_workers=1), world=World(), tail="drop", verify="off")
     each = iter(loader)
-    for _ in range({"behind the last batch": 5, "where nothing is left": 4, "before a break": 2}[falls]):
+    for _ in range({"after the last batch": 5, "where nothing is left": 4, "before a break": 2}[falls]):
         next(each)
     loader.reshard(World(0, 3))
     assert falls == "before a break" or next(each, None) is None
@@ -455,7 +455,7 @@ class DividedWithState(Divided):
 @pytest.mark.filterwarnings("ignore:Divided is read again")
 @pytest.mark.parametrize("kind", [Divided, DividedWithState])
 @pytest.mark.parametrize("committed", [0, 3])
-def test_worker_processes_with_streams_of_their_own_begin_behind_a_rollback_as_before(
+def test_worker_processes_with_streams_of_their_own_begin_after_a_rollback_as_before(
     kind: type[Divided], committed: int
 ) -> None:
     source: Any = DataLoader(kind(), batch_size=2, num_workers=2)
@@ -472,8 +472,8 @@ def test_worker_processes_with_streams_of_their_own_begin_behind_a_rollback_as_b
     loader.close()
 
 
-def test_behind_a_rollback_of_nothing_the_next_pass_goes_on_too() -> None:
-    """What fails behind the commit, a checkpoint for instance, must not cost the rest of the epoch."""
+def test_after_a_rollback_of_nothing_the_next_pass_goes_on_too() -> None:
+    """What fails after the commit, a checkpoint for instance, must not cost the rest of the epoch."""
     loader = by_index(World())
     whole = [sources.plain(batch) for batch in by_index(World())]
     for number, _ in enumerate(loader):
@@ -523,7 +523,7 @@ def test_a_batch_that_one_rank_passes_over_is_not_passed_over_in_another_world()
     for _ in range(2):
         with pytest.raises(ValueError, match="damaged"):
             next(each)
-        with pytest.raises(MidepochError, match=r"reshard\(\) behind a batch that could not be read, at position 4"):
+        with pytest.raises(MidepochError, match=r"reshard\(\) after a batch that could not be read, at position 4"):
             loader.reshard(World(1, 2))
         loader.rollback()  # it is tried again
     assert (loader.state_dict(), loader.position) == (state, 4)

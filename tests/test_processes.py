@@ -177,7 +177,7 @@ GIVEN_UP = "a pass over epoch 0 was given up after its first batch, and "
         ("peeks", 0, "", ""),
         ("peeks, loaded first", 0, "", ""),
         # The body goes on behind the batch. What is loaded in the loop gives nothing up.
-        ("looks", 1, GIVEN_UP + "the body of epochs goes on behind it, at position 4", ""),
+        ("looks", 1, GIVEN_UP + "the body of epochs goes on after it, at position 4", ""),
         ("looks, loaded then", 6, GIVEN_UP + "a new pass begins epoch 1", ""),
         ("looks, loaded first", 6, GIVEN_UP + "a new pass begins epoch 1", "drops the rest of the resumed epoch 1"),
     ],

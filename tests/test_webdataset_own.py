@@ -661,7 +661,7 @@ def test_what_divides_by_itself_is_not_divided_again(urls: list[str], monkeypatc
     undivided = pipeline(wds.SimpleShardList(urls))
     with pytest.raises(UnsupportedSourceError, match=r"wds.split_by_worker divides the shards.*pass shard=False"):
         midepoch.wrap(in_workers(divided, 2), replay=True, shard=True)
-    with pytest.raises(UnsupportedSourceError, match=r"no wds.split_by_worker divides.*put that behind.*shard=True"):
+    with pytest.raises(UnsupportedSourceError, match=r"no wds.split_by_worker divides.*put that after.*shard=True"):
         midepoch.wrap(in_workers(undivided, 2), replay=True)
     world = World(0, 2)
     with pytest.raises(

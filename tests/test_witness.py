@@ -323,7 +323,7 @@ def test_a_witness_of_the_former_form_does_not_know_keys() -> None:
 def test_rows_that_are_not_looked_at_are_named() -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     assert look_at(arrow.table({"number": list(range(64))})).unseen == ()
-    assert look_at(arrow.table({"number": list(range(65))})).unseen == ("Table behind its first 64 rows",)
+    assert look_at(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
 
 
 @pytest.mark.parametrize("paths", [("/data/ann/a.jpg", "/data/bob/a.jpg"), ("/7/left/a.jpg", "/8/left/a.jpg")])

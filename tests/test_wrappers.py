@@ -180,7 +180,7 @@ NOT_SEEN: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda inside: wild.Normalizing(inside, wild.RunningMean()),
         "makes something else of a batch",
     ),
-    "gives one more": (wild.OneMore, "goes on behind the last batch inside"),
+    "gives one more": (wild.OneMore, "goes on after the last batch inside"),
     "counts to the end of a whole pass": (wild.CountingAhead, "after a jump, a copy of it raised RuntimeError"),
     "mixes with the batch before": (wild.Mixing, "makes something else of a batch"),
     "remembers batches": (wild.Remembering, "keeps something of earlier batches, in Remembering.memory"),
@@ -487,7 +487,7 @@ def test_one_that_begins_twice_later_is_an_error() -> None:
     around = midepoch.wrap(source, seed=3)
     assert len(sources.taken(around)) == BATCHES
     source.left_out = 1
-    with pytest.raises(SourceError, match=r"not one for one any more: it begins to iterate the DataLoader .*then="):
+    with pytest.raises(SourceError, match=r"no longer one for one: it begins to iterate the DataLoader .*then="):
         next(iter(around))
 
 

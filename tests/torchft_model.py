@@ -122,7 +122,8 @@ class Manager:
         self._load: dict[str, Callable[[Any], None]] = {}
         self._save: dict[str, Callable[[], Any]] = {}
         self.told: tuple[Quorum, Any] | None = None  # by the lighthouse, and the state that was sent
-        self.members: tuple[str, ...] = ()  # of the process group
+        self.members: tuple[str, ...] = ()  # of the process group; none if it could not be made
+        self.former = -1  # the number of the quorum before; the feed may ask for this one several times
         self.unconfigured = False  # the process group could not be made
         self.result = False  # of the vote of all ranks of the group
         self.compared: list[int] | None = None  # what the ranks of all groups have told, once that is known
@@ -160,9 +161,10 @@ class Manager:
             size = min(size, self._min_replica_size)
             place = None if place is not None and place >= self._min_replica_size else place
         self._participating = place, size
-        if quorum.quorum_id != self._quorum_id:
+        if quorum.quorum_id != self.former:
             self._quorum_id, self.members = quorum.quorum_id, quorum.replica_ids
             if self.unconfigured:
+                self.members = ()
                 self.report_error(RuntimeError("a member is dead"))
                 return
         if quorum.source is not None:
@@ -357,6 +359,7 @@ class Job:
             quorum = told[group.name][number]
             lost = quorum.source is None or (quorum.source in dead and chance.random() < 0.7)
             orders[group.name, number] = quorum, None if lost else sent[str(quorum.source)][number]
+            rank.manager.former = rank.manager._quorum_id
             rank.manager.unconfigured = bool(keeps[number]) or (bool(dead) and chance.random() < 0.7)
         # Ranks are asked for a batch until all of them have heard what the others of their group and of all groups say.
         values: list[dict[str, list[int]]] = [{} for _ in range(self.ranks)]
@@ -410,6 +413,8 @@ class Job:
         for group in alive:
             for number, rank in enumerate(group.ranks):
                 total: dict[int, float] = {}
+                if not rank.manager.members:
+                    errs.add(group.name)
                 for name in rank.manager.members:
                     if name not in whole_groups or not rank.manager.reaches(by_name[name], number):
                         errs.add(group.name)

@@ -90,7 +90,7 @@ class DynamicAdapter(Adapter):
             variable, reader = next((each, value) for each, value in held.items() if _is_reader(value))
             raise UnsupportedSourceError(
                 f"{name} reads {type(reader).__name__}, a reader of DALI's dynamic mode, and each pass goes on where "
-                f"that stands: {_instead(variable)}"
+                f"the reader stands: {_instead(variable)}"
             )
         return cls(source, options)
 
@@ -135,7 +135,7 @@ class DynamicAdapter(Adapter):
                 raise StateCorruptError("the state lacks DALI's own checkpoint: load a complete state")
         elif not isinstance(decode(detail), str):
             raise StateCorruptError(
-                "the state's detail is no checkpoint of DALI's dynamic mode: use an undamaged state"
+                "the state's detail is not a checkpoint of DALI's dynamic mode: use an undamaged state"
             )
 
     def open(self, run: Run) -> Session:
@@ -160,7 +160,7 @@ class DynamicAdapter(Adapter):
             if run.detail or self._place != place:
                 self._state.load(str(decode(run.detail)) if run.detail else "", run.epoch)
         else:
-            while running is not None or self._place < place:  # behind a break: only reading leads on
+            while running is not None or self._place < place:  # after a break: only reading leads on
                 for _ in running if running is not None else self._epoch():
                     pass
                 running, self._place = None, (self._place[0] + 1, 0)

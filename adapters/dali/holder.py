@@ -11,8 +11,10 @@ from midepoch.adapters.dali.sampled import SampledAdapter
 from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
+from midepoch.reading.copies import NotOneForOneError
+from midepoch.reading.inside import Inside, held_in
 from midepoch.reading.passed_on import PassedOnAdapter
-from midepoch.reading.wrappers import Inside, NotOneForOneError, Through, held_in
+from midepoch.reading.wrappers import Through
 
 __all__ = ["HolderAdapter"]
 

@@ -151,7 +151,7 @@ class MapDataLoaderAdapter(Adapter):
             return
         last = detail.startswith(_OF_LAST) and not position and epoch > 0
         if not last and not detail.startswith(_OF_THIS):
-            raise StateCorruptError(f"{detail!r:.40} is no CRC of a sampler's list: use an undamaged state")
+            raise StateCorruptError(f"{detail!r:.40} is not a CRC of a sampler's list: use an undamaged state")
         listed = self._order.epoch(seed, epoch - last)
         saved = detail.partition("=")[2]
         if listed.has(saved):
@@ -173,7 +173,7 @@ class MapDataLoaderAdapter(Adapter):
             return
         raise StateMismatchError(
             f"{differs}; this is another {self.sized_by}, it is not reproducible, its data has changed, or you change "
-            "it between epochs: make it as it was then before you load the state, or start over without the state"
+            "it between epochs: restore what it was then before you load the state, or start over without the state"
         )
 
     def open(self, run: Run) -> Session:

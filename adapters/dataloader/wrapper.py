@@ -14,9 +14,11 @@ from midepoch.adapters.dataloader.adapter import MapDataLoaderAdapter
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Adapter, Options, OtherWayError, Run, Session
 from midepoch.loader.capabilities import Capabilities
+from midepoch.reading.copies import NotOneForOneError
+from midepoch.reading.inside import inside_of
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.passed_on import PassedOnAdapter
-from midepoch.reading.wrappers import NotOneForOneError, Through, inside_of
+from midepoch.reading.wrappers import Through
 from midepoch.world import World
 
 __all__ = ["WrapperAdapter"]
@@ -101,9 +103,9 @@ class WrapperAdapter(PassedOnAdapter):
         if run.position or run.expects is not None:
             raise SourceError(
                 f"{self._through.name} passed on the batches of the DataLoader inside one for one when the state was "
-                f"saved, and does not now: {why}; restore the wrapper that it was saved with. If this is it, what it "
-                "makes of a batch depends on others: start over, with a generator function that reads it, or with the "
-                "DataLoader inside and then="
+                f"saved, and does not now: {why}; restore the wrapper that it was saved with. If this is that wrapper, "
+                "what it makes of a batch depends on other batches: start over, with a generator function that reads "
+                "it, or with the DataLoader inside and then="
             )
         self._why_replayed = why
         self._use(self._replay)

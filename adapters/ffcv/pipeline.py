@@ -261,7 +261,7 @@ class _StepBuilder:
 
         def decode(batch: Batch, value: Any, memory: Any, shared: Any) -> Any:
             if clear:
-                # Samples may be shorter than their row. Clear what an earlier batch left behind them.
+                # Samples may be shorter than their row. Clear what an earlier batch left after them.
                 memory.fill(0)
             return kernel(batch.indices, memory, metadata, batch.storage, *shared)
 

@@ -62,7 +62,7 @@ FROM_THE_FILE = ("metadata", "memory_read", "field")
 
 Kind = Literal["nothing", "sample", "image", "bytes", "mix", "module", "unknown"]
 """What an operation draws. "nothing" and "sample" are as in `declare`. "image" is an image decoder, which draws for
-each sample if it crops. "bytes" draws nothing, but leaves old bytes behind a shorter sample. "mix" mixes samples.
+each sample if it crops. "bytes" draws nothing, but leaves old bytes after a shorter sample. "mix" mixes samples.
 "module" is a torch module, which may draw anything."""
 
 _KINDS: dict[str, Kind] = {

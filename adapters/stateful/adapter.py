@@ -116,7 +116,7 @@ class StatefulAdapter(Adapter):
         if self.saved_with:
             warnings.warn(
                 f"the state of this {type(self.source).__name__} was saved with {self.saved_with}: another version may "
-                "take it for another place; install that version, or compare the first batches",
+                "read it differently; install that version, or compare the first batches",
                 MidepochWarning,
                 stacklevel=4,
             )
@@ -283,7 +283,7 @@ class StatefulAdapter(Adapter):
         return encode(_state_of(self.source)) != encode(state)
 
     def check_begun(self) -> None:
-        """Raise a StateError if the source stands, behind its first batch, where it stands behind its very first one.
+        """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
 
         A source that reports another state than it was given may apply that when it is read.
         """
@@ -294,14 +294,15 @@ class StatefulAdapter(Adapter):
         if fresh.error is None and encode(_state_of(copy)) == encode(_state_of(self.source)):
             raise StateError(
                 f"{type(self.source).__name__} reports another state than was loaded, that of its very beginning: its "
-                "load_state_dict does not lead there; mend it, or wrap a function that makes what it reads"
+                "load_state_dict does not lead to the loaded place; fix it, or wrap a function that makes what the "
+                "source reads"
             )
 
     def tell_of_unseeded(self, run: Run, batches: int) -> None:
         """Say that a batch drew random numbers, and cannot be read again."""
         warnings.warn(
-            f"batch {batches} of epoch {run.epoch} drew random numbers, as none before it, and cannot be read again: "
-            "its numbers may differ after a resume, those of later batches do not",
+            f"batch {batches} of epoch {run.epoch} is the first one that drew random numbers, and cannot be read "
+            "again: its numbers may differ after a resume, those of later batches will not",
             MidepochWarning,
             stacklevel=5,
         )

@@ -178,10 +178,10 @@ def _restored(value: Any) -> Any:
     if value.get(_KIND):
         module, _, name = str(value[_KIND]).partition(":")
         if not f"{module}.".startswith(f"{_PACKAGE}.") or not name.isidentifier():
-            raise StateCorruptError(f"{value[_KIND]!r:.80} is no part of Energon's states: use an undamaged state")
+            raise StateCorruptError(f"{value[_KIND]!r:.80} is not a part of Energon's states: use an undamaged state")
         kind = getattr(importlib.import_module(module), name)
         if not isinstance(kind, type) or not (dataclasses.is_dataclass(kind) or issubclass(kind, dict)):
-            raise StateCorruptError(f"{value[_KIND]!r:.80} is no part of Energon's states: use an undamaged state")
+            raise StateCorruptError(f"{value[_KIND]!r:.80} is not a part of Energon's states: use an undamaged state")
     if "fields" in value:
         return kind(**{name: _restored(each) for name, each in value["fields"].items()})
     return kind((key, _restored(each)) for key, each in value["items"])

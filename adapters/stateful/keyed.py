@@ -34,7 +34,7 @@ def keyed(streams: Streams | None, run: Run, advance: Callable[[], Any], seeds: 
 
 
 def steady(read: Callable[[], Any]) -> Callable[[], Any]:
-    """What to call in place of `read` behind its first batch."""
+    """What to call in place of `read` after its first batch."""
     return read if not isinstance(read, _Keyed) or read.watched is None else read.watched
 
 

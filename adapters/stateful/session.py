@@ -119,7 +119,7 @@ class StatefulSession(Session):
             self._adapter.was_put_at_its_end = True
 
     def _second(self) -> Any:
-        """The next batch, behind a trial of the state before it."""
+        """The next batch, after a trial of the state before it."""
         try:
             self.mark()
         except Exception:  # noqa: BLE001  # whoever asks for the state will be told

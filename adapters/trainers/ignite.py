@@ -19,7 +19,7 @@ def refuse_to_be_skipped(loader: Loader, frame: FrameType) -> None:
     skipped = getattr(state, "iteration", 0) % len(loader)
     if skipped:
         raise UnsupportedSourceError(
-            f"ignite's DeterministicEngine is about to skip {skipped} batches, but a wrapped loader goes on where it "
-            "was by itself, so every batch would be another one: use ignite.engine.Engine, with the loader among the "
+            f"ignite's DeterministicEngine is about to skip {skipped} batches, but a wrapped loader is past them "
+            "already, so the run would train on other batches: use ignite.engine.Engine, with the loader among the "
             "objects of its Checkpoint. The loader alone decides the order and the augmentations, so nothing is lost"
         )

@@ -41,9 +41,9 @@ def feed(call: CallWrapper, loader: Loader, world: World | None = None) -> None:
     When a start has failed, the loader's worker processes are ended. Forked ones hold the connections of the process
     group, and while these are open, gloo leaves the other ranks waiting in a collective.
 
-    When the function has been started again, the weights went back. So a state must be loaded, or a place sought,
-    before the next batch: otherwise that raises `nvidia_resiliency_ext.inprocess.exception.RestartAbort`, which the
-    Wrapper does not answer with another restart.
+    When the function has been started again, the weights went back. So load a state, or seek a place, before the next
+    batch. Otherwise that batch raises `nvidia_resiliency_ext.inprocess.exception.RestartAbort`, which the Wrapper does
+    not answer with another restart.
 
     Args:
         call: as the Wrapper gives it to the function.
@@ -78,7 +78,7 @@ def feed(call: CallWrapper, loader: Loader, world: World | None = None) -> None:
 
 
 class _End(Finalize):
-    """Ends the worker processes of loaders behind a start that failed, and then does what was there before."""
+    """Ends the worker processes of loaders after a start that failed, and then does what was there before."""
 
     def __init__(self, before: Any) -> None:
         self.before, self.loaders = before, weakref.WeakSet[Loader]()

@@ -43,7 +43,7 @@ def feed(manager: Manager, loader: Loader) -> Feed:
 
     Call it once, when the Manager and the loader are made, in every process of every group.
 
-    From then on the quorum of a step is begun where its first batch is asked for, and by nothing else: `zero_grad` and
+    From then on, a request for the first batch of a step begins the step's quorum. Nothing else does: `zero_grad` and
     `start_quorum` begin none. The Manager sends the place in the data along with the weights to a group that joins.
 
     Args:
@@ -53,7 +53,7 @@ def feed(manager: Manager, loader: Loader) -> Feed:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the loader would repeat or leave out samples at the end of an epoch, or behind a bad one.
+        ValueError: the loader would repeat or leave out samples at the end of an epoch, or after a bad one.
         UnsupportedSourceError: the loader's source cannot be shared by another number of ranks, or torchft lacks a
             private part that midepoch uses.
     """
@@ -69,10 +69,10 @@ def feed(manager: Manager, loader: Loader) -> Feed:
 class Feed:
     """What `feed` returns. Each pass is an epoch; a group that joins begins with what is left of the others'.
 
-    A pass ends for all groups behind the same step. A group that is healed into a later epoch ends its pass, too.
+    A pass ends for all groups after the same step. A group that is healed into a later epoch ends its pass too.
 
     Attributes:
-        loader: as given to `feed`. Do not iterate it, and save the feed's state instead of its.
+        loader: as given to `feed`. Do not iterate it. Save the feed's state, not the loader's.
     """
 
     def __init__(self, manager: Any, loader: Loader) -> None:
@@ -86,7 +86,7 @@ class Feed:
             )
         if self._part.options["on_error"] == "next":
             raise ValueError(
-                "the loader has on_error='next', so that a group which cannot read a batch would go on behind it, and "
+                "the loader has on_error='next', so that a group which cannot read a batch would go on after it, and "
                 "stand elsewhere than the other groups: leave on_error out, and let the dataset pass over bad samples"
             )
         participants = private.groups_that_count(manager)
@@ -130,7 +130,7 @@ class Feed:
 
     @property
     def weight(self) -> float:
-        """By what to multiply the mean loss of the batch handed out last. 0.0 if this group does not count.
+        """A factor for the mean loss of the batch handed out last; 0.0 if this group does not count.
 
         torchft's mean over the groups that take part is then the mean over the samples of the step; `Loader.weight`
         has the formula.
@@ -139,11 +139,11 @@ class Feed:
 
     @property
     def step_due(self) -> bool:
-        """As `Loader.step_due`: whether the optimizer is to step behind the batch handed out last."""
+        """As `Loader.step_due`: whether the optimizer is to step after the batch handed out last."""
         return self._filled or self.loader.step_due
 
     def state_dict(self) -> State:
-        """Where the next step begins: the last step that the Manager has committed is counted, no later one is."""
+        """Where the next step begins. The last step that the Manager has committed counts; a later one does not."""
         return dict(self._saved) if self._begun or self._failed else self.loader.state_dict()
 
     def load_state_dict(self, state: State) -> None:
@@ -186,7 +186,7 @@ class Feed:
         self._saved, self._healed = self.state_dict(), None
         self._start_quorum()
         manager.wait_quorum()
-        # Sent to this group, but loaded only at the vote, behind the batch; a synchronous quorum has loaded it.
+        # Sent to this group, but loaded only at the vote, after the batch; a synchronous quorum has loaded it.
         coming = private.state_on_its_way(manager, _KEY)
         if coming is not None:
             self._take_state(coming)
@@ -285,7 +285,6 @@ class Feed:
         manager, quorum = self._manager, (private.quorum_of(self._manager), groups, primarys)
         if quorum == self._agreed:
             return
-        self._agreed = None  # a lighthouse that comes back may give this number again
         loader, state, step = self.loader, self.loader.state_dict(), manager.current_step()
         names = ("adapter", "epoch", "position", "seed", "size", "batch_size", "fingerprint")
         told = [step, *(state[name] for name in names), loader.global_batch, self._group.world_size]
@@ -302,8 +301,7 @@ class Feed:
             if highest + behind == _MOST:
                 raise self._elsewhere("groups")
             manager.report_error(MidepochError("another group is behind in one of its processes, which will end"))
-        if manager.errored() is None:
-            self._agreed = quorum
+        self._agreed = quorum if manager.errored() is None else None
 
     def _same_in_group(self, about: str, value: int, step: int) -> bool:
         """Whether all processes of this group stand where this one stands, and none has failed in this step yet.

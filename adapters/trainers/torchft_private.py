@@ -62,24 +62,24 @@ class _Client:
 
     def _quorum(self, *arguments: Any, **keywords: Any) -> Any:
         quorum = self._client._quorum(*arguments, **keywords)
-        if self._members is None or quorum.quorum_id != self._manager._quorum_id:
-            self._members = quorum.replica_ids  # the Manager makes a new process group of them
-        elif quorum.replica_ids != self._members:
+        if quorum.quorum_id != self._manager._quorum_id:
+            self._members = quorum.replica_ids  # of the process group that the Manager makes now
+        elif self._members not in (None, quorum.replica_ids):
             self._manager.report_error(
                 MidepochError(
-                    f"quorum {quorum.quorum_id} has other members than the last one of this number, as happens when a "
-                    "lighthouse comes back: this step is given again in the next quorum"
+                    f"quorum {quorum.quorum_id} has other members than the process group of this number, as happens "
+                    "when a lighthouse comes back: this step is given again in the next quorum"
                 )
             )
         return quorum
 
 
 def fail_mistaken_quorums(manager: Any) -> None:
-    """Let a step fail whose quorum a Manager takes for the one before, because it has the same number.
+    """Let a step fail if a Manager takes its quorum for the one before, because it has the same number.
 
-    A lighthouse that comes back counts from the beginning. For an equal number a Manager keeps its process group. Then
-    the gradients of whoever has joined are missing, and the others would vote for the step. After a vote that failed
-    the lighthouse gives another number.
+    A lighthouse that comes back counts from the beginning. If the number is the same, a Manager keeps its process
+    group. The gradients of a group that has joined are then missing, and the others would vote for the step. After a
+    vote that failed, the lighthouse gives another number.
     """
     manager._client = _Client(manager)
 

@@ -1,8 +1,8 @@
 """Hugging Face Trainer without `feed`: what it resumes by itself, of a loader that its get_train_dataloader returns.
 
 At an epoch's beginning it tells the loader the epoch, which is exact. Within an epoch it makes a loader of the wrapped
-one's parts to skip batches, which is refused when it is read. With ``ignore_data_skip`` it does not skip: the warning
-here is for a loader that was not led to its place either.
+one's parts to skip batches, which is refused when it is read. With ``ignore_data_skip`` it skips nothing: the warning
+here is for a loader that has not been led to its place by a state.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Drawn:
 
 
 class _DrawnEpoch:
-    """One pass, as a `Windowed` order over the shards that were drawn, one behind the other."""
+    """One pass, as a `Windowed` order over the shards that were drawn, one after the other."""
 
     def __init__(self, order: Drawn, seed: int, epoch: int) -> None:
         counts = np.array(order.counts, np.int64)

@@ -1,4 +1,4 @@
-"""Work for the main process: the stages that the user put behind a DataLoader."""
+"""Work for the main process: the stages that the user put after a DataLoader."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Finish:
         """Raise SourceError if only one rank is left without a batch, or if one batch has become several."""
         if not values and world.world_size > 1:
             raise SourceError(
-                f"a stage behind the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, and "
+                f"a stage after the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, and "
                 "the other ranks would wait for it: drop samples before they are batched"
             )
         if len(values) > 1:
-            raise SourceError(f"one batch became {len(values)}: the stages behind batched() must keep the number")
+            raise SourceError(f"one batch became {len(values)}: the stages after batched() must keep the number")
 
     def begin_pass(self) -> None:
         """Call this before the first answer of a session."""

@@ -101,7 +101,7 @@ def weights_of(stage: Any, shards: int) -> tuple[float, ...] | None:
 
 
 def _streams(value: Any, number: int) -> AbstractContextManager[None]:
-    """Random streams under which a copy is tried; the caller's generators come back behind it."""
+    """Random streams under which a copy is tried; the caller's generators come back after it."""
     streams = Streams(value)
     streams.begin_pass()
     return streams.under(derive_key(Purpose.TRIAL, number))

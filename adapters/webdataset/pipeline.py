@@ -57,7 +57,7 @@ class Pipeline:
         must_have_samples: whether a pass without samples is an error.
         sample_stages, batch_stages: stages for one sample, and for the list of a batch's samples, in the reading
             process.
-        late_sample_stages, late_batch_stages: the same for the main process: what the user put behind a DataLoader.
+        late_sample_stages, late_batch_stages: the same for the main process: what the user put after a DataLoader.
         batch_size: number of samples in a batch; None if samples are handed out one by one.
         drop_last: whether a last batch that is not full is left out.
         limit: the length of an epoch, or None for one pass.
@@ -114,7 +114,7 @@ def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
 
 
 class Step(NamedTuple):
-    """A stage of a pipeline, and whether it is behind a DataLoader."""
+    """A stage of a pipeline, and whether it comes after a DataLoader."""
 
     stage: Any
     late: bool

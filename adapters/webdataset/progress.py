@@ -37,7 +37,7 @@ class Bar(tqdm):
 
 
 def counted(given: Iterator[Any], count: int, what: str, unit: str, progress: bool | None) -> Iterator[Any]:
-    """The same items, the first `count` of which a bar counts. Those behind them cost nothing more."""
+    """The same items, the first `count` of which a bar counts. Those after them cost nothing more."""
     if count <= 0 or progress is False:
         return given
     return itertools.chain(_first(given, count, what, unit, progress), given)

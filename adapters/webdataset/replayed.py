@@ -61,7 +61,7 @@ class _Keyed:
 
     Attributes:
         generator: of this pass.
-        behind: what comes behind it. What is divided later has to be in the same order everywhere.
+        behind: what comes after it. What is divided later has to be in the same order everywhere.
     """
 
     generator: random.Random
@@ -346,7 +346,7 @@ class _Replayed(IterableAdapter):
                 raise UnsupportedSourceError(
                     f"the pipeline would be read by {world.world_size} ranks and does not divide its shards among "
                     "them: pass shard=True to wrap(), so that every rank reads all of it and keeps its part; or put "
-                    "wds.split_by_node behind the list of shards and pass shard=False"
+                    "wds.split_by_node after the list of shards and pass shard=False"
                 )
         units = run.position
         if self.opening.own:
@@ -381,7 +381,7 @@ class _ReplayedLoader(_Replayed, IterableLoaderAdapter):
             if not divided.workers and not _draws(stream):
                 raise UnsupportedSourceError(
                     f"the pipeline would be read by {workers} worker processes, and no wds.split_by_worker divides its "
-                    "shards among them: put that behind the list of shards, or pass shard=True to wrap(), so that "
+                    "shards among them: put that after the list of shards, or pass shard=True to wrap(), so that "
                     "every worker reads all of it and keeps its part; pass shard=False if a stage of your own divides"
                 )
             options = replace(options, shard=False)

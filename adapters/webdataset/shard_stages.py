@@ -88,10 +88,10 @@ def take_shards(steps: list[Step], found: Pipeline) -> list[Step]:
                 found.limit = Limit(None, None, False)
             return steps[place:]
         elif isinstance(stage, End):
-            raise UnsupportedSourceError("with_epoch or repeat on a list of shards: put it behind the samples")
+            raise UnsupportedSourceError("with_epoch or repeat on a list of shards: put it after the samples")
         elif not note_shuffle(stage, found, None, own_seed):
             raise _not_understood(stage, steps[place + 1 :])
-    raise UnsupportedSourceError("the pipeline opens no shards: add wds.tarfile_to_samples() behind the list of shards")
+    raise UnsupportedSourceError("the pipeline opens no shards: add wds.tarfile_to_samples() after the list of shards")
 
 
 def _not_understood(stage: Any, behind: list[Step]) -> UnsupportedSourceError:

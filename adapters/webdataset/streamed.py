@@ -379,7 +379,7 @@ class _StreamedSession(Session):
         return values[0]
 
     def _taken(self) -> list[Any]:
-        """The next batch; nothing if a stage behind the DataLoader dropped it."""
+        """The next batch; nothing if a stage after the DataLoader dropped it."""
         while True:
             if self._left == 0 or self._ended_in_a_row >= self._streams // self._world.world_size:
                 raise StopIteration

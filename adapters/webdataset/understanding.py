@@ -56,7 +56,7 @@ def _flatten(source: Any, found: Pipeline, late: bool) -> Iterator[Step]:
             raise refuse(
                 source,
                 f"reads a {type(source.dataset).__name__}, not a webdataset pipeline",
-                "wrap it itself, with what stands behind it as then=",
+                "wrap it itself, with what comes after it as then=",
             )
         found.loader, found.dataset = source, source.dataset
         yield from (Step(_mark_worker(step.stage), False) for step in _flatten(source.dataset, found, False))
@@ -92,7 +92,7 @@ class _Level:
 
 
 def _sample_steps(steps: list[Step], found: Pipeline) -> None:
-    """Take the stages behind the samples: those for one sample, and those for one batch."""
+    """Take the stages after the samples: those for one sample, and those for one batch."""
     levels = [_Level(1, [])]
     ends: list[tuple[End, int]] = []
     for stage, late in steps:
@@ -153,7 +153,7 @@ def _unbatch(levels: list[_Level], stage: Any, late: bool) -> None:
             raise refuse(
                 inner.stage,
                 f"works on batches of {level.units} that are split again",
-                "put it before the first batched() or behind the last",
+                "put it before the first batched() or after the last",
             )
     # The values come out one at a time, as they would from a batch: numpy's numbers, for example.
     single = Step(Batched(1, batched.collate, False), level.stages[0].late)

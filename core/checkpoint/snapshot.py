@@ -177,7 +177,7 @@ class Snapshot:
 
         Args:
             in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them). In a body
-                of `epochs`, this is said of the loaders that are being read, not of a validation that has ended.
+                of `epochs`, this applies to the loaders that are being read, not to a validation that has ended.
 
         Raises:
             SystemExit: a signal was received, by some process, and the snapshot was saved.
@@ -212,7 +212,7 @@ class Snapshot:
             self._due = 0
 
     def poll(self) -> None:
-        """Leave if a signal was received, with the snapshot that there is: nothing is saved, nor by `save` on the way.
+        """Leave if a signal was received. The existing snapshot stays: not even `save` writes on the way out.
 
         Call it in long work between two passes, such as a validation, which `step` does not see. Every process must
         call it equally often.
@@ -311,7 +311,7 @@ class Snapshot:
 
     def _tell_of_left_body(self, what: str) -> None:
         """Say once what becomes of a body that the loop has left. `what`: who goes on."""
-        if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved behind that batch
+        if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved after that batch
             self._body_was_left = False
             if self._agreement.ranks().rank == 0:
                 _logger.warning(
@@ -388,8 +388,8 @@ class Snapshot:
                         f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a "
                         "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
                         f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
-                        f"a generator, and by iter({name}) again where it ends. If it is to end with the body, keep it "
-                        "in no variable",
+                        f"a generator, and by iter({name}) again where it ends. If it is to end with the body, do not "
+                        "keep it in a variable",
                         MidepochWarning,
                         stacklevel=4,
                     )
@@ -405,9 +405,9 @@ class Snapshot:
         for name, cursor, position in self._read_on:
             if cursor is self._passes[name].cursor and self._passes[name].leading and cursor.position == position:
                 warnings.warn(
-                    f"save() saved in the middle of a pass over {name}, of which the body then read nothing more, and "
-                    "which something still holds (a variable, a progress bar). If your loop had left that pass "
-                    "before, a run that resumes there reads the rest of it: let only the loop hold the pass, and "
+                    f"save() saved in the middle of a pass over {name}. The body then read nothing more of that pass, "
+                    "but something still holds it (a variable, a progress bar). If your loop had left the pass before "
+                    "save(), a run that resumes there reads the rest of it: let only the loop hold the pass, and "
                     "save() waits for the end of the body",
                     MidepochWarning,
                     stacklevel=4,
@@ -423,15 +423,16 @@ class Snapshot:
     def save(self, in_flight: int = 0) -> None:
         """Save now. Every process must call it, after the same batch.
 
-        In the body of an `epochs` loop it saves at once while a pass is being read. At its last batch, behind it, or
-        when it was left, it saves at the end of the body instead, and says so; not at all if that end does not come.
-        Behind the loop, it saves at once.
+        In the body of an `epochs` loop it saves at once while a pass is being read. At the last batch of a pass, after
+        the pass, or when the pass was left, it saves at the end of the body instead, and says so. If that end does not
+        come, it does not save. After the loop, it saves at once.
 
         While an exception is being handled (in `except`, in `finally`), the same holds, and nothing takes the place of
-        that exception: if the state of `in_flight` batches ago is not known, a warning says that the state of now is
+        that exception: if the state of `in_flight` batches ago is not known, a warning says that the present state is
         saved; if the save fails, a warning says why.
 
-        Once `poll` or, on a signal, `step` has left, it saves nothing: that snapshot stands where the run goes on.
+        Once `poll` or, on a signal, `step` has raised SystemExit, it saves nothing: the snapshot stands where the run
+        goes on.
 
         Args:
             in_flight: as in `step`.
@@ -476,8 +477,8 @@ class Snapshot:
             self._told_of_put_off = True
             warnings.warn(
                 "save() was called after the passes of a body, so the snapshot is written when the body of "
-                "snapshot.epochs ends, and not if an exception leaves it: call save() before the last batch, or leave "
-                "it out and pass every="
+                "snapshot.epochs ends, and is not written if an exception leaves the body: call save() before the last "
+                "batch, or leave save() out and pass every="
                 + on_the_way_out * "; or, on the way out, call it around the step, or after the loop over epochs",
                 MidepochWarning,
                 stacklevel=3,
@@ -548,7 +549,7 @@ class Snapshot:
             if each.may_fly:
                 raise SnapshotError(
                     f"{name} and then another loader have come to their end since the last step, and in_flight="
-                    f"{in_flight} may be said of either: read fewer batches ahead than a loader has"
+                    f"{in_flight} may concern either: read fewer batches ahead than a loader has"
                 )
 
     def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:

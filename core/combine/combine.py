@@ -35,8 +35,8 @@ def combine(
 ) -> Loader:
     """Several loaders as one: ``combine({"text": loader_a, "image": loader_b}, "max_size_cycle")``.
 
-    A batch of the first three modes is a dict, list or tuple as `loaders` is, with a batch of each part; of the others
-    it is the batch of one part.
+    In the first three modes, a batch is a dict, list or tuple as `loaders` is, with a batch of each part. In the
+    others, it is the batch of one part.
 
     ================  =================================================================================
     mode              an epoch
@@ -58,7 +58,7 @@ def combine(
         until: for "weighted": "all" (the default) draws from unfinished parts until all are finished, so each sample
             comes once; "first" ends the epoch when the first part ends; "cycle" lets a part that ends begin its next
             epoch, until each has ended once.
-        steps: for "weighted", instead of `until`: the number of steps in an epoch; parts that end begin their next one.
+        steps: for "weighted", instead of `until`: the steps in an epoch. A part that ends begins its next epoch.
         labelled: for "sequential" and "weighted", hand out (name, batch), where the name is a dict's key or a list's
             index.
         seed: of the draws; see `wrap`.

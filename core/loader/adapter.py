@@ -144,17 +144,17 @@ class Seen:
 
     Attributes:
         index: of the first sample of the epoch; None if no single sample was looked at.
-        look: at this sample, before the first batch; None if it could not be read.
+        look: what this sample looked like before the first batch; None if it could not be read.
         again: the same, after the first batch; None if not asked for.
-        expected: at the sample of the run's `expects`; None if it could not be read.
-        error: why not; empty if it was read.
+        expected: what the sample of the run's `expects` looks like; None if it could not be read.
+        error: why a sample could not be read; empty if it was read.
         missing: the source has no such sample.
-        renews: the data are told the epoch, so the same index may be another sample in each.
+        renews: the data learn the epoch, so the same index may be another sample in each epoch.
         collate: what came of calling the collate function again; None if that was not to be tried.
         keeps: the sample drew random numbers when it was first read, and none when it was read again.
         threads: the names of those that were started meanwhile.
-        what: was looked at, for messages; empty for the first sample of an epoch, which its index names. Without an
-            index, it is the same in every epoch.
+        what: what was looked at, for messages; empty for the first sample of an epoch, which its index names. Without
+            an index, it is the same in every epoch.
     """
 
     index: Any
@@ -195,8 +195,9 @@ class Session:
         take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
             here, so `take` may be an attribute that holds an iterator's own ``__next__``.
         marks: the loader calls `mark` before each batch. Set it where `detail` is neither constant nor computed.
-        drift: a correction of the position that the number of batches gives, known only by reading: positive after
-            steps that had no batch, negative after a short last global batch. Only sessions with `marks` use it.
+        drift: a correction to the position that follows from the number of batches. Only reading tells it: it is
+            positive after steps that had no batch, negative after a short last global batch. Only sessions with `marks`
+            use it.
         others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
         varies: the session may end before all batches of its share.
         seen: what its reader saw of the samples that the run asked to look at; known once the first batch is taken.
@@ -222,7 +223,7 @@ class Session:
         return None
 
     def detail(self, mark: Any) -> str:
-        """The adapter's own part of a state at `mark`. None: at the session's beginning.
+        """The adapter's own part of a state at `mark`, which is None at the session's beginning.
 
         May be called after `close`.
 
@@ -242,7 +243,7 @@ class Session:
 class OtherWayError(Exception):
     """Raised by `Adapter.open` when a trial has shown that the source has to be read in another way.
 
-    Sizes and units may be others then: the loader asks for all of them again, and opens once more.
+    Sizes and units may then differ: the loader asks for all of them again, and opens once more.
     """
 
 
@@ -318,7 +319,7 @@ class Adapter(ABC):
 
     @property
     def sized_by(self) -> str:
-        """What the epoch's size follows from, in words; another size means another one."""
+        """What the epoch's size follows from, in words. Another size means that this has changed."""
         return "data"
 
     @property
@@ -481,11 +482,11 @@ class Adapter(ABC):
         """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`.
 
         Raises:
-            OtherWayError: it would be of no use.
+            OtherWayError: the source has to be read in another way.
         """
 
     def holding(self) -> AbstractContextManager[None]:
-        """Around closing a session that another one follows at once: worker processes may be left to that one."""
+        """A context in which a session is closed, and another one follows at once, which may keep the workers."""
         return contextlib.nullcontext()
 
     def reshard(self, world: World) -> None:  # noqa: B027  # nothing to do for most
@@ -523,7 +524,7 @@ class Adapter(ABC):
             raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
 
     def note_saved_with(self, fingerprint: str) -> None:  # noqa: B027  # nothing to do for most
-        """Learn how the loader of a state that is being checked was described, of which not all must be the same."""
+        """Learn how the loader of a state that is being checked was described. Some of it may differ from this one."""
 
     def unreachable(self, epoch: int, position: int, detail: str) -> str:
         """Why no other process can be led to a place where this one stands; empty if it can."""

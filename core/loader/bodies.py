@@ -36,7 +36,7 @@ class Passes:
 
     A body that is run again after a resume makes its passes again, from the first one on. So those that had ended must
     be empty then. A pass that began within another one (a validation in the middle of training, the second loader of a
-    zip) is not made again, because the outer pass goes on behind it.
+    zip) is not made again, because the outer pass goes on after it.
 
     Args:
         ended: `whole` when the resumed snapshot was saved; None if no pass had begun in the body then. A latest pass
@@ -66,7 +66,7 @@ class Passes:
         self._together: Sequence[Passes] = ()
         self._steps = 0  # that told of what is in flight, and at the latest one:
         self._in_flight = self._at = 0  # how many batches, and where the latest pass stood
-        self._flying: int | None = None  # batches in flight behind its end, as the latest step has told
+        self._flying: int | None = None  # batches in flight after its end, as the latest step has told
         self.spans = self.stays = False
         self.whole = 0
         self._older: Cursor | None = None
@@ -77,7 +77,7 @@ class Passes:
         self._stood: int | None = None  # where, when the last of these came to its end
         self._stopped: Places | None = None  # the same when it came to its end or was left
         self._in_turns = False  # by then, these had all gone on
-        self._drained: int | None = None  # it began and stopped behind this step, while another one was drained
+        self._drained: int | None = None  # it began and stopped after this step, while another one was drained
         self._others_began = False  # since it came to its end or was left, and was drained
         self._origin: int | None = None  # `whole` of the pass that a rollback leads into; None for the next to begin
         self._led_back = False  # by a rollback, and no batch was handed out since
@@ -244,7 +244,7 @@ class Passes:
 
     @property
     def leads_behind_others(self) -> bool:
-        """Whether the latest pass began while another one was drained, behind the last step, and goes on."""
+        """Whether the latest pass began while another one was drained, after the last step, and goes on."""
         return self._drained == self._steps and self._stopped is None and self.going_on
 
     @property

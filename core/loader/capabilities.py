@@ -41,10 +41,10 @@ class Capabilities:
 
     Attributes:
         exact_order: a resumed epoch continues with exactly the samples that were left, in the same order.
-        exact_augmentations: their random augmentations are the same, bit for bit.
+        exact_augmentations: the random augmentations of these samples are the same, bit for bit.
         constant_time_resume: a resume costs the same whatever the progress.
-        elastic_world: it may continue on another number of processes.
-        elastic_workers: it may continue with another number of worker processes.
+        elastic_world: a run may continue on another number of processes.
+        elastic_workers: a run may continue with another number of worker processes.
         rank_independent: the state is the same on every rank, so one rank's state is enough.
     """
 

@@ -55,7 +55,7 @@ class Course:
         loaded: the loaded state, until a batch is handed out.
         unfinished: the loaded epoch, until the next one begins.
         lost: why the place's detail is unknown; empty if it is known.
-        failed: why the batches behind the place are to be passed over.
+        failed: why the batches after the place are to be passed over.
         ends_early: the running pass was resharded, and ends with this epoch.
         retries: a batch that fails is given again, where nothing was stated.
         refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
@@ -219,7 +219,7 @@ class Course:
             self.passes.roll_back()
 
     def go_on(self) -> None:
-        """Let the next pass continue the epoch that was handed out up to here, as behind a rollback."""
+        """Let the next pass continue the epoch that was handed out up to here, as after a rollback."""
         if self.came is Came.READ and self.cursor.phase is Phase.RUNNING and self.has_begun:
             self.came = Came.PUT
             if self.passes is not None:
@@ -556,7 +556,7 @@ class Course:
         here = self.epoch, self.position
         if here == self.stuck:
             warnings.warn(
-                f"the batch at position {self.position} of epoch {self.epoch} has failed again, and what is behind it "
+                f"the batch at position {self.position} of epoch {self.epoch} has failed again, and what follows it "
                 "cannot be reached, because this source is read from its start, or from a state of its own: leave the "
                 "loop, or let the source pass over bad samples",
                 MidepochWarning,
@@ -565,12 +565,12 @@ class Course:
         self.stuck = here
 
     def _tell_of_failed(self, epoch: int, start: int, stop: int) -> None:
-        """Name the positions that were passed over, now that the caller has gone on behind them."""
+        """Name the positions that were passed over, now that the caller has gone on after them."""
         failed = "; ".join(dict.fromkeys(self.failed))
         self.failed.clear()
         warnings.warn(
             f"positions {start} to {stop - 1} of epoch {epoch} were passed over, because reading them failed "
-            f"({failed:.300}): mend the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
+            f"({failed:.300}): repair the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
             MidepochWarning,
             stacklevel=4,
         )
@@ -591,7 +591,7 @@ class Course:
             cursor = self.cursor
             fresh = cursor.phase is Phase.RUNNING and not (cursor.in_use or cursor.opened.position)
             if cursor.steps == 1 and fresh and not self._had_bodies:
-                self._tell_of_one(f"the body of epochs goes on behind it, at position {self.position}", 3)
+                self._tell_of_one(f"the body of epochs goes on after it, at position {self.position}", 3)
         self._had_bodies = True
 
     def leave_body(self, epoch: int | None = None) -> bool:

@@ -44,7 +44,7 @@ class Cursor:
         opened: the place at which the session was opened.
         before: the place that holds until the first batch is handed out: `opened`, or that of a batch that failed and
             was passed over.
-        over: the position at the end of the epoch, while the epoch goes on behind its last batch; otherwise None.
+        over: the position at the end of the epoch, while the epoch goes on after its last batch; otherwise None.
         steps: batches handed out of the session.
         epoch, position: the place after these batches.
         own_steps: batches of this rank in the session; None if unknown.

@@ -72,7 +72,7 @@ class Loader:
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
                 f"on_error='next': this source ({adapter.name}) is read from its start, or from a state of its own, so "
-                "the batch behind a bad one cannot be reached: leave on_error out, and let the source pass over bad "
+                "the batch after a bad one cannot be reached: leave on_error out, and let the source pass over bad "
                 "samples"
             )
         if options.global_batch is not None and not adapter.reads_any_span:
@@ -196,8 +196,8 @@ class Loader:
 
         The batches of this epoch that were delivered before, computed for this world size. It is 0 if this rank has
         none left, because the next pass then begins the next epoch (not in the body of `epochs`: a pass that continues
-        there is empty). If the source's length is unknown, it is a lower
-        bound. After a `break` it still refers to the abandoned epoch; the next pass starts at 0.
+        there is empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the
+        abandoned epoch; the next pass starts at 0.
         """
         course = self._course
         if course.next_is_empty and not course.is_over:
@@ -211,17 +211,17 @@ class Loader:
 
     @property
     def _continues_over(self) -> bool:
-        """Whether the next pass is empty, because the body of its epoch goes on behind its last batch."""
+        """Whether the next pass is empty, because the body of its epoch goes on after its last batch."""
         course = self._course
         return course.next_is_empty or (course.passes is not None and course.came is Came.PUT and self.position > 0)
 
     @property
     def weight(self) -> float:
-        """By what to multiply the loss of the batch handed out last, so that a mean over ranks is one over samples.
+        """A factor for the loss of the batch handed out last: it turns a mean over ranks into the mean over samples.
 
         For the mean loss of n samples here, of N in the global batch, on W ranks: n * W / N. It is 1.0 where all ranks
-        have as many, and before the first batch. With ``global_batch=`` the losses of all its batches are to be summed,
-        as their gradients are; a batch given to a rank without samples has weight 0.0. A sample that `tail` repeats
+        have equally many, and before the first batch. With ``global_batch=``, sum the losses of all its batches, as
+        their gradients are summed; a batch given to a rank without samples has weight 0.0. A sample that `tail` repeats
         counts like any other.
 
         Raises:
@@ -233,7 +233,7 @@ class Loader:
         if share is None:
             raise UnsupportedSourceError(
                 f"weight: only reading tells how many samples the batches of this {self._adapter.name} source have: "
-                "sum them over the ranks, and divide by the sum"
+                "count the samples, sum the counts over the ranks, and divide by the sum"
             )
         return share.weight(steps - 1)
 
@@ -386,7 +386,7 @@ class Loader:
         state of that place. Worker processes go on; what they have read ahead is dropped.
 
         Raises:
-            TypeError: it is no World.
+            TypeError: `world` is not a World.
             UnsupportedSourceError: `capabilities.elastic_world` says no. The loader is unchanged.
             StateError: the source cannot say where it stands. The loader is unchanged.
             MidepochError: another thread is in `next` of this loader, or this rank is about to pass over a batch that
@@ -413,9 +413,9 @@ class Loader:
         self._course.refuse_other_threads("reshard()")
         if self._course.failed:
             raise MidepochError(
-                f"reshard() behind a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
-                "other ranks cannot know that this one passes over it; take its next batch before, or call rollback(), "
-                "which has it tried again in the new world"
+                f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
+                "other ranks cannot know that this one passes over it; take its next batch first, or call rollback(), "
+                "after which the batch is tried again in the new world"
             )
         self._course.here()  # raises if it is not known
         with adapter.holding():
@@ -451,8 +451,8 @@ class Loader:
     def rollback(self) -> None:
         """Give the batches again that were handed out since the last commit (without one: since the last load).
 
-        They come in the world that there is then: the same samples, each with its random numbers. The running pass, or
-        else the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
+        They come in the world of that moment: the same samples, each with its random numbers. The running pass, or else
+        the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
 
         Raises:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.

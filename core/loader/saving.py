@@ -14,7 +14,7 @@ __all__ = ["state_for_checkpoint", "state_or_that_of_now"]
 
 
 def state_or_that_of_now(loader: Loader, in_flight: int) -> tuple[State, int]:
-    """The state of `in_flight` batches ago; where that is not known, the state of now, with a warning.
+    """The state of `in_flight` batches ago; where that is not known, the present state, with a warning.
 
     After many hours, a checkpoint that leaves out a batch is better than none.
 
@@ -22,7 +22,7 @@ def state_or_that_of_now(loader: Loader, in_flight: int) -> tuple[State, int]:
         The state, and how many of the batches in flight it leaves out.
 
     Raises:
-        StateError: the state of now is not known either.
+        StateError: the present state is not known either.
     """
     try:
         return loader.state_dict(in_flight), 0
@@ -32,7 +32,7 @@ def state_or_that_of_now(loader: Loader, in_flight: int) -> tuple[State, int]:
         unknown = str(error)
     state = loader.state_dict()
     warnings.warn(
-        f"the state of {in_flight} batches ago is not known ({unknown}). The state of now is saved, so a run that "
+        f"the state of {in_flight} batches ago is not known ({unknown}). The present state is saved, so a run that "
         f"resumes leaves these batches out: pass remember={in_flight} to midepoch.wrap",
         MidepochWarning,
         stacklevel=3,

@@ -38,7 +38,7 @@ class _Slot(NamedTuple):
     Attributes:
         state: of the dataset, as text; empty for the beginning of the epoch.
         read, batches: samples and batches that the worker had read at that state.
-        since: batches behind it; at least one, unless the worker has read none.
+        since: batches after it; at least one, unless the worker has read none.
         digest: of the last batch.
         ended: the stream has ended.
     """
@@ -195,7 +195,7 @@ class CarriedAdapter(Adapter):
         return Capabilities(
             exact_order=Capability(True, order),
             exact_augmentations=promises.augmentations(self.options),
-            constant_time_resume=Capability(True, "the dataset's state, and the batches behind it, which are few"),
+            constant_time_resume=Capability(True, "the dataset's state, and the batches after it, which are few"),
             elastic_world=Capability(False, "each process has a stream of its own"),
             elastic_workers=Capability(False, "each worker process has a stream of its own"),
             rank_independent=Capability(False, "each rank knows only its own part: use midepoch.gather(loader)"),

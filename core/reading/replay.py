@@ -421,8 +421,8 @@ class ReplayReader:
         if reached == request.size and self._units(1):
             raise SourceError(
                 f"the source has more than the {request.size} units that its len() states: wrap a function that reads "
-                f"so many, as in midepoch.wrap(lambda: itertools.islice(loader, {request.size})), or all of them, as "
-                "in midepoch.wrap(lambda: iter(loader)); if its __len__ is your own, you may correct that"
+                f"only these, as in midepoch.wrap(lambda: itertools.islice(loader, {request.size})), or all of them, "
+                "as in midepoch.wrap(lambda: iter(loader)); if its __len__ is your own, you may correct that"
             )
 
     def _own_part(self, request: ReplayRequest, begin: int, units: list[Any]) -> list[Any]:

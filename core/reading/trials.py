@@ -59,7 +59,7 @@ class Beginning(NamedTuple):
     Attributes:
         seed, epoch, own: of its streams.
         look: at its first unit.
-        kept: what the source keeps behind that unit.
+        kept: what the source keeps after that unit.
     """
 
     seed: int
@@ -121,7 +121,7 @@ _COUNTS = "it counts its units through all passes, or keeps them, and of a later
 def _beginnings(
     copied: Apart, open_source: Callable[[], Iterator[Any]], seed: int, epoch: int, own: tuple[int, ...], passes: int
 ) -> list[tuple[Look | None, str]]:
-    """The first units of so many passes over a copy, each under the same streams, and what it keeps behind them."""
+    """The first units of so many passes over a copy, each under the same streams, and what it keeps after them."""
     for loader in copied.loaders:
         loader.num_workers = min(loader.num_workers, 1)  # one starts sooner; all passes have as many
     streams = Streams(copied.value)

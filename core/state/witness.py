@@ -1,12 +1,12 @@
 """What one sample looked like, in at most 200 characters: enough to tell another sample from other bits of the same.
 
 A witness is compared in another process, perhaps on another machine with another decoder. So each part of the sample is
-described as suits its kind: integers and text exactly, a path by what is behind its mount, measured values (floating
+described as suits its kind: integers and text exactly, a path by what follows its mount, measured values (floating
 point, 8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
 
     epoch/index/+bits/parts left out/part,part,...
 
-A witness without the plus is of a former form: of any text with a slash it has only what stands behind the last one,
+A witness without the plus is of a former form: of any text with a slash it has only what stands after the last one,
 of a dict no keys, and of long containers not all members. It is compared with what a sample looked like in that form.
 """
 
@@ -325,7 +325,7 @@ def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterato
     value = plain(item)
     kind = type(item).__name__
     if has_more_rows(item):
-        unseen[f"{kind} behind its first {MOST_ITEMS} rows"] = None
+        unseen[f"{kind} after its first {MOST_ITEMS} rows"] = None
     if isinstance(value, Unseen) or depth > _DEEPEST:
         seen = value.kind if isinstance(value, Unseen) else kind
         unseen[seen] = None

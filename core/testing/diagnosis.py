@@ -75,6 +75,8 @@ def diagnose(examination: Examination, report: Report) -> Diagnosis:
         return _unreadable(examination, failed[UNINTERRUPTED])
     declared, reason = _declared(examination)
     if not failed and declared is not False:
+        declared, reason = _declared(examination, "exact_augmentations")
+    if not failed and declared is not False:
         continues = any(each.law == "tail" and each.status == "holds" for each in report.verdicts)
         title = "It continues exactly where it was cut" if continues else "No law that was examined is broken"
         return Diagnosis(title, "good")
@@ -115,9 +117,9 @@ _SEEDED = (
 )
 
 
-def _declared(examination: Examination) -> tuple[bool | None, str]:
+def _declared(examination: Examination, capability: str = "exact_order") -> tuple[bool | None, str]:
     with contextlib.suppress(LawError):
-        return examination.capability("exact_order")
+        return examination.capability(capability)
     return None, ""
 
 

@@ -101,6 +101,17 @@ class Examination:
         if self.naming is not None and self.naming.blind:
             raise InapplicableError(UNNAMED)
 
+    def compares_by_ids(self) -> bool:
+        """Whether batches are compared by the samples they hold alone, since random numbers are declared to be lost.
+
+        Raises:
+            InapplicableError: they are, and samples have no names.
+        """
+        if self.capability("exact_augmentations")[0] is not False:
+            return False
+        self.need_names()
+        return True
+
     def _with_names(self) -> Settings:
         found = self.run([(0, experiment, (read_views, (self.settings, self.options(), 2, ())))])[0]
         naming: Naming | None = Naming()
@@ -200,9 +211,9 @@ class Examination:
         augmentations are not exact, only the samples are compared. ``blame``: a cause and a cure other than the law's.
         """
         cause, cure = blame
-        by_ids = by_ids or self.capability("exact_augmentations")[0] is False
         if by_ids:
             self.need_names()
+        by_ids = by_ids or self.compares_by_ids()
         for offset, (one, other) in enumerate(zip(expected, got, strict=False)):
             if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
                 differs = items.first_difference(one.leaves, other.leaves)
@@ -218,6 +229,14 @@ class Examination:
             raise self.error(*counts, epoch=epoch, batch=at, cause=cause, cure=cure)
 
     # Running.
+
+    def start(self) -> None:
+        """Start the first process. Every law would fail without it.
+
+        Raises:
+            ProcessError: it did not start, as in a script without ``if __name__ == "__main__":``.
+        """
+        self.pool.run([Call(0, _answer, ())], timeout=self.settings.timeout)
 
     def run(self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
         """The results of (process, function, arguments). A crash, a hang or an unexpected error is the law's error."""
@@ -498,3 +517,7 @@ def _reached(recording: Recording) -> dict[str, int]:
     if not recording.passes:
         return {}
     return {"epoch": len(recording.passes) - 1, "batch": len(recording.passes[-1].batches)}
+
+
+def _answer() -> None:
+    pass

@@ -226,7 +226,7 @@ def _tensor(tensor: torch.Tensor, path: str) -> Iterator[Leaf]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all stored, one behind another: it is not sparse, nested, quantized or without data."""
+    """Whether its elements are all stored, one after another: it is not sparse, nested, quantized or without data."""
     strided = not tensor.is_nested and tensor.layout is torch.strided
     return strided and not tensor.is_quantized and tensor.device.type != "meta"
 

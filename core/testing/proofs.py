@@ -56,7 +56,7 @@ def witness(examination: Examination) -> Outcome:
     cure="try it when reading begins, and say in capabilities what does not hold before the first state can be saved",
 )
 def honesty(examination: Examination) -> Outcome:
-    """What a loader promises with its first state, behind its first batch, it still promises after two epochs."""
+    """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
     findings, reason = examination.investigate(_promises_kept, examination.options())
     examination.raise_first(findings)
     return Outcome("refused clearly", reason) if reason else HOLDS

@@ -13,7 +13,7 @@ from midepoch.errors import MidepochError
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Finding, Settings, capture_failure, from_midepoch, open_loader
+from .record import Finding, Settings, capture_failure, from_midepoch, open_loader, see
 from .report import HOLDS, Outcome, combined, names_all
 
 __all__ = ["refusal"]
@@ -186,8 +186,12 @@ def _offer_all(
     taken: int,
     loaded: dict[str, Any] | None,
 ) -> None:
-    def offer(some: Sequence[_Case]) -> tuple[list[Finding], list[str], bool]:
-        result: tuple[list[Finding], list[str], bool] = examination.investigate(_offer, options, some, taken, loaded)
+    by_ids = examination.compares_by_ids()
+
+    def offer(some: Sequence[_Case]) -> tuple[list[Finding], list[Any], bool]:
+        result: tuple[list[Finding], list[Any], bool] = examination.investigate(
+            _offer, options, some, taken, loaded, by_ids
+        )
         return result
 
     findings, rest, kept = offer(cases)
@@ -212,8 +216,9 @@ def _offer(
     cases: Sequence[_Case],
     taken: int,
     loaded: dict[str, Any] | None,
-) -> tuple[list[Finding], list[str], bool]:
-    """(what is wrong with the refusals, the digests of the batches that follow, whether the state stayed)."""
+    by_ids: bool,
+) -> tuple[list[Finding], list[Any], bool]:
+    """(what is wrong with the refusals, the batches that follow, whether the state stayed)."""
     with open_loader(settings, options, later=loaded is not None) as loader:
         if loaded is not None:
             loader.load_state_dict(copy.deepcopy(loaded))
@@ -226,7 +231,8 @@ def _offer(
             if found is not None:
                 return [found], [], True
         kept = items.digest(loader.state_dict()) == before
-        return [], [items.digest(batch) for batch in (iterator if taken else loader)], kept
+        seen = [see(settings, batch) for batch in (iterator if taken else loader)]
+        return [], [each.ids if by_ids else each.digest for each in seen], kept
 
 
 def _refused(loader: Any, case: _Case) -> Finding | None:

@@ -115,7 +115,7 @@ class ResumableTests:
         self._examine("witness")
 
     def test_honesty(self) -> None:
-        """What a loader promises with its first state, behind its first batch, it still promises after two epochs."""
+        """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
         self._examine("honesty")
 
     def test_reshard(self) -> None:

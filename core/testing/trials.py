@@ -300,9 +300,7 @@ def _spread(count: int, most: int) -> range:
 def _passes(examination: Examination, seconds: float) -> Outcome:
     """The second and third pass over one object, under the same streams, are the first one, over their whole length."""
     _promised(examination, "exact_order", "exact_augmentations")
-    by_ids = examination.capability("exact_augmentations")[0] is False
-    if by_ids:
-        examination.need_names()
+    by_ids = examination.compares_by_ids()
     findings, passes, batches, refused = examination.investigate(
         _repeat, examination.options(), min(examination.settings.epochs, 2), seconds, by_ids
     )

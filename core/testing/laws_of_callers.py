@@ -1,0 +1,275 @@
+"""Laws of the program around a loader: what it has in flight, what it pays, and its own random numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import random
+import tempfile
+import time
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import items
+from .examine import Examination
+from .law import law
+from .record import Finding, Seen, Settings, from_midepoch, open_loader, see
+from .report import HOLDS, Outcome, combined
+
+__all__ = ["cost", "delivery", "guest"]
+
+_PAUSE = 0.25  # seconds that a slow training loop waits, so that a prefetcher can run ahead
+_READ_AHEAD = 2  # batches in flight in the delivery law
+
+
+@law(
+    "delivery",
+    cause="the position moves when a batch is fetched, not when it is handed over",
+    cure="move the position in the consumer's next(), and go back in_flight batches when asked",
+)
+def delivery(examination: Examination) -> Outcome:
+    """Prefetched batches do not count, nor do those that the caller still has in flight."""
+    workers = max(examination.settings.num_workers, default=0)
+    outcomes = {}
+    variants = [examination.options()]
+    if not examination.takes("num_workers"):
+        outcomes["workers"] = Outcome("not applicable", "the factory takes no num_workers")
+    elif not workers:
+        reason = f"num_workers={examination.settings.num_workers} names none"
+        outcomes["workers"] = Outcome("not applicable", reason)
+    else:
+        variants.append(examination.options(num_workers=workers))
+    if examination.capability("exact_augmentations")[0] is False:
+        examination.need_names()
+    found: list[_Slow] = examination.investigate_each(_take_slowly, variants)
+    for options, slow in zip(variants, found, strict=True):
+        examination.raise_first(slow.findings)
+        _resume_in_flight(examination, options, slow)
+        if slow.refused:
+            outcomes["in flight"] = Outcome("refused clearly", slow.refused)
+        else:
+            told = "" if slow.in_flight else "state_dict takes no in_flight"
+            outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
+    if len(variants) == 2:
+        _resume_with_workers(examination, workers)
+    return combined({"prefetched": HOLDS, **outcomes})
+
+
+@dataclasses.dataclass
+class _Slow:
+    """What a slow training loop saw.
+
+    Attributes:
+        ids: of its batches, by epoch.
+        findings: changes of the state while no batch was taken.
+        in_flight: whether the loader knows ``in_flight``.
+        other: (epoch, batches taken, those in flight, state) for each state that differs from the one given then.
+        refused: why a backend refused a state for an earlier batch, if it has only its current one.
+    """
+
+    ids: list[list[tuple[Hashable, ...]]]
+    findings: list[Finding]
+    in_flight: bool
+    other: list[tuple[int, int, int, dict[str, Any]]]
+    refused: str = ""
+
+
+def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
+    with open_loader(settings, options) as loader:
+        slow = _Slow([], [], "in_flight" in inspect.signature(loader.state_dict).parameters, [])
+        for epoch in range(2):
+            notes = [items.digest(loader.state_dict())]
+            slow.ids.append([])
+            for number, batch in enumerate(loader, start=1):
+                slow.ids[-1].append(see(settings, batch).ids)
+                notes.append(items.digest(loader.state_dict()))
+                if number == 1 and epoch == 0:
+                    time.sleep(_PAUSE)
+                if items.digest(loader.state_dict()) != notes[-1]:
+                    expected = f"the same state {_PAUSE} s after a batch was taken"
+                    slow.findings.append(Finding(expected, "it has moved on", epoch, number))
+                    return slow
+                # If 'finished' has two spellings, the first state of a later epoch may be either.
+                oldest = number if epoch == 0 else number - 1
+                for held in range(1, min(oldest, _READ_AHEAD) + 1 if slow.in_flight else 1):
+                    try:
+                        state = copy.deepcopy(loader.state_dict(in_flight=held))
+                    except from_midepoch("StateError") as error:  # type: ignore[misc]
+                        if getattr(getattr(loader, "capabilities", None), "rank_independent", True):
+                            raise
+                        slow.refused = str(error)
+                        break
+                    if items.digest(state) != notes[number - held]:
+                        slow.other.append((epoch, number, held, state))
+    return slow
+
+
+def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow: _Slow) -> None:
+    """A state that counts batches in flight may be written differently, but must resume at the same batch."""
+    trials = [
+        examination.trial(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
+    ]
+    for (epoch, number, held, state), recording in zip(slow.other, examination.resume(trials), strict=True):
+        expected = slow.ids[epoch][number - held :]
+        if recording.failure is None and recording.passes[0].ids == expected:
+            continue
+        raise examination.error(
+            f"with in_flight={held} after {number} batches, a state that resumes at batch {number - held}",
+            f"{state}: {recording.failure or f'resumes with samples {recording.passes[0].ids[:1]}'}",
+            epoch=epoch,
+            batch=number,
+            cause="the positions that were handed over are not kept, or not long enough",
+            cure="keep the last few of them",
+        )
+
+
+def _resume_with_workers(examination: Examination, workers: int) -> None:
+    """Check the order of the resumed samples, with workers that prefetch before and after the cut."""
+    head = examination.head_with("num_workers", workers)
+    for (epoch, cut), recording in examination.resumed_with_workers().items():
+        examination.sound(recording, f"a resume with num_workers={workers}", epoch=epoch, batch=cut)
+        examination.same(
+            head.passes[epoch].batches[cut:],
+            recording.passes[0].batches,
+            f"with num_workers={workers}, the samples that were not yet handed over",
+            epoch=epoch,
+            first=cut,
+            by_ids=True,
+        )
+
+
+@law(
+    "cost",
+    cause="the resume reads and discards what was consumed before",
+    cure="start the order at the position; if the source cannot be started there, declare constant_time_resume as no",
+)
+def cost(examination: Examination) -> Outcome:
+    """A resume reads no sample that it skips, except the witness's."""
+    declared, reason = examination.capability("constant_time_resume")
+    if declared is False:
+        return Outcome("refused clearly", f"constant_time_resume is declared no: {reason}")
+    if not examination.takes("read_log"):
+        return Outcome("not applicable", "the factory takes no read_log")
+    head = examination.observed()
+    places = [(0, 0), *examination.places(head)]
+    with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
+        logs = [Path(folder) / str(number) for number in range(len(places) + 1)]
+        states = [None, *(head.passes[epoch].states[cut] for epoch, cut in places)]
+        trials = [
+            examination.trial(examination.options(read_log=str(log)), state=state)
+            for log, state in zip(logs, states, strict=True)
+        ]
+        recordings = examination.resume(trials)
+        reads = [len(log.read_text().splitlines()) if log.exists() else 0 for log in logs]
+    if not reads[0]:
+        raise ValueError(
+            "make_loader takes read_log, but its dataset wrote nothing to it; append one line for each "
+            "sample that is read, leave the parameter out, or leave read_log out of options="
+        )
+    # Do not count what a fresh loader, too, reads beyond its batches, such as a first look at the dataset.
+    needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
+    # That includes two looks at the first sample of the epoch. A resume at a boundary looks at the last epoch's, too.
+    surplus = max(0, reads[0] - needed[0]) * 3 // 2
+    for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
+        examination.sound(recording, "a resume", epoch=epoch, batch=cut)
+        if read > need + surplus:
+            raise examination.error(
+                f"a resume after {cut} batches reads the {need} samples that are left",
+                f"it reads {read}",
+                epoch=epoch,
+                batch=cut,
+            )
+    return HOLDS
+
+
+@law(
+    "guest",
+    cause="the loader seeds or draws from the global generators (a torch DataLoader draws its base seed at each iter)",
+    cure="save the caller's generators around every step and restore them, or use generators of your own",
+)
+def guest(examination: Examination) -> Outcome:
+    """The caller's random generators are left unchanged, and what the caller draws changes nothing."""
+    whole = examination.whole()
+    state = examination.observed().passes[0].states[len(whole.passes[0].batches) // 2]
+    findings = examination.investigate(_watch_generators, examination.options(), state)
+    declared, reason = examination.capability("exact_augmentations")
+    if findings and declared is False:
+        return Outcome("refused clearly", f"exact_augmentations is declared no: {reason}")
+    examination.raise_first(findings)
+    passes = examination.investigate(_draw_between, examination.options(), len(whole.passes))
+    for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
+        examination.same(expected.batches, got, "although the caller draws random numbers, the same batch", epoch=epoch)
+    return HOLDS
+
+
+def _generators() -> dict[str, bytes]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python's random": repr(random.getstate()).encode(),
+        "numpy.random": f"{kind}{rest}".encode() + np.asarray(keys).tobytes(),
+        "torch's default generator": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+def _watch_generators(
+    settings: Settings, options: Mapping[str, Any], state: dict[str, Any], passes: int = 2
+) -> list[Finding]:
+    """What moved the generators: the passes, and a load after them. One that takes no state then has a load alone."""
+    with open_loader(settings, options) as loader:
+        before = _generators()
+
+        def moved(during: str, epoch: int, number: int | None) -> list[Finding]:
+            after = _generators()
+            return [
+                Finding(f"{name} as the caller left it", f"{during} changed it", epoch, number)
+                for name in before
+                if before[name] != after[name]
+            ]
+
+        findings = moved("state_dict()", 0, 0) if loader.state_dict() is not None else []
+        for epoch in range(passes):
+            iterator = iter(loader)
+            findings += moved("iter()", epoch, 0)
+            for number, _ in enumerate(iterator):
+                findings += moved("next()", epoch, number)
+                loader.state_dict()
+                findings += moved("state_dict()", epoch, number)
+                if findings:
+                    return findings
+            findings += moved("the end of a pass", epoch, None)
+        try:
+            loader.load_state_dict(copy.deepcopy(state))
+        except from_midepoch("StateError"):  # type: ignore[misc]
+            findings += moved("load_state_dict() that refuses", 0, None)
+            return findings or _watch_generators(settings, options, state, passes=0)
+        findings += moved("load_state_dict()", 0, None)
+        for number, _ in enumerate(loader):
+            findings += moved("next() after a load", 0, number)
+        return findings
+
+
+def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -> list[list[Seen]]:
+    seen: list[list[Seen]] = []
+    with open_loader(settings, options) as loader:
+        random.seed(1)
+        np.random.seed(1)
+        for _ in range(passes):
+            _draw()
+            seen.append([])
+            for batch in loader:
+                seen[-1].append(see(settings, batch))
+                _draw()
+                loader.state_dict()
+    return seen
+
+
+def _draw() -> None:
+    random.random()
+    np.random.random(3)
+    # Do not seed them: a loader may take torch's initial seed as its own.
+    torch.rand(5)

@@ -1,0 +1,375 @@
+"""Laws of states: one is what it was loaded from, asking for it changes nothing, and it survives transport."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import items
+from .examine import Examination
+from .law import law
+from .record import Finding, Recording, Seen, Settings, Trial, length_of, open_loader, see
+from .report import HOLDS, Outcome, combined
+
+__all__ = ["chain", "isolation", "observer", "round_trip", "transport"]
+
+
+@law(
+    "round trip",
+    cause="the loaded state is used only when iteration starts, and the state until then is that of a fresh loader",
+    cure="let state_dict() right after load_state_dict(state) return what was loaded",
+)
+def round_trip(examination: Examination) -> Outcome:
+    """A loaded state is returned, equal, before anything else happens; a loader in use can load one too."""
+    head = examination.observed()
+    for (epoch, cut), recording in examination.resumed().items():
+        examination.sound(recording, "a state to load", epoch=epoch, batch=cut)
+        expected = head.passes[epoch].states[cut]
+        if items.digest(expected) != items.digest(recording.loaded):
+            texts = items.first_difference(items.leaves(expected), items.leaves(recording.loaded))
+            raise examination.error(f"the loaded state: {texts[0]}", texts[1], epoch=epoch, batch=cut)
+    if examination.inexact():
+        return HOLDS
+    refused = _roll_back(examination, head)
+    return combined({"given back": HOLDS, "a loader in use": Outcome("refused clearly", refused) if refused else HOLDS})
+
+
+def _roll_back(examination: Examination, head: Recording) -> str:
+    """Load states, one after another, into a loader that is being iterated. Returns why it refuses, if it does."""
+    places = sorted(examination.followed(examination.places(head)), reverse=True)
+    states = [head.passes[epoch].states[cut] for epoch, cut in places]
+    longest = max(len(part.batches) for part in head.passes) + 1
+    reason = ""
+    for running in (True, False):
+        arguments = (examination.options(), states, longest, running)
+        legs, refused = examination.investigate(_load_in_use, *arguments, process=1)
+        _compare_legs(examination, list(zip(places, states, legs, strict=False)))
+        if not refused:
+            break
+        reason = refused
+    return reason
+
+
+def _compare_legs(
+    examination: Examination,
+    legs: Sequence[tuple[tuple[int, int], dict[str, Any], tuple[dict[str, Any], list[Seen]]]],
+) -> None:
+    lost = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
+    for (epoch, cut), state, (loaded, batches) in legs:
+        if items.digest(state) != items.digest(loaded):
+            texts = items.first_difference(items.leaves(state), items.leaves(loaded))
+            what = f"the state that was loaded into a loader in use: {texts[0]}"
+            raise examination.error(what, texts[1], epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
+        fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
+        what = f"after a state of {cut} batches was loaded into a loader in use, the batch of one that was not"
+        examination.same(fresh.passes[0].batches, batches, what, epoch=epoch, first=cut, blame=lost)
+
+
+def _load_in_use(
+    settings: Settings, options: Mapping[str, Any], states: Sequence[dict[str, Any]], longest: int, running: bool
+) -> tuple[list[tuple[dict[str, Any], list[Seen]]], str]:
+    """([(the state returned right after a load, the batches that followed)], why a load was refused).
+
+    ``running``: within a pass; otherwise between two passes.
+    """
+    legs: list[tuple[dict[str, Any], list[Seen]]] = []
+    with open_loader(settings, options, later=True) as loader:
+        for state in states:
+            iterator = iter(loader)
+            for _ in itertools.islice(iterator, 1 if running else longest):
+                pass
+            try:
+                for _ in range(2):  # the second time, nothing has been read since the first
+                    loader.load_state_dict(copy.deepcopy(state))
+            except Exception as error:  # noqa: BLE001 - any refusal is acceptable here, as long as it is an error
+                return legs, f"{type(error).__name__}: {error}"
+            loaded = copy.deepcopy(loader.state_dict())
+            del iterator
+            legs.append((loaded, [see(settings, batch) for batch in itertools.islice(loader, longest)]))
+    return legs, ""
+
+
+@law(
+    "observer",
+    cause="state_dict() or peek() takes a batch, draws a random number or starts a pass",
+    cure="compute the state from the cursor alone; keep a peeked batch to be handed out next",
+)
+def observer(examination: Examination) -> Outcome:
+    """Asking for states, lengths or the next batch changes nothing."""
+    inexact = examination.inexact()
+    if inexact:
+        return inexact
+    whole = examination.whole()
+    counts = [len(part.batches) for part in whole.passes]
+    passes: list[list[Seen]] = examination.investigate(_ask_everything, examination.options(), counts)
+    for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
+        examination.same(expected.batches, got, "with states asked for, the batch of the run without", epoch=epoch)
+    peeked: _Peeked | None = examination.investigate(_peek_always, examination.options(), counts)
+    if peeked is None:
+        return Outcome("holds", "the loader has no peek()")
+    for epoch, (expected, shown, got) in enumerate(zip(whole.passes, peeked.shown, peeked.taken, strict=True)):
+        first = int(peeked.skips and epoch > 0)
+        examination.same(expected.batches[first:], shown, "peek() shows the batch to come", epoch=epoch, first=first)
+        examination.same(expected.batches, got, "after peek(), the batch of the run without", epoch=epoch)
+    return HOLDS
+
+
+def _ask(loader: Any) -> None:
+    loader.state_dict()
+    loader.state_dict()
+    for name in ("batches_done", "batches_left", "epoch", "position", "capabilities"):
+        # A loader of unknown length raises a TypeError here, as len() does.
+        with contextlib.suppress(TypeError):
+            getattr(loader, name, None)
+    length_of(loader)
+
+
+def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[list[Seen]]:
+    passes: list[list[Seen]] = []
+    with open_loader(settings, options) as loader:
+        for count in counts:
+            passes.append([])
+            _ask(loader)
+            iterator = iter(loader)
+            _ask(loader)
+            for batch in iterator:
+                passes[-1].append(see(settings, batch))
+                _ask(loader)
+                if len(passes[-1]) > count:
+                    break
+    return passes
+
+
+@dataclasses.dataclass
+class _Peeked:
+    """What peek() showed and what was taken, for each pass. ``skips``: peek() was not called between two passes."""
+
+    shown: list[list[Seen]]
+    taken: list[list[Seen]]
+    skips: bool
+
+
+def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> _Peeked | None:
+    shown: list[list[Seen]] = []
+    taken: list[list[Seen]] = []
+    with open_loader(settings, options) as loader:
+        if not callable(getattr(loader, "peek", None)):
+            return None
+        # If the length is unknown, an epoch that was read to its end may still be the current one.
+        skips = length_of(loader) is None
+        for count in counts:
+            shown.append([] if skips and shown else [see(settings, loader.peek())])
+            taken.append([])
+            iterator = iter(loader)
+            for batch in iterator:
+                taken[-1].append(see(settings, batch))
+                if len(taken[-1]) >= count:
+                    break
+                shown[-1].append(see(settings, loader.peek()))
+            # After an epoch's last batch, peek() must not decide what comes: the pass must end by itself.
+            surplus = next(iterator, _END) if len(taken[-1]) >= count else _END
+            if surplus is not _END:
+                taken[-1].append(see(settings, surplus))
+    return _Peeked(shown, taken, skips)
+
+
+_END = object()
+
+
+@law(
+    "isolation",
+    cause="the state shares a dict or list with the loader, or load_state_dict pops keys from its argument",
+    cure="build a new state each time, and copy what is taken from a loaded one",
+)
+def isolation(examination: Examination) -> Outcome:
+    """A state never changes later, and loading leaves its argument unchanged."""
+    by_ids = examination.compares_by_ids()
+    head = examination.observed()
+    for epoch, cut in [(0, 0), *examination.places(head)]:
+        state = head.passes[epoch].states[cut]
+        found = examination.investigate(_share_states, examination.options(), state, epoch, cut, by_ids)
+        examination.raise_first(found)
+    return HOLDS
+
+
+def _share_states(
+    settings: Settings, options: Mapping[str, Any], state: dict[str, Any], epoch: int, cut: int, by_ids: bool
+) -> list[Finding]:
+    def note(batch: Any) -> Any:
+        seen = see(settings, batch)
+        return seen.ids if by_ids else seen.digest
+
+    findings: list[Finding] = []
+    with open_loader(settings, options, later=True) as loader:
+        given = copy.deepcopy(state)
+        loader.load_state_dict(given)
+        untouched = items.digest(given) == items.digest(state)
+        kept = [(0, loader.state_dict())]
+        notes = [items.digest(kept[0][1])]
+        delivered = []
+        for number, batch in enumerate(loader, start=1):
+            delivered.append(note(batch))
+            kept.append((number, loader.state_dict()))
+            notes.append(items.digest(kept[-1][1]))
+        if not untouched or items.digest(given) != items.digest(state):
+            findings.append(Finding("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut))
+        for (number, later), before in zip(kept, notes, strict=True):
+            if items.digest(later) != before:
+                findings.append(Finding("a state that never changes later", f"it became {later}", epoch, cut + number))
+    with open_loader(settings, options, later=True) as loader:
+        given = copy.deepcopy(state)
+        loader.load_state_dict(given)
+        _spoil(given)
+        if _spoil_given(loader):
+            findings.append(
+                Finding(
+                    "a state that belongs to the caller",
+                    "clearing it changed the loader's next state",
+                    epoch,
+                    cut,
+                )
+            )
+        if [note(batch) for batch in loader] != delivered:
+            findings.append(
+                Finding(
+                    "a loaded state that may be cleared afterwards",
+                    "clearing it changed what the loader delivers",
+                    epoch,
+                    cut,
+                )
+            )
+    return findings
+
+
+def _spoil_given(loader: Any) -> bool:
+    """Whether clearing the state that ``loader`` returned changes its next one."""
+    given = loader.state_dict()
+    note = items.digest(given)
+    _spoil(given)
+    return items.digest(loader.state_dict()) != note
+
+
+def _spoil(value: Any) -> None:
+    if isinstance(value, dict):
+        for part in value.values():
+            _spoil(part)
+        value.clear()
+    elif isinstance(value, list):
+        for part in value:
+            _spoil(part)
+        value.clear()
+
+
+@law(
+    "transport",
+    cause="the state holds tuples, numpy numbers, tensors or objects, which JSON changes or cannot carry",
+    cure="use only dict, list, str, int, float, bool and None in the state",
+)
+def transport(examination: Examination) -> Outcome:
+    """A state passes through JSON (and torch.load with weights_only) into another process unchanged."""
+    inexact = examination.inexact()
+    if inexact:
+        return inexact
+    head = examination.observed()
+    resumed = examination.resumed()
+    places = [(0, 0), *examination.places(head)]
+    states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
+    longest = max(len(part.batches) for part in head.passes) + 1
+    trials = [examination.trial(examination.options(), state=state, passes=2, limit=longest) for state in states]
+    for (epoch, cut), recording in zip(places, examination.resume(trials), strict=True):
+        examination.sound(recording, "a resume from a state that went through JSON", epoch=epoch, batch=cut)
+        direct = examination.sound(resumed[epoch, cut], "a resume", epoch=epoch, batch=cut)
+        for expected, got in zip(direct.passes, recording.passes, strict=True):
+            examination.same(
+                expected.batches, got.batches, "the batch of a resume without JSON", epoch=epoch, first=cut
+            )
+    return HOLDS
+
+
+def _through_json(examination: Examination, state: dict[str, Any], epoch: int, cut: int) -> dict[str, Any]:
+    wrong = _foreign_types(state, "state")
+    if wrong:
+        raise examination.error("built-in types only", wrong, epoch=epoch, batch=cut)
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except ValueError as error:
+        raise examination.error("a state that JSON can carry", str(error), epoch=epoch, batch=cut) from error
+    through: dict[str, Any] = json.loads(text)
+    if items.digest(through) != items.digest(state):
+        texts = items.first_difference(items.leaves(state), items.leaves(through))
+        raise examination.error(f"the same state after JSON: {texts[0]}", texts[1], epoch=epoch, batch=cut)
+    limit = examination.settings.state_bytes
+    if len(text.encode()) > limit:
+        raise examination.error(
+            f"at most {limit} bytes of JSON",
+            f"{len(text.encode())} bytes",
+            epoch=epoch,
+            batch=cut,
+            cause="the state grows with the dataset or the progress",
+            cure="save the loop's position, not how it got there",
+        )
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    if items.digest(torch.load(file, weights_only=True)) != items.digest(state):
+        raise examination.error("the same state after torch.load(weights_only=True)", "another", epoch=epoch, batch=cut)
+    return through
+
+
+def _foreign_types(value: Any, path: str) -> str:
+    """Where ``value`` holds something other than JSON's own types; empty if nowhere."""
+    if type(value) is dict:
+        for key, part in value.items():
+            if type(key) is not str:
+                return f"{path} has the key {key!r} of type {type(key).__name__}"
+            wrong = _foreign_types(part, f"{path}[{key!r}]")
+            if wrong:
+                return wrong
+        return ""
+    if type(value) is list:
+        return next(filter(None, (_foreign_types(part, f"{path}[{n}]") for n, part in enumerate(value))), "")
+    known = value is None or type(value) in (str, int, float, bool)
+    return "" if known else f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
+
+
+@law(
+    "chain",
+    cause="after a resume, the state counts from the resume and not from the start of the epoch",
+    cure="continue the position from the loaded one",
+)
+def chain(examination: Examination) -> Outcome:
+    """A run that is interrupted twice continues like one that is interrupted once."""
+    inexact = examination.inexact()
+    if inexact:
+        return inexact
+    head = examination.observed()
+    places = examination.places(head)
+    seconds = examination.resume(
+        [
+            examination.trial(examination.options(), state=head.passes[epoch].states[cut], states=True)
+            for epoch, cut in places
+        ]
+    )
+    links: list[tuple[int, int, int, list[Seen], Trial]] = []
+    for (epoch, cut), second in zip(places, seconds, strict=True):
+        examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
+        batches, states = second.passes[0].batches, second.passes[0].states
+        for more in range(1, len(batches)):
+            trial = examination.trial(examination.options(), state=states[more])
+            links.append((epoch, cut, cut + more, batches[more:], trial))
+    if not links:
+        return Outcome("not applicable", "an epoch has fewer than three batches, so it cannot be cut twice")
+    thirds = examination.record([link[-1] for link in links])
+    for (epoch, cut, again, expected, _), third in zip(links, thirds, strict=True):
+        what = f"cut after {cut} and again after {again} batches, the batch of the run cut once"
+        examination.sound(third, "a resume of a resume", epoch=epoch, batch=again)
+        examination.same(expected, third.passes[0].batches, what, epoch=epoch, first=again)
+    return HOLDS
