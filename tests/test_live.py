@@ -398,6 +398,111 @@ def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
         own.reshard(World(0, 3))
 
 
+class Told(Dataset[Any]):
+    """Is told the epoch, as datasets are whose samples change with it."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch
+
+
+@pytest.mark.parametrize("falls", ["after the last batch", "where nothing is left", "before a break"])
+def test_after_a_reshard_the_next_epoch_is_read_from_the_dataset_as_it_is_then(falls: str) -> None:
+    """Worker processes have a copy of it, with the last epoch."""
+    data = Told()
+    loader = midepoch.wrap(DataLoader(data, batch_size=2, num_workers=1), world=World(), tail="drop", verify="off")
+    each = iter(loader)
+    for _ in range({"after the last batch": 5, "where nothing is left": 4, "before a break": 2}[falls]):
+        next(each)
+    loader.reshard(World(0, 3))
+    assert falls == "before a break" or next(each, None) is None
+    data.epoch = 1
+    assert [batch[1].tolist() for batch in loader] == [[1, 1], [1]]
+    loader.close()
+
+
+class Divided(IterableDataset[int]):
+    """Divides its data among worker processes by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        return iter(range(worker.id, 16, worker.num_workers))
+
+
+class DividedWithState(Divided):
+    """The same with a state of its own, in which a worker process stands when it is read."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in list(super().__iter__())[self.at :]:
+            self.at += 1
+            yield number
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.filterwarnings("ignore:Divided is read again")
+@pytest.mark.parametrize("kind", [Divided, DividedWithState])
+@pytest.mark.parametrize("committed", [0, 3])
+def test_worker_processes_with_streams_of_their_own_begin_after_a_rollback_as_before(
+    kind: type[Divided], committed: int
+) -> None:
+    source: Any = DataLoader(kind(), batch_size=2, num_workers=2)
+    loader = midepoch.wrap(source, world=World(), shard=False, verify="off")
+    whole = [batch.tolist() for batch in loader]
+    loader.seek(epoch=0)
+    each = iter(loader)
+    for _ in range(committed):
+        next(each)
+        loader.commit()
+    next(each)
+    loader.rollback()
+    assert [batch.tolist() for batch in each] == whole[committed:]
+    loader.close()
+
+
+def test_after_a_rollback_of_nothing_the_next_pass_goes_on_too() -> None:
+    """What fails after the commit, a checkpoint for instance, must not cost the rest of the epoch."""
+    loader = by_index(World())
+    whole = [sources.plain(batch) for batch in by_index(World())]
+    for number, _ in enumerate(loader):
+        loader.commit()
+        if number == 2:
+            break
+    loader.rollback()
+    assert [sources.plain(batch) for batch in loader] == whole[3:]
+    loader.commit()
+    loader.rollback()  # the epoch is over: the next pass begins the next one
+    assert sources.plain(next(iter(loader))) not in whole
+
+
+@pytest.mark.parametrize("first", ["rollback", "reshard"])
+def test_a_pass_ends_where_nothing_is_left_whichever_of_rollback_and_reshard_comes_first(first: str) -> None:
+    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
+    each = iter(loader)
+    for _ in range(4):
+        next(each)
+    loader.commit()
+    next(each)
+    if first == "rollback":
+        loader.rollback()
+    loader.reshard(World(1, 3))
+    loader.rollback()
+    assert list(each) == []
+    assert (loader.epoch, loader.position) == (1, 0)
+
+
 class Bad(Dataset[int]):
     def __len__(self) -> int:
         return 24

@@ -376,6 +376,38 @@ def test_when_all_groups_have_died_others_go_on_from_disk(pair: Managers) -> Non
     assert [other.current_step() for other in made] == [4, 4]
 
 
+def _failing_once(manager: Manager, vote: Any) -> Any:
+    links = [RuntimeError("a link broke")]
+
+    def should_commit() -> bool:
+        if links:
+            manager.report_error(links.pop())
+        return bool(vote())
+
+    return should_commit
+
+
+def test_groups_that_drop_the_rest_of_an_epoch_begin_the_next_one(pair: Managers) -> None:
+    """Less is left on disk than a global batch of the groups that go on, and the first step of the next epoch fails."""
+
+    def make() -> Loader:
+        source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+        return midepoch.wrap(source, seed=1, world=World(), tail="uneven")
+
+    alone = make()
+    alone.seek(position=16)
+    groups = Groups([pair(f"group_{number}") for number in range(2)], [make() for _ in range(2)])
+    for fed in groups.feeds:
+        fed.load_state_dict(alone.state_dict())
+    for manager in groups.managers:
+        manager.should_commit = _failing_once(manager, manager.should_commit)
+    groups.train(2)
+    assert not groups.errors
+    trained = sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
+    assert trained == list(range(16))
+    assert [fed.epoch for fed in groups.feeds] == [2, 2]
+
+
 class Groups:
     """Groups of one rank, each in a thread of this process."""
 

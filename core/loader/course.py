@@ -212,9 +212,18 @@ class Course:
 
     def roll_back(self) -> None:
         """Go back to the origin. The pass that came from there goes on: the running one, or else the next one."""
+        ends_early = self.ends_early
         self.move(self.origin)
+        self.ends_early = ends_early
         if self.passes is not None:
             self.passes.roll_back()
+
+    def go_on(self) -> None:
+        """Let the next pass continue the epoch that was handed out up to here, as after a rollback."""
+        if self.came is Came.READ and self.cursor.phase is Phase.RUNNING and self.has_begun:
+            self.came = Came.PUT
+            if self.passes is not None:
+                self.passes.roll_back()
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""

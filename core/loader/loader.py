@@ -423,7 +423,7 @@ class Loader:
             adapter.reshard(world)
         self._setting.resharded, self._setting.last = world, None
         cursor = self._course.cursor
-        self._course.ends_early = cursor.phase is Phase.RUNNING and cursor.owned and self.position > 0
+        self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
 
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.
@@ -463,6 +463,8 @@ class Loader:
         if (course.epoch, course.position) != course.origin[:2] or course.cursor.within or course.failed:
             with self._adapter.holding():
                 course.roll_back()
+        else:
+            course.go_on()
 
     # --- iteration ---
 

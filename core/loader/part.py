@@ -106,6 +106,10 @@ class Part:
         share = course.share(self.world, course.epoch, course.position)
         return share is None or share.global_steps > 0
 
+    def end_pass(self) -> None:
+        """Let the pass end, instead of going on with the next epoch, where nobody has a batch left."""
+        self.loader._course.ends_early = True
+
     def left_at(self, state: State) -> int | None:
         """The same, for a loader that stands at `state`."""
         return self._steps(state["seed"], self._place_in(state))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
@@ -240,10 +239,6 @@ class CarriedAdapter(Adapter):
             yield request  # torch gives each worker one request in turn, from the first worker on
         for number in itertools.count(first):
             yield request._replace(start=slots[number % self._workers])
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._server.holding()
 
     def close(self) -> None:
         """End worker processes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import time
 import weakref
@@ -146,7 +147,8 @@ def drop_requested(iterator: Any) -> None:
 
 
 def request_again(iterator: Any) -> None:
-    """Ask for as many batches ahead as a DataLoader's iterator does when it starts."""
+    """Ask for as many batches ahead as a DataLoader's iterator does when it starts, of the first worker first."""
+    iterator._worker_queue_idx_cycle = itertools.cycle(range(iterator._num_workers))
     for _ in range(iterator._prefetch_factor * iterator._num_workers):
         iterator._try_put_index()
 

@@ -96,9 +96,10 @@ class Server:
         here = os.getpid(), id(reader)
         held, self._held = self._held, None
         if held is not None:
-            if held.here == here and held.asks(requests):
+            if held.here == here and held.epoch == run.epoch and held.asks(requests):
                 return self._answering(held, run)
-            held.close()
+            if not theirs.persistent_workers:
+                held.close()
         ours = self._persistent.get(here)
         if ours is not None and not alive(kept := kept_iterator(ours)):
             shut_down(kept)
@@ -116,7 +117,7 @@ class Server:
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
         with _starting(ours):
             answers = iter(ours)
-        return self._answering(_Held(here, ours, answers, asked), run)
+        return self._answering(_Held(here, run.epoch, ours, answers, asked), run)
 
     def _answering(self, running: _Held, run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         stop = functools.partial(self._stop, running, run.session)
@@ -167,12 +168,14 @@ class _Held(NamedTuple):
 
     Attributes:
         here: the process and the reader that they serve.
+        epoch: in which they were started, or kept on: the next one begins with the dataset as it is then.
         loader: ours.
         answers: torch's iterator.
         asked: the requests that it sends.
     """
 
     here: tuple[int, int]
+    epoch: int
     loader: DataLoader[Any]
     answers: Any
     asked: _SessionRequests
