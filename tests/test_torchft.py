@@ -467,6 +467,21 @@ def test_drop_last_ends_the_epoch_for_all_groups(pair: Managers) -> None:
     )
 
 
+def test_an_epoch_without_a_global_batch_is_an_error_and_no_loop(managers: Managers) -> None:
+    manager = managers()
+    source: Any = DataLoader(range(3), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+    batches = feed(manager, midepoch.wrap(source, seed=1, world=World(), tail="uneven"))
+    with pytest.raises(MidepochError, match=r"less than one global batch of 1 groups.*drop_last=False"):
+        next(iter(batches))
+
+
+def test_a_manager_is_fed_once(managers: Managers) -> None:
+    manager = managers()
+    feed(manager, wrapped())
+    with pytest.raises(MidepochError, match="call it once"):
+        feed(manager, wrapped())
+
+
 def test_spares_follow_and_do_not_count(pair: Managers) -> None:
     made = [pair(f"group_{number}", world_size_mode=WorldSizeMode.FIXED_WITH_SPARES) for number in range(2)]
     groups = Groups(made, [wrapped(12) for _ in range(2)])

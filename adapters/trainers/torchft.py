@@ -56,6 +56,7 @@ def feed(manager: Manager, loader: Loader) -> Feed:
         ValueError: the loader would repeat or leave out samples at the end of an epoch, or after a bad one.
         UnsupportedSourceError: the loader's source cannot be shared by another number of ranks, or torchft lacks a
             private part that midepoch uses.
+        MidepochError: it was called for this Manager before.
     """
     found = loader_of(loader)
     if not isinstance(manager, Manager) or found is None:
@@ -77,6 +78,8 @@ class Feed:
 
     def __init__(self, manager: Any, loader: Loader) -> None:
         private.check(manager)
+        if private.is_fed(manager):
+            raise MidepochError("feed was called for this Manager before: call it once, and loop over what it returned")
         self.loader, self._manager, self._part = loader, manager, Part("of torchft", loader)
         self._group = self._part.world
         if self._part.tail != "uneven":
@@ -212,6 +215,11 @@ class Feed:
             self._part.end_pass()
             next(self._batches, None)
             self._batches = iter(loader)
+            if not self._part.anyone_has_more():
+                raise MidepochError(
+                    f"an epoch has less than one global batch of {groups} groups, and drop_last leaves that out, so "
+                    "nothing would ever be trained on: use smaller batches or fewer groups, or drop_last=False"
+                )
         self._epoch = loader.epoch
 
     def _take(self) -> Any:

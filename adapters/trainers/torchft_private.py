@@ -20,6 +20,7 @@ __all__ = [
     "fail_mistaken_quorums",
     "first_step_is_the_primarys",
     "groups_that_count",
+    "is_fed",
     "quorum_of",
     "ranks_of",
     "replace",
@@ -72,6 +73,11 @@ class _Client:
                 )
             )
         return quorum
+
+
+def is_fed(manager: Any) -> bool:
+    """Whether `fail_mistaken_quorums` was called for a Manager."""
+    return isinstance(manager._client, _Client)
 
 
 def fail_mistaken_quorums(manager: Any) -> None:
