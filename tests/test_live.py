@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,6 +28,7 @@ import midepoch
 from midepoch import MidepochError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
+from midepoch.testing import digest
 
 SIZE = 61
 
@@ -396,6 +397,35 @@ def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
     next(iter(own))
     with pytest.raises(UnsupportedSourceError, match="cannot be shared by another number of ranks"):
         own.reshard(World(0, 3))
+
+
+def test_what_has_to_be_made_again_for_another_world_is_refused_with_the_loader_as_it_was() -> None:
+    pytest.importorskip("grain", reason="Grain has wheels for some versions of Python only")
+    import own_state_sources as own
+
+    loader, undisturbed = (midepoch.wrap(own.grain_elastic(0, 2), world=World(0, 2)) for _ in range(2))
+    each = iter(loader)
+    next(each)
+    with pytest.raises(UnsupportedSourceError, match="make it with ShardOptions"):
+        loader.reshard(World(0, 1))
+    assert [batch.tolist() for batch in each] == [batch.tolist() for batch in undisturbed][1:]
+
+
+def test_a_combination_of_which_one_part_cannot_be_shared_anew_goes_on() -> None:
+    def combined() -> Loader:
+        indexed = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        theirs = DataLoader(range(40), batch_size=2, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
+        parts = {
+            name: midepoch.wrap(part, seed=0, world=World(0, 2)) for name, part in (("a", indexed), ("b", theirs))
+        }
+        return midepoch.combine(parts)
+
+    loader = combined()
+    each = iter(loader)
+    first = next(each)
+    with pytest.raises(UnsupportedSourceError, match="sampler is for rank 0 of 2"):
+        loader.reshard(World(0, 1))
+    assert digest([first, *each]) == digest(list(combined()))
 
 
 class Told(Dataset[Any]):

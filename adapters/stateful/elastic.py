@@ -68,14 +68,18 @@ class ElasticGrainAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Grain's own iterator from the position on."""
-        shard, world = self._shard, run.world
+        self.check_reshard(run.world)
+        return _ElasticSession(self.source, run)
+
+    def check_reshard(self, world: World) -> None:
+        """An ElasticIterator is made for its shard."""
+        shard = self._shard
         if self.options.shard is None and shard != (world.rank, world.world_size):
             raise UnsupportedSourceError(
                 f"the ElasticIterator has ShardOptions(shard_index={shard[0]}, shard_count={shard[1]}), but this is "
                 f"rank {world.rank} of {world.world_size}: make it with ShardOptions(shard_index={world.rank}, "
                 f"shard_count={world.world_size}), or pass shard=False if the ranks are meant to read these shards"
             )
-        return _ElasticSession(self.source, run)
 
 
 class _ElasticSession(Session):

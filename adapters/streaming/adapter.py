@@ -135,6 +135,10 @@ class StreamingAdapter(Adapter):
             )
         return World(world.rank // self._shared_by, world.world_size // self._shared_by)
 
+    def check_reshard(self, world: World) -> None:
+        """Streaming's dataset has its ranks from the environment in which it was made."""
+        self.sharing(world)
+
     def _order_parameters(self, world: World, detail: str = "") -> _OrderParameters:
         if detail:
             return _OrderParameters.parsed(detail)

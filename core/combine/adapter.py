@@ -196,6 +196,11 @@ class CombinedAdapter(Adapter):
         """Yes, to beginnings of epochs; `lead` refuses other places."""
         return True
 
+    def check_reshard(self, world: World) -> None:
+        """Of all parts, before the first of them is shared anew."""
+        for part in self.parts:
+            part.check_reshard(world)
+
     def reshard(self, world: World) -> None:
         """For each part, all of which are elastic if the combination is."""
         for part in self.parts:

@@ -489,6 +489,9 @@ class Adapter(ABC):
         """A context in which a session is closed, and another one follows at once, which may keep the workers."""
         return contextlib.nullcontext()
 
+    def check_reshard(self, world: World) -> None:  # noqa: B027  # most are shared by midepoch
+        """Raise an UnsupportedSourceError if the source, which is elastic, has to be made again for another world."""
+
     def reshard(self, world: World) -> None:  # noqa: B027  # nothing to do for most
         """Tell the loaders inside that the rest of the epoch is shared by another world. No session is open."""
 

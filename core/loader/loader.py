@@ -394,6 +394,25 @@ class Loader:
         """
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
+        self._check_reshard(world)
+        adapter = self._adapter
+        self._course.refuse_other_threads("reshard()")
+        if self._course.failed:
+            raise MidepochError(
+                f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
+                "other ranks cannot know that this one passes over it; take its next batch first, or call rollback(), "
+                "after which the batch is tried again in the new world"
+            )
+        self._course.here()  # raises if it is not known
+        with adapter.holding():
+            self._course.close_session()
+            adapter.reshard(world)
+        self._setting.resharded, self._setting.last = world, None
+        cursor = self._course.cursor
+        self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
+
+    def _check_reshard(self, world: World) -> None:
+        """Raise an UnsupportedSourceError if this source cannot be shared by another world while it is read."""
         adapter = self._adapter
         if not adapter.elastic:
             raise UnsupportedSourceError(
@@ -410,20 +429,7 @@ class Loader:
                 f"the source's sampler is for rank {adapter.world.rank} of {adapter.world.world_size}: make it for one "
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
-        self._course.refuse_other_threads("reshard()")
-        if self._course.failed:
-            raise MidepochError(
-                f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
-                "other ranks cannot know that this one passes over it; take its next batch first, or call rollback(), "
-                "after which the batch is tried again in the new world"
-            )
-        self._course.here()  # raises if it is not known
-        with adapter.holding():
-            self._course.close_session()
-            adapter.reshard(world)
-        self._setting.resharded, self._setting.last = world, None
-        cursor = self._course.cursor
-        self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
+        adapter.check_reshard(world)
 
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.

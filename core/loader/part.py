@@ -79,6 +79,10 @@ class Part:
         """What to do with the last samples if their number is not divisible by the world size."""
         return self.loader._adapter.tail_in_use
 
+    def check_reshard(self, world: World) -> None:
+        """Raise an UnsupportedSourceError if the loader cannot be shared by another world while it is read."""
+        self.loader._check_reshard(world)
+
     def reshard(self, world: World) -> None:
         """As `Loader.reshard`. A pending batch is read again, and one that could not be read is tried again."""
         self.pending.clear()
