@@ -162,6 +162,20 @@ def entropic() -> Any:
     return DataLoader(Entropy(), batch_size=4, shuffle=True)
 
 
+class Noise(Dataset[torch.Tensor]):
+    """Each sample is its number with noise of the global generator, so that nothing else names it."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(()) / 2
+
+
+def noisy() -> Any:
+    return DataLoader(Noise(), batch_size=4, shuffle=True)
+
+
 def promising() -> Any:
     return midepoch.wrap(DataLoader(SometimesEntropy(), batch_size=4), seed=0)
 

@@ -387,6 +387,13 @@ def test_numbers_that_no_seed_restores_are_the_finding_and_not_a_fault_of_states
     assert len(done.stdout.splitlines()) <= 25
 
 
+def test_samples_with_other_noise_are_not_counted_as_lost() -> None:
+    done = check("check_sources:noisy", "--quick", "--laws=tail", "--epochs=1", "--world-sizes=1", "--trials=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"rest of an epoch that was cut +\d+ of 24 samples not the same +exact", done.stdout)
+    assert re.search(r"the epoch after it +24 of 24 samples not the same +exact", done.stdout)
+
+
 @pytest.mark.parametrize("factory", ["of_kinds", pytest.param("of_nested", marks=pytest.mark.long)])
 def test_tensors_of_every_layout_are_compared(factory: str) -> None:
     few = ("--quick", "--epochs=1", "--world-sizes=1", "--laws=tail,isolation,witness")

@@ -196,6 +196,11 @@ def _answer(
         twice = (Counter({name: count for name, count in got.items() if name in order}) - order).total()
         dropped = world_size * max(len(ids) for part in (whole, *parts) for ids in part.ids) - 1
     if lost > dropped or twice > padding:
+        # Samples that are named by their content have another name where they draw other random numbers.
+        strangers = sum(count for name, count in got.items() if name not in order)
+        if strangers:
+            again = f", {twice - strangers} twice" if twice > strangers else ""
+            return Answer(f"{lost} of {order.total()} samples not the same{again}", "bad")
         return Answer(f"{lost} of {order.total()} samples lost, {twice} twice", "bad")
     if (
         len(parts) == 1
