@@ -413,8 +413,8 @@ def test_what_has_to_be_made_again_for_another_world_is_refused_with_the_loader_
 
 def test_a_combination_of_which_one_part_cannot_be_shared_anew_goes_on() -> None:
     def combined() -> Loader:
-        indexed = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-        theirs = DataLoader(range(40), batch_size=2, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
+        indexed: Any = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        theirs: Any = DataLoader(range(40), batch_size=2, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
         parts = {
             name: midepoch.wrap(part, seed=0, world=World(0, 2)) for name, part in (("a", indexed), ("b", theirs))
         }

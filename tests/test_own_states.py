@@ -1189,11 +1189,25 @@ def test_a_source_that_ignores_what_it_loads_is_refused_and_one_that_applies_it_
     whole = taken(wrap(Late()))
     late = wrap(Late())
     late.load_state_dict(wrap_state(Late, 3))
-    assert taken(late) == whole[3:]
+    with warnings.catch_warnings(action="error"):
+        assert taken(late) == whole[3:]
     ignores = wrap(own.StartsOver())
     ignores.load_state_dict(wrap_state(own.StartsOver, 3))
     with pytest.raises(StateError, match="StartsOver reports another state than was loaded"):
         next(iter(ignores))
+
+
+def test_a_source_that_stands_at_another_place_than_it_was_given_is_told() -> None:
+    class GoesTooFar(own.Stream):
+        """Its state leads one sample further, but for the first ones, which a job tries."""
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict({**state, "given": state["given"] + (state["given"] > 8)})
+
+    misled = wrap(GoesTooFar())
+    misled.load_state_dict(wrap_state(GoesTooFar, 12))
+    with pytest.warns(midepoch.MidepochWarning, match="GoesTooFar reports another state than was loaded"):
+        next(iter(misled))
 
 
 class DrawsSeldom(Counting):

@@ -61,7 +61,7 @@ class StatefulAdapter(Adapter):
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self.seeds = False  # a batch has drawn, so each is seeded from now on
         self.was_put_at_its_end = False  # by a state, and not read since
-        self._used = False
+        self._used = self._was_fresh = False
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
@@ -283,7 +283,19 @@ class StatefulAdapter(Adapter):
         """Whether a source of an unknown kind does not report the state that it was given."""
         if type(self) is not StatefulAdapter or self._pristine is None:
             return False
-        return encode(state_of(self.source)) != encode(state)
+        reported = encode(state_of(self.source))
+        if reported == encode(state):
+            return False
+        # One that applies its state when it is read still reports the one before.
+        if self._was_fresh and reported != encode(self._first_state):
+            name = type(self.source).__name__
+            warnings.warn(
+                f"{name} reports another state than was loaded, so midepoch cannot tell whether it stands at the "
+                "loaded place: let its state_dict() return what its load_state_dict() was given",
+                MidepochWarning,
+                stacklevel=7,
+            )
+        return True
 
     def check_begun(self) -> None:
         """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
@@ -314,7 +326,7 @@ class StatefulAdapter(Adapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator from `state` on; None starts the epoch."""
-        first = not self._used and not self.rewinds
+        first = self._was_fresh = not self._used and not self.rewinds
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self.very_beginning()
         if first and state is not None:
