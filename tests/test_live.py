@@ -411,6 +411,19 @@ def test_what_has_to_be_made_again_for_another_world_is_refused_with_the_loader_
     assert [batch.tolist() for batch in each] == [batch.tolist() for batch in undisturbed][1:]
 
 
+def test_a_combination_of_uneven_parts_refuses_a_world_of_several_ranks_before_it_changes() -> None:
+    def combined() -> Loader:
+        part: Any = DataLoader(range(20), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        return midepoch.combine({"a": midepoch.wrap(part, seed=0, world=World(), tail="uneven")})
+
+    loader = combined()
+    each = iter(loader)
+    first = next(each)
+    with pytest.raises(UnsupportedSourceError, match=r"tail='uneven'.*tail='pad' or 'drop'"):
+        loader.reshard(World(0, 2))
+    assert digest([first, *each]) == digest(list(combined()))
+
+
 def test_a_combination_of_which_one_part_cannot_be_shared_anew_goes_on() -> None:
     def combined() -> Loader:
         indexed: Any = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]

@@ -127,11 +127,15 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} is rank {theirs.rank} of {theirs.world_size}, but the combination is rank "
                     f"{world.rank} of {world.world_size}: give both the same world, or none"
                 )
-            if world.world_size > 1 and part.tail == "uneven":
-                raise UnsupportedSourceError(
-                    f"part {part.name} has tail='uneven', so that ranks may have unequal numbers of batches, and would "
-                    "read different parts at one step: wrap it with tail='pad' or 'drop'"
-                )
+            self._refuse_uneven(part, world)
+
+    @staticmethod
+    def _refuse_uneven(part: Part, world: World) -> None:
+        if world.world_size > 1 and part.tail == "uneven":
+            raise UnsupportedSourceError(
+                f"part {part.name} has tail='uneven', so that ranks may have unequal numbers of batches, and would "
+                "read different parts at one step: wrap it with tail='pad' or 'drop'"
+            )
 
     def _steps_left(
         self, lefts: list[int | None], ended: list[bool], seed: int, epoch: int, position: int
@@ -199,6 +203,7 @@ class CombinedAdapter(Adapter):
     def check_reshard(self, world: World) -> None:
         """Of all parts, before the first of them is shared anew."""
         for part in self.parts:
+            self._refuse_uneven(part, world)
             part.check_reshard(world)
 
     def reshard(self, world: World) -> None:
