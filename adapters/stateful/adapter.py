@@ -127,7 +127,7 @@ class StatefulAdapter(Adapter):
         own = Capability(True, "as exact as the source's own state, which led a copy to the batch that came next")
         if self._untried:
             own = Capability(True, f"as exact as the source's own state: {self._untried}", believed=True)
-        # A trial, behind the first batch, sees only what is drawn by then.
+        # A trial, after the first batch, sees only what is drawn by then.
         drawn = Capability(True, f"{own.reason}, if it restores all that later batches draw from", believed=True)
         return Capabilities(
             exact_order=own,
@@ -280,7 +280,10 @@ class StatefulAdapter(Adapter):
         )
 
     def doubts(self, state: Any) -> bool:
-        """Whether a source of an unknown kind does not report the state that it was given."""
+        """Whether a source of an unknown kind does not report the state that it was given.
+
+        One that reports neither that state nor the one before is named in a warning.
+        """
         if type(self) is not StatefulAdapter or self._pristine is None:
             return False
         reported = encode(state_of(self.source))

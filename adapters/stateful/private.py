@@ -77,25 +77,15 @@ def grain_steps(source: Any) -> str:
     return f"{_transformations(source)} {length_of(getattr(source, '_data_source', None))}"
 
 
-def _transformations(dataset: Any) -> str:
-    named = f"{type(dataset).__name__}:{length_of(dataset)}{_seed_of(dataset)}"
-    return " ".join([named, *map(_transformations, getattr(dataset, "_parents", ()))])
-
-
-def _seed_of(dataset: Any) -> str:
-    seed = getattr(dataset, "_seed", None)
-    return "" if seed is None else f":{seed}"
+def _transformations(dataset: Any, lengths: bool = True) -> str:
+    length, seed = f":{length_of(dataset)}" if lengths else "", getattr(dataset, "_seed", None)
+    named = f"{type(dataset).__name__}{length}" + ("" if seed is None else f":{seed}")
+    return " ".join([named, *(_transformations(each, lengths) for each in getattr(dataset, "_parents", ()))])
 
 
 def elastic_steps(source: Any) -> str:
     """The classes and seeds of the datasets that an ElasticIterator reads. Their size is in the state by itself."""
-    _grain()
-
-    def steps(dataset: Any) -> str:
-        parents = map(steps, getattr(dataset, "_parents", ()))
-        return " ".join([f"{type(dataset).__name__}{_seed_of(dataset)}", *parents])
-
-    return steps(source._ds)
+    return _transformations(source._ds, lengths=False)
 
 
 def elastic_parts(source: Any) -> tuple[int, tuple[int, int], int]:

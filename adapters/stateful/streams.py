@@ -18,7 +18,7 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.carried import CarriedAdapter, check_told
+from midepoch.reading.carried import CarriedAdapter, refuse_undivided
 from midepoch.reading.driven import RAW, exposed_samplers
 from midepoch.reading.private import iterates_as_torch
 
@@ -65,7 +65,7 @@ class StreamAdapter(StatefulAdapter):
 
     def open(self, run: Run) -> Session:
         """Its batches. Several ranks are refused here if nobody knew of them when it was wrapped."""
-        check_told(self.source.dataset, self.options, run.world)
+        refuse_undivided(self.source.dataset, self.options, run.world)
         return super().open(run)
 
     def drawing(self) -> tuple[object, ...]:

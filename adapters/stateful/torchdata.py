@@ -214,7 +214,7 @@ class NodesAdapter(StatefulAdapter):
             exact = Capability(False, f"{why}: {self.instead(order=False)}")
         order = stated.exact_order
         own = [type(each).__name__ for each in self._samplers if not type(each).__module__.startswith("torch.")]
-        # A trial, behind the first batch, sees nothing of these.
+        # A trial, after the first batch, sees nothing of these.
         if self._out_of_order:
             order = _OUT_OF_ORDER
         elif self._ahead and own and order:

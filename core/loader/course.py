@@ -218,7 +218,7 @@ class Course:
         if self.passes is not None:
             self.passes.roll_back()
 
-    def go_on(self) -> None:
+    def continue_pass(self) -> None:
         """Let the next pass continue the epoch that was handed out up to here, as after a rollback."""
         if self.came is Came.READ and self.cursor.phase is Phase.RUNNING and self.has_begun:
             self.came = Came.PUT

@@ -470,7 +470,7 @@ class Loader:
             with self._adapter.holding():
                 course.roll_back()
         else:
-            course.go_on()
+            course.continue_pass()
 
     # --- iteration ---
 

@@ -27,7 +27,7 @@ from midepoch.world import World
 
 from .workers import Server
 
-__all__ = ["CarriedAdapter", "check_told"]
+__all__ = ["CarriedAdapter", "refuse_undivided"]
 
 _BYTES_A_BATCH = 4096  # of states, on average
 
@@ -228,7 +228,7 @@ class CarriedAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The workers' batches in turn."""
-        check_told(self.source.dataset, self.options, run.world)
+        refuse_undivided(self.source.dataset, self.options, run.world)
         first, slots = _read(run.detail) if run.detail else (0, [_Slot()] * self._workers)
         answers, close = self._server(self._reader, self._requests(run, first, slots), run)
         return _CarriedSession(answers, close, first, slots)
@@ -300,7 +300,7 @@ def _read(detail: str) -> tuple[int, list[_Slot]]:
     return first, slots
 
 
-def check_told(dataset: Any, options: Options, world: World) -> None:
+def refuse_undivided(dataset: Any, options: Options, world: World) -> None:
     """Raise an UnsupportedSourceError where several ranks read one stream, and nobody has said who divides it."""
     if world.world_size > 1 and options.shard is None:
         raise UnsupportedSourceError(

@@ -21,7 +21,7 @@ from .inside import Feed, Inside, Length, beginning_again
 from .keeping import Modules, kept_by
 from .private import attributes_of_torch, is_iterator, iterates_with
 
-__all__ = ["NotOneForOneError", "Reading", "copy_of"]
+__all__ = ["Copied", "NotOneForOneError", "Reading", "copy_of"]
 
 
 class NotOneForOneError(Exception):

@@ -58,6 +58,10 @@ _check("_BaseDataLoaderIter", isinstance(_Iterator, type))
 _WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
 _check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
+_check(
+    "_MultiProcessingDataLoaderIter._worker_queue_idx_cycle",
+    "_worker_queue_idx_cycle" in _WorkersIterator._reset.__code__.co_names,
+)
 
 
 _PlaceHolder: Any = getattr(torch.utils.data.dataloader, "_InfiniteConstantSampler", ())
