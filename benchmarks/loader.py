@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import platform
 import random
@@ -69,6 +70,43 @@ def between(times: list[float], base: list[float]) -> Interval:
     return median_between([mine / theirs for mine, theirs in zip(times, base, strict=True)])
 
 
+TURNS = 30  # for each round
+BLOCK, WARM = 100, 10  # batches of one turn that are timed, and those before, which workers have read ahead
+IDLE = 0.004  # seconds in which the other loaders' workers finish what they read ahead
+
+
+def take_turns(makers: dict[str, Callable[[], Iterable[Any]]], turns: int) -> dict[str, list[float]]:
+    """Microseconds a batch, of each maker in each turn. All are open at once, so a turn follows the others' at once.
+
+    With worker processes, whole passes differ by more than what is to be measured: two processes and their parent
+    share two cores, and are placed on them anew with every start.
+    """
+    iterators = {name: iter(make()) for name, make in makers.items()}
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for turn in range(turns):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            batches = iterators[name]
+            time.sleep(IDLE)
+            for _ in range(WARM):
+                next(batches)
+            times[name].append(microseconds_per_batch(itertools.islice(batches, BLOCK)))
+    return times
+
+
+def beginnings(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds to the first batch of a pass, of each maker in each round."""
+    times: dict[str, list[float]] = {name: [] for name in makers}
+    for turn in range(rounds):
+        for name in list(makers)[:: 1 if turn % 2 else -1]:
+            loader = makers[name]()
+            start = time.perf_counter()
+            batches = iter(loader)
+            next(batches)
+            times[name].append((time.perf_counter() - start) * 1e3)
+            del batches
+    return times
+
+
 def overhead(rounds: int, batches: int) -> None:
     print("| batch size | workers | samples draw | plain, µs a batch | `randomness='none'` | streams |")
     print("|---|---|---|---|---|---|")
@@ -77,17 +115,22 @@ def overhead(rounds: int, batches: int) -> None:
         extra = {}
         for batch_size, workers in ((BATCH_SIZE, 0), (1, 0), (BATCH_SIZE, 2)):
 
-            def make(batch_size: int = batch_size, workers: int = workers, draws: bool = draws) -> DataLoader[int]:
-                return plain(batches, batch_size, workers, draws)
+            turns = TURNS * rounds
+            count = turns * (BLOCK + WARM) if workers else batches
 
-            times = alternate(
-                {
-                    "plain": make,
-                    "none": lambda make=make: midepoch.wrap(make(), randomness="none"),  # type: ignore[misc]
-                    "sample": lambda make=make: midepoch.wrap(make()),  # type: ignore[misc]
-                },
-                rounds,
-            )
+            def make(
+                count: int = count, batch_size: int = batch_size, workers: int = workers, draws: bool = draws
+            ) -> DataLoader[int]:
+                return plain(count, batch_size, workers, draws)
+
+            makers: dict[str, Callable[[], Iterable[Any]]] = {
+                "plain": make,
+                "none": lambda make=make: midepoch.wrap(make(), randomness="none"),  # type: ignore[misc]
+                "sample": lambda make=make: midepoch.wrap(make()),  # type: ignore[misc]
+            }
+            times = take_turns(makers, turns) if workers else alternate(makers, rounds)
+            if workers and not draws:
+                begun = {name: statistics.median(each) for name, each in beginnings(makers, rounds).items()}
             median = {name: statistics.median(values) for name, values in times.items()}
             extra[batch_size, workers] = median["sample"] - median["none"]
             print(
@@ -98,6 +141,11 @@ def overhead(rounds: int, batches: int) -> None:
         each = (extra[BATCH_SIZE, 0] - extra[1, 0]) / (BATCH_SIZE - 1)
         said.append(f"{each:.1f} µs a sample and {extra[1, 0] - each:.1f} µs a batch")
     print(f"\nStreams: {said[1]} where samples draw random numbers, {said[0]} where none does.")
+    print(
+        f"\nWith workers, all three are open at once, and read {TURNS * rounds} turns of {BLOCK} batches. Starting two "
+        f"workers and reading the first batch takes {begun['plain']:.0f} ms, {begun['none']:.0f} without streams and "
+        f"{begun['sample']:.0f} with them."
+    )
 
 
 def resume(rounds: int) -> None:

@@ -103,6 +103,8 @@ class IndexedReader:
         batches: False hands out a request's samples one by one, for the main process to batch.
     """
 
+    request = IndexedRequest
+
     def __init__(
         self, index: Index, order: Order, pipeline: Pipeline, keys: Keys, streams: bool, batches: bool
     ) -> None:

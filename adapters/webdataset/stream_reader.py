@@ -56,6 +56,8 @@ class StreamBatch(NamedTuple):
 class StreamedReader:
     """Reads batches stream by stream. Streams stay open between requests."""
 
+    request = StreamRequest
+
     def __init__(
         self, pipeline: Pipeline, keys: Keys, layout: Layout, randomness: bool, batches: bool, refill: bool
     ) -> None:

@@ -38,8 +38,11 @@ def derive_key(*words: int) -> int:
 
 def extend_key(key: int, *words: int) -> int:
     """``derive_key(*before, *words)`` where ``key == derive_key(*before)``."""
-    for word in words:
-        key = mix(key + (word + 1) * _GAMMA)
+    for word in words:  # `mix`, written out: each sample has a key
+        key = (key + (word + 1) * _GAMMA) & _MASK
+        key = ((key ^ (key >> 30)) * _MULTIPLIER_1) & _MASK
+        key = ((key ^ (key >> 27)) * _MULTIPLIER_2) & _MASK
+        key ^= key >> 31
     return key
 
 

@@ -173,8 +173,15 @@ class LentGlobals:
         self.give_back()
 
     def retake(self) -> None:
-        """Where nothing is given back: borrow again what others may have borrowed since."""
+        """Use it instead of `borrow` where nothing is given back. Others may have borrowed since."""
         self._set_numpy(self._ours)
+        self._numpy_at = self._numpy_stamp.tobytes()
+        self._stamps = (  # as `watch`: written out where batches lead through
+            self._python_stamp.tobytes(),
+            self._generator.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
 
     def watch(self) -> None:
         """From now on, `touched` reports whether a generator was used."""

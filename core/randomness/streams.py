@@ -342,8 +342,6 @@ class Streams:
         """Start watching for draws. Only while `unused`."""
         self._enter(borrows=not self._lent)
         self.watches = True
-        if self._lent:
-            self.note()
 
     def leave(self) -> bool:
         """Stop watching. Returns whether any generator was used since `look`. The caller's generators are restored."""
@@ -402,12 +400,12 @@ class Streams:
     def _enter(self, borrows: bool = True) -> None:
         self._outer = getattr(_current, "streams", None)
         _current.streams, self.key, self.generator, self.asked, self.watches = self, None, None, False, False
-        if not borrows:
+        if borrows:
+            self._globals.borrow()
+        else:
             self._globals.retake()
-            return
-        self._globals.borrow()
         if self._devices is not None:
-            self._devices.borrow()
+            self._devices.borrow() if borrows else self._devices.watch()
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.

@@ -78,6 +78,8 @@ class _Answer(NamedTuple):
 class _Reader:
     """Reads a dataset in one worker process."""
 
+    request = _Request
+
     def __init__(self, loader: DataLoader[Any], streams: bool) -> None:
         self.dataset: Any = loader.dataset
         self._collate, self._size, self._drop_last = loader.collate_fn, loader.batch_size, loader.drop_last

@@ -329,6 +329,8 @@ class DrivenReader:
         proved: samples of this dataset have been counted. If not, `draws` comes from a state.
     """
 
+    request = DrivenRequest
+
     def __init__(
         self,
         driven: Driven,

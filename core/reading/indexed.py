@@ -25,7 +25,7 @@ from midepoch.order import EpochOrder
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import CollateTrial
-from midepoch.samplers import ListedEpoch, length_of
+from midepoch.samplers import ListedEpoch
 from midepoch.state.witness import Look, is_inert, look_at
 from midepoch.world import MicroShare, Share
 
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _KEY_BLOCK = 512
+_MOST_AHEAD = 2048  # indices of requests that are made in a row
 _MOST_INSIDE = 256  # in one another, that are asked for a set_epoch; one may contain itself
 
 # Modules that register collate functions with torch's default_collate which are known to draw nothing.
@@ -233,16 +234,23 @@ def map_requests(
     assert share is not None  # what can be indexed has a size
     seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
     look = _look_request(run, order, listed_batches) if run.looks and size else None
-    for start, stop in spans(share):
-        unchanged()
-        indices: Any = order[start : min(stop, size)] if start < size else []
-        if not isinstance(indices, list):
-            indices = indices.tolist()
-        for position in range(max(start, size), stop):
-            indices.extend(as_list(order[position % size : position % size + 1]))
-        left -= 1
-        yield MapRequest(seed, epoch, start, size, list(indices[0]) if listed_batches else indices, session, left, look)
-        look = None
+    # Several are made in a row: between two batches of a loader with workers, code and data leave the processor's
+    # caches, and each line takes ten times as long.
+    every, count = spans(share), 1
+    while block := list(itertools.islice(every, count)):
+        requests = []
+        for start, stop in block:
+            indices = as_list(order[start : min(stop, size)]) if start < size else []
+            for position in range(max(start, size), stop):
+                indices.extend(as_list(order[position % size : position % size + 1]))
+            left -= 1
+            batch = list(indices[0]) if listed_batches else indices
+            requests.append(MapRequest(seed, epoch, start, size, batch, session, left, look))
+            look = None
+        for request in requests:
+            unchanged()
+            yield request
+        count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
 
 
 def _look_request(run: Run, order: EpochOrder | ListedEpoch, listed_batches: bool) -> LookRequest | None:
@@ -293,6 +301,8 @@ class MapReader:
         streams: False lets the dataset use the caller's generators, as without midepoch.
     """
 
+    request = MapRequest
+
     def __init__(
         self, dataset: Any, collate: Callable[[Any], Any], single: bool, listed_batches: bool, streams: bool
     ) -> None:
@@ -315,14 +325,14 @@ class MapReader:
         if request.look is not None:
             return self._looking(request, request.look)
         if streams is None:
-            return self._collate(self._read(request.indices))
+            return self._read(request.indices)
         if self._session != request.session:
             self._begin(request, streams)
         looked_on = streams.unused
         if looked_on:
             streams.look()
             try:
-                batch = self._collate(self._read(request.indices))
+                batch = self._read(request.indices)
             except Exception:
                 if not streams.leave():
                     raise
@@ -469,12 +479,13 @@ class MapReader:
             return self._collate(samples[0] if self._single else samples)
 
     def _read(self, indices: list[Any]) -> Any:
+        """Read the batch with the generators as they are."""
         dataset = self.dataset
         if self._single:
-            return dataset[indices[0]]
+            return self._collate(dataset[indices[0]])
         if self._whole:
-            return dataset.__getitems__(indices)
-        return [dataset[index] for index in indices]
+            return self._collate(dataset.__getitems__(indices))
+        return self._collate([dataset[index] for index in indices])
 
     def _keys(self, request: MapRequest) -> list[int]:
         start, count = request.start, len(request.indices)
@@ -544,7 +555,10 @@ def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
     """A check for before each request: it raises SourceError once the length of `source` is not `expected`."""
 
     def check() -> None:
-        length = length_of(source)
+        try:
+            length: int | None = len(source)
+        except Exception:  # noqa: BLE001  # as in `length_of`, written out where batches lead through
+            length = None
         if length != expected:
             raise SourceError(
                 f"the source had {expected} items when this pass began and has {length} now: change it only between "

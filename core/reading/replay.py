@@ -176,6 +176,8 @@ class ReplayReader:
         opening: the kind of `open_source`, given a source; copies that are tried are opened by it.
     """
 
+    request = ReplayRequest
+
     def __init__(
         self,
         dataset: Any,

@@ -480,15 +480,17 @@ def _coarse(array: np.ndarray[Any, Any]) -> tuple[_Coarse, float]:
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
+_PAIRS = [low + high for high in _ALPHABET for low in _ALPHABET]
 
 
 def _letters(data: str | bytes, count: int = 2) -> str:
-    """A checksum as `count` letters of six bits each."""
+    """A checksum as `count` letters, 2 or 4, of six bits each."""
     return _letters_of(zlib.crc32(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data), count)
 
 
 def _letters_of(crc: int, count: int) -> str:
-    return "".join(_ALPHABET[crc >> (6 * place) & 63] for place in range(count))
+    pair = _PAIRS[crc & 0xFFF]
+    return pair if count == 2 else pair + _PAIRS[crc >> 12 & 0xFFF]
 
 
 def _part_text(number: int, part: _Part) -> str:
