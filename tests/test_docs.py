@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
 from midepoch.testing import digest
+from midepoch.testing.report import MEANINGS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -249,6 +250,11 @@ def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
         for kind, code in BLOCK.findall(page.read_text()):
             assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
+
+
+def test_the_page_on_checks_explains_the_words_of_verdicts() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text()
+    assert "\n".join(f"| {word} | {meaning} |" for word, meaning in MEANINGS.items()) in page
 
 
 def test_every_page_shows_something_at_its_top() -> None:

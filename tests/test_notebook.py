@@ -21,6 +21,7 @@ class Cells(html.parser.HTMLParser):
         self.open: list[str] = []
         self.rows: list[list[str]] = []
         self.title = ""
+        self.below = ""
         self.feed(text)
         assert self.open == []
 
@@ -38,6 +39,8 @@ class Cells(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open[-1] == "b":
             self.title += data
+        elif self.open[-1] == "div":
+            self.below += data
         else:
             self.rows[-1][-1] += data
 
@@ -94,4 +97,5 @@ def test_a_report_shows_the_laws_and_what_was_got() -> None:
     assert cells.rows[1][:3] == ["tail", "failed", "epoch 1, batch 3"]
     assert "expected: <2>" in cells.rows[1][3] and cells.rows[1][4] == "0.50"
     assert cells.rows[2] == ["cost", "not applicable", "", "no read_log", "0.00"]
+    assert cells.below == "not applicable: it could not be tried, for the reason given"
     assert shown(Report(laws[1:])).title == "every law that applies holds"
