@@ -42,8 +42,8 @@ def combine(
     mode              an epoch
     ================  =================================================================================
     min_size          until the shortest part ends
-    max_size          until the longest part ends; None in place of one that has ended before
-    max_size_cycle    until the longest part ends; one that has ended before begins its next epoch
+    max_size          until the longest part ends; None in place of a part that ended earlier
+    max_size_cycle    until the longest part ends; a part that ended earlier begins its next epoch
     sequential        one part after the other
     weighted          a part is drawn for each step, by its weight
     ================  =================================================================================

@@ -194,10 +194,10 @@ class Loader:
     def batches_done(self) -> int:
         """Where a progress bar starts: ``tqdm(loader, initial=loader.batches_done)``.
 
-        The batches of this epoch that were delivered before, computed for this world size. It is 0 if this rank has
-        none left, because the next pass then begins the next epoch (not in the body of `epochs`: a pass that continues
-        there is empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the
-        abandoned epoch; the next pass starts at 0.
+        The number of this epoch's batches that came before, computed for this world size. It is 0 if this rank has
+        none left, because the next pass then begins the next epoch (except in the body of `epochs`, where that pass is
+        empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the abandoned
+        epoch; the next pass starts at 0.
         """
         course = self._course
         if course.next_is_empty and not course.is_over:
@@ -341,13 +341,13 @@ class Loader:
         self._ahead, self._course.refusal = 0, None
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainers call this before each epoch. The current epoch has no effect; a later one ends this one.
+        """Trainers call this before each epoch. The current epoch changes nothing; a later one ends this one.
 
-        An earlier epoch is ignored after a load or after the first batch, because trainers often pass the epoch of a
-        checkpoint.
+        After a load or the first batch, the loader ignores an earlier epoch, because trainers often pass the epoch of
+        a checkpoint.
 
-        What is left of a loaded epoch is never given up: until the next epoch begins, another number only causes a
-        warning. Later numbers are corrected by the same difference, until they match `epoch`.
+        It never drops the rest of a loaded epoch: until the next epoch begins, another number only causes a warning.
+        It corrects later numbers by the same difference, until they match `epoch`.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
@@ -382,8 +382,8 @@ class Loader:
     def reshard(self, world: World) -> None:
         """Share the rest of the epoch among another world, from the next batch on.
 
-        Every rank that stays calls it after the same batch, with its rank in the new world; a rank that joins loads a
-        state of that place. Worker processes go on; what they have read ahead is dropped.
+        Every rank that stays calls it after the same batch, with its rank in the new world. A rank that joins loads a
+        state of that place. Worker processes continue; the loader drops what they have read ahead.
 
         Raises:
             TypeError: `world` is not a World.
@@ -455,10 +455,10 @@ class Loader:
         self._course.keep(place)
 
     def rollback(self) -> None:
-        """Give the batches again that were handed out since the last commit (without one: since the last load).
+        """Give again the batches handed out since the last commit, or since the last load if there was no commit.
 
-        They come in the world of that moment: the same samples, each with its random numbers. The running pass, or else
-        the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
+        The same samples come, each with its random numbers, shared among the loader's present world. The running pass,
+        or else the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
 
         Raises:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.
