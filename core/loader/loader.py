@@ -155,15 +155,14 @@ class Loader:
 
     def _repr_html_(self) -> str:
         """For notebooks: where it stands, and what it promises. Reads no data."""
-        world = self._setting.world()
-        try:
+        size, ranks = None, ""
+        with contextlib.suppress(MidepochError):  # a world that is half set, or several ranks whose seed is not known
+            world = self._setting.world()
+            ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
             size = self._adapter.size(self._setting.seed(world), self.epoch, world)
-        except MidepochError:  # several ranks whose seed is not known
-            size = None
         unit = "samples" if self.unit == "sample" else "batches"
         of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
         title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
-        ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
         return table(title + ranks, ("promise", "answer", "why"), self.capabilities.rows())
 
     # --- how much there is ---
