@@ -295,6 +295,8 @@ p.finding { font-size: 1.3rem; }
 figure { margin: 0.6rem 0 1rem; } figcaption { margin-bottom: 0.3rem; }
 .wide, figure { overflow-x: auto; } h1, p { overflow-wrap: anywhere; }
 svg { width: 100%; min-width: 700px; height: auto; } svg text { font-size: 11px; fill: #555; }
+.verdicts td:nth-child(2) { white-space: nowrap; }
+@media (max-width: 40rem) { th[scope=row] { white-space: normal; } td { min-width: 7rem; } }
 .good td:nth-child(2), span.good { color: #17702e; }
 .bad td:nth-child(2), span.bad { color: #b3121d; font-weight: 600; }
 span.warn { color: #96590b; } .other { color: #666; }
@@ -329,8 +331,8 @@ rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 </table></div>
 <h2>Which samples each rank received</h2>
 <p>Each column is a sample, in the order of a run on one rank; point at it to see which. Dark blue: before the cut;
-light blue: after it; red: never; orange: too often. If other numbers of ranks have another order, dark and light are mixed. If all ranks must
-have equally many batches, some samples are repeated at an epoch's end
+light blue: after it; red: never; orange: too often. If other numbers of ranks have another order, dark and light are
+mixed. If all ranks must have equally many batches, some samples are repeated at an epoch's end
 (<code>tail="pad"</code>).</p>
 {% for heading, sections in sides.items() %}
 <h3>{{ heading }}</h3>
@@ -362,7 +364,7 @@ have equally many batches, some samples are repeated at an epoch's end
 <h2>What it rests on</h2>
 <p><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
 {% if promises %}
-<div class="wide"><table>
+<div class="wide verdicts"><table>
 <thead><tr><th>promise</th><th>rests on</th><th></th></tr></thead>
 <tbody>
 {% for promise in promises %}
@@ -374,7 +376,7 @@ have equally many batches, some samples are repeated at an epoch's end
 <p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
 whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>
 {% endif %}
-<div class="wide"><table>
+<div class="wide verdicts"><table>
 <thead><tr><th>law or trial</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
 <tbody>
 {% for verdict in verdicts %}
