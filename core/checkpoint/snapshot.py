@@ -65,7 +65,7 @@ class _Contribution(NamedTuple):
 
 
 class Snapshot:
-    """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted::
+    """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted:
 
         snapshot = midepoch.Snapshot("run/snapshot.pt", every=1000, model=model, optimizer=optimizer, data=loader)
         for epoch in snapshot.epochs(90):
@@ -76,7 +76,7 @@ class Snapshot:
 
     Every process makes one, and calls its methods at the same points: the processes communicate there.
 
-    A name that is a keyword of Snapshot itself goes into `parts`::
+    A name that is a keyword of Snapshot itself goes into `parts`:
 
         midepoch.Snapshot("run/snapshot.pt", data=loader, parts={"keep": ema, "every": schedule})
 
@@ -253,7 +253,7 @@ class Snapshot:
     # --- epochs ---
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Yield the epochs of the run up to `n`. The first time, load the newest snapshot and continue from it::
+        """Yield the epochs of the run up to `n`. The first time, load the newest snapshot and continue from it:
 
             for epoch in snapshot.epochs(90):
                 for batch in loader:

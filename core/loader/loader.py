@@ -511,7 +511,7 @@ class Loader:
     # --- the body of an epoch ---
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Yield the epochs from the loader's own up to `n`, each of which ends with the body of your loop::
+        """Yield the epochs from the loader's own up to `n`, each of which ends with the body of your loop:
 
             for epoch in loader.epochs(90):
                 for batch in loader:
