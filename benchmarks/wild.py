@@ -202,22 +202,21 @@ loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), 
 loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
 ```
 
-The table shows what came of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
-{rebuilt} of them are not the packages' own code, but written here after the structure of that code
+The table counts the outcomes of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
+{rebuilt} of them are not the packages' own code: this repository has code of the same structure
 ([whose](#versions)):
 
 | outcome | loaders | means |
 |---|---:|---|
 {outcomes}
 
-`make wild` runs them and writes this page. Each loader is read for two epochs. It is saved in the middle of the first
-epoch, at the boundary, and in the middle of the second. A loader without an end is cut once,
-in its only pass. Another process, under other global seeds, continues from each state, and must give the rest of the
-epoch bit for bit.
+`make wild` runs them and writes this page. It reads each loader for two epochs, and saves it in the middle of the first
+epoch, at the boundary, and in the middle of the second. It cuts a loader without an end once, in its only pass. Another
+process, under other global seeds, continues from each state, and must give the rest of the epoch bit for bit.
 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
-- **1 -> 2 ranks**: two ranks continue what one had begun. This is tried where `capabilities` claims it.
+- **1 -> 2 ranks**: two ranks continue what one had begun, where `capabilities` promises that.
 
 | loader | outcome | same samples | 1 -> 2 ranks |
 |---|---|---|---|
@@ -229,7 +228,7 @@ TAIL = """`wrap` took {slowest:.0f} ms at most.
 
 {versions}.
 
-Not installed, but written here after the structure of their published source: {copied}.
+Not installed, but rebuilt here with the structure of their published source: {copied}.
 
 torchvision's wheel cannot be imported with a CPU build of torch, because its compiled operators are missing. Packages
 that import it run with the real torchvision, with two operators declared and none called.

@@ -1,12 +1,14 @@
 """midepoch makes any data iterable resume in the middle of an epoch: exactly, at once, on another number of processes.
 
-import midepoch
+One line wraps what you have, and two methods save and restore where it stands:
 
-loader = midepoch.wrap(source, seed=0)         # a DataLoader, a dataset, a list, a generator function, ...
-loader.load_state_dict(checkpoint["data"])     # after a crash; another world size or num_workers is fine
-for batch in loader:
-    ...
-    checkpoint["data"] = loader.state_dict()   # any time, on any one rank
+    import midepoch
+
+    loader = midepoch.wrap(source, seed=0)         # a DataLoader, a dataset, a list, a generator function, ...
+    loader.load_state_dict(checkpoint["data"])     # after a crash; another world size or num_workers is fine
+    for batch in loader:
+        ...
+        checkpoint["data"] = loader.state_dict()   # any time, on any one rank
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class MidepochError(Exception):
 
 
 class StateError(MidepochError):
-    """A state cannot be saved or loaded. The loader is unchanged."""
+    """A state could not be saved or loaded. The loader is unchanged."""
 
 
 class StateVersionError(StateError):

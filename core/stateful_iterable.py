@@ -26,7 +26,7 @@ class StatefulIterable(Protocol):
     """Anything that can be iterated and that can save and restore where it stands.
 
     What `midepoch.wrap` returns satisfies it. A class of your own can also derive from it. It inherits the two methods,
-    and the torch Samplers that its objects expose are made resumable and sharded::
+    and the torch Samplers that its objects expose are made resumable and sharded:
 
         class Samples(StatefulIterable, IterableDataset):
             def __init__(self, data):

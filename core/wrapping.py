@@ -122,7 +122,7 @@ def wrap(
 
     Args:
         source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything
-            that can be iterated more than once. What was wrapped already is returned as it is.
+            that can be iterated more than once. A loader that is wrapped already is returned as it is.
         seed: of the order and of the random streams, in [0, 2**64). None: the source's own seed; without one, torch's
             initial seed in a single process, and 0 with several. If you pass none, a loaded state's seed replaces it.
         world: which ranks share the data. None: torch.distributed if it is initialized when iteration starts, otherwise
@@ -136,15 +136,15 @@ def wrap(
             repeats at most world_size - 1 of them, "drop" leaves them out, "uneven" gives ranks unequal numbers. None:
             as the source's DistributedSampler; without one, "pad".
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
-        verify: what follows if the first sample of the epoch is not what the loaded state says. "sample": an error if
-            it is another sample, a warning if only its bits differ. "strict": both are errors; "warn": both are
-            warnings. "off": the sample is neither compared nor read for the state.
-        then: work on whole batches, in the main process: to the device, mixup, erasing. It is called with each batch,
-            under the batch's random stream, and what it returns is handed out in its place. It may be a torch Module.
-        prefetch: results of `then` that are made before they are asked for, in [0, 1024]. A state does not count them.
-        on_error: what follows when a batch could not be made, and the caller goes on all the same. "next": the batch
-            after it, with a warning, as from a DataLoader. "retry": the same batch again. None: "next" in a single
-            process if the source can be read from any position; otherwise "retry", so that ranks stay together.
+        verify: what happens if the first sample of the epoch is not the one that the loaded state describes. "sample":
+            an error if it is another sample, a warning if only its bits differ. "strict": both are errors; "warn": both
+            are warnings. "off": midepoch neither compares that sample nor reads it for the state.
+        then: work on whole batches, in the main process: to the device, mixup, erasing. midepoch calls it with each
+            batch, under the batch's random stream, and hands out what it returns. It may be a torch Module.
+        prefetch: how many results of `then` to make ahead, in [0, 1024]. A state does not count them.
+        on_error: which batch the caller gets after one that could not be made. "next": the batch after it, with a
+            warning, as from a DataLoader. "retry": the same batch again. None: "next" in a single process if the source
+            can be read from any position; otherwise "retry", so that ranks stay together.
         remember: how many states to keep of a source with a state of its own, in [0, 1024]: those before its last
             batches. ``state_dict(in_flight=...)`` needs them. Each batch costs one call of the source's ``state_dict``.
         global_batch: units of all ranks from one step of the optimizer to the next, for gradient accumulation; at least

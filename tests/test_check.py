@@ -28,9 +28,13 @@ import check_sources
 import forking
 
 from midepoch.testing import items
-from midepoch.testing.diagnosis import entropy
+from midepoch.testing.diagnosis import Diagnosis, entropy
+from midepoch.testing.page import Picture, make_page
 from midepoch.testing.record import Settings
+from midepoch.testing.report import Report
+from midepoch.testing.sides import Comparison
 from midepoch.testing.subjects import ByCount, Imported, Subject
+from midepoch.tools import check as checking
 from midepoch.tools.cli import main
 
 pytest.importorskip("typer", reason="needs midepoch[cli]")
@@ -114,7 +118,7 @@ def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Checked, 
     assert re.search(r"\d+ more fail with it: tail, boundary, round trip, chain", done.stdout)
     assert re.search(r"rest of an epoch that was cut +4 of 24 samples lost, 0 twice", done.stdout)
     assert re.search(r"tail +failed +0 ", done.stdout), "with --verbose"
-    for word in ("expected:", "got:", "usually:", "cure:"):
+    for word in ("expected:", "got:", "usually:", "cure:", "not applicable: it could not be tried"):
         assert word in done.stdout
 
 
@@ -130,6 +134,19 @@ def test_what_does_not_repeat_itself_is_said_once() -> None:
     assert re.search(r"1\d more fail with it: states, determinism, tail", done.stdout)
     assert re.search(r"instead +draw from the global generators", done.stdout)
     assert "Traceback" not in done.stdout and done.stdout.count("usually") == 0
+
+
+def test_without_a_terminal_there_is_a_line_of_progress_at_once_and_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On stderr, so that stdout has the report alone."""
+    assert checking._BETWEEN_LINES == 10
+    monkeypatch.setattr(checking, "_BETWEEN_LINES", 0.05)
+    done = check("check_sources:alone", "--quick", "--epochs=1", "--laws=tail")
+    first, *others = done.stderr.splitlines()
+    assert first == "   0 s: what it is (1 of 5)" and len(others) > 2, done.stderr
+    assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d of 5\)", line) for line in others), done.stderr
+    assert " of 5)" not in done.stdout
 
 
 def test_an_order_that_midepoch_refuses_is_found_in_the_users_file() -> None:
@@ -188,8 +205,9 @@ def test_an_error_of_the_dataset_is_named_with_its_line() -> None:
 
 
 def test_a_generator_function_and_what_cannot_be_wrapped() -> None:
-    done = check("check_sources:streamed", "--quick", "--epochs=1", "--laws=tail")
+    done = check("check_sources:streamed", "--quick", "--epochs=1", "--laws=tail,cost")
     assert done.returncode == 0 and "It continues exactly" in done.stdout, done.stdout + done.stderr
+    assert "Laws and trials: 1 hold; 1 not promised (cost)." in done.stdout
     assert re.search(r"its state .* bytes, what was read is read again", done.stdout)
     done = check("check_sources:once")
     assert done.returncode == 1 and "midepoch.wrap refuses it: " in done.stdout, done.stdout + done.stderr
@@ -318,7 +336,7 @@ def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
     for text, finding in ((good, "It continues exactly"), (bad, "A resumed run is not the run that was cut")):
         in_order = [finding, "rest of an epoch that was cut", "Which samples each rank received", "What it rests on"]
         assert [text.index(each) for each in in_order] == sorted(text.index(each) for each in in_order)
-    assert "every law that applies holds" in good
+    assert "every law that applies holds" in good and "not applicable: it could not be tried" in good
     assert "proved at each resume" in good and "86 samples of 8 epochs, 344 reads in 2 processes" in good
     assert "1 of 5 trials find a promise that is not kept" in bad and "believed" in bad
     assert good.count("40 samples: 0 lost") == 9, "nine changes of one, two and three ranks"
@@ -352,6 +370,20 @@ def test_lost_samples_stand_out_in_a_browser(pages: tuple[Path, Path], tmp_path:
     good, bad = shown
     assert good["before"] > 1000 and good["after"] > 1000 and good["lost"] > 500, "without midepoch"
     assert bad["before"] > 1000 and bad["after"] > 1000 and bad["lost"] > 500
+
+
+def test_a_hover_shows_what_a_person_can_read() -> None:
+    numbers = (5, 6, 7, 8)
+    digests = tuple(items.digest(number) for number in numbers)
+    shown = []
+    for order in (numbers, digests):
+        picture = Picture(0, 1, (1, 1), order, (order[:1],), (order[1:3],))
+        found = make_page("mine", Diagnosis("", "good"), Comparison((), ()), Report(()), {"": [picture]}, "")
+        shown.append(re.findall("<title>(.*?)</title></rect>", found))
+    overview = ["column 1: sample 5", "columns 2 to 3: samples 6 to 7", "column 4: sample 8"]
+    lanes = ["column 1: sample 5", "column 2: sample 6", "column 3: sample 7", "column 4: sample 8"]
+    assert shown[0] == overview + lanes
+    assert shown[1] == [each.partition(":")[0] for each in overview + lanes], "a digest says nothing to anyone"
 
 
 COLOURS = {"before": (0x3B, 0x6F, 0xB6), "after": (0x7F, 0xB3, 0xE6), "lost": (0xD0, 0x20, 0x2B)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
 from midepoch.testing import digest
+from midepoch.testing.report import MEANINGS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -171,6 +173,7 @@ def test_the_program_of_the_front_page_is_killed_and_goes_on(tmp_path: Path) -> 
     """With SIGKILL, in mid-epoch and right after it has saved an epoch's last batch."""
     (program,) = blocks(ROOT / "README.md", "python")
     assert len(program.splitlines()) <= 14
+    assert max(map(len, program.splitlines())) <= 80, "the site cuts it off at a usual width"
     program = program.replace("range(100_000)", "range(100)").replace(", batch)    #", ", batch, flush=True)    #")
     outputs = []
     for place in ("(0, 40)", "(0, 100)", "(2, 96)", "nowhere"):
@@ -249,6 +252,11 @@ def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
         for kind, code in BLOCK.findall(page.read_text()):
             assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
+
+
+def test_the_page_on_checks_explains_the_words_of_verdicts() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text().replace("`", "")
+    assert "\n".join(f"| {word} | {meaning} |" for word, meaning in MEANINGS.items()) in page
 
 
 def test_every_page_shows_something_at_its_top() -> None:
@@ -380,10 +388,14 @@ def test_the_site_is_built(tmp_path: Path) -> None:
         p.name for p in tmp_path.iterdir()
     }
     reference = (tmp_path / "reference" / "index.html").read_text()
+    text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", reference)).split())
     for name in midepoch.__all__:
         assert f"midepoch.{name}" in reference or f"midepoch.errors.{name}" in reference, (
             f"{name} is not in the reference"
         )
+        thing = getattr(midepoch, name)
+        if thing.__module__.startswith("midepoch"):  # `combine` has the name of a package, which was shown in its place
+            assert " ".join(thing.__doc__.partition("\n\n")[0].partition("`")[0].split()) in text, name
 
 
 def test_an_adapter_of_another_package(tmp_path: Path) -> None:

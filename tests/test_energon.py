@@ -58,7 +58,7 @@ def test_several_workers_that_share_a_pass_are_not_promised_to_be_exact() -> Non
     report = check_resumable(
         sources.wrapped_two_workers, laws=("tail", "next epoch", "boundary"), identify=sources.texts, quick=True
     )
-    assert {verdict.status for verdict in report.verdicts} == {"refused clearly"}
+    assert {verdict.status for verdict in report.verdicts} == {"not promised"}
 
 
 def taken(loader: Loader, count: int | None = None) -> list[list[int]]:

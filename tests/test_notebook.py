@@ -6,6 +6,7 @@ import html.parser
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +22,7 @@ class Cells(html.parser.HTMLParser):
         self.open: list[str] = []
         self.rows: list[list[str]] = []
         self.title = ""
+        self.below = ""
         self.feed(text)
         assert self.open == []
 
@@ -38,6 +40,8 @@ class Cells(html.parser.HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open[-1] == "b":
             self.title += data
+        elif self.open[-1] == "div":
+            self.below += data
         else:
             self.rows[-1][-1] += data
 
@@ -61,7 +65,7 @@ def test_a_loader_shows_where_it_stands_and_what_it_promises() -> None:
     assert loader.state_dict() == before and len(list(loader)) == 10, "to look changes nothing"
 
 
-def test_it_names_the_rank_and_needs_no_length() -> None:
+def test_it_names_the_rank_and_needs_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
     def batches() -> Iterator[int]:
         yield from range(3)
 
@@ -71,6 +75,8 @@ def test_it_names_the_rank_and_needs_no_length() -> None:
     source = DataLoader(TensorDataset(torch.arange(8)), shuffle=True, generator=torch.Generator())
     private = midepoch.wrap(source, world=midepoch.World(0, 2))
     assert shown(private).title.startswith("midepoch dataloader loader: epoch 0, 0")
+    monkeypatch.setenv("RANK", "1")  # without WORLD_SIZE: an error of the first batch, not of whoever looks
+    assert shown(midepoch.wrap([1, 2], seed=0)).title == "midepoch sequence loader: epoch 0, 0 batches"
 
 
 def test_what_a_user_writes_is_text() -> None:
@@ -94,4 +100,5 @@ def test_a_report_shows_the_laws_and_what_was_got() -> None:
     assert cells.rows[1][:3] == ["tail", "failed", "epoch 1, batch 3"]
     assert "expected: <2>" in cells.rows[1][3] and cells.rows[1][4] == "0.50"
     assert cells.rows[2] == ["cost", "not applicable", "", "no read_log", "0.00"]
+    assert cells.below == "not applicable: it could not be tried, for the reason given"
     assert shown(Report(laws[1:])).title == "every law that applies holds"

@@ -1008,7 +1008,7 @@ def test_what_was_not_promised_is_not_held_against_a_loader() -> None:
     for make in (promise_sources.own_up_order, promise_sources.own_up_augmentations):
         _, verdicts = tried(make)
         assert "failed" not in {verdict.status for verdict in verdicts.values()}, verdicts
-        assert "refused clearly" in {verdict.status for verdict in verdicts.values()}
+        assert "not promised" in {verdict.status for verdict in verdicts.values()}
 
 
 def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:

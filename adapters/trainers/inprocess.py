@@ -18,7 +18,7 @@ __all__ = ["feed"]
 
 
 def feed(call: CallWrapper, loader: Loader, world: World | None = None) -> None:
-    """Share a loader's data among the ranks of this start, and have it go back with the weights at each restart::
+    """Share a loader's data among the ranks of this start, and have it go back with the weights at each restart:
 
         loader = midepoch.wrap(DataLoader(dataset, batch_size=8, shuffle=True, num_workers=2), seed=0)
 

@@ -32,7 +32,7 @@ _END = object()
 
 
 def feed(manager: Manager, loader: Loader) -> Feed:
-    """Batches for a job of torchft, in place of its sampler and a loader with a state of its own::
+    """Batches for a job of torchft, in place of its sampler and a loader with a state of its own:
 
         batches = feed(manager, midepoch.wrap(DataLoader(dataset, batch_size=64, shuffle=True), seed=0, tail="uneven"))
         for inputs, labels in batches:

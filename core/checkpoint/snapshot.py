@@ -65,7 +65,7 @@ class _Contribution(NamedTuple):
 
 
 class Snapshot:
-    """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted::
+    """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted:
 
         snapshot = midepoch.Snapshot("run/snapshot.pt", every=1000, model=model, optimizer=optimizer, data=loader)
         for epoch in snapshot.epochs(90):
@@ -76,7 +76,7 @@ class Snapshot:
 
     Every process makes one, and calls its methods at the same points: the processes communicate there.
 
-    A name that is a keyword of Snapshot itself goes into `parts`::
+    A name that is a keyword of Snapshot itself goes into `parts`:
 
         midepoch.Snapshot("run/snapshot.pt", data=loader, parts={"keep": ema, "every": schedule})
 
@@ -253,7 +253,7 @@ class Snapshot:
     # --- epochs ---
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Yield the epochs of the run up to `n`; the first time, load the newest snapshot and go on where it was::
+        """Yield the epochs of the run up to `n`. The first time, load the newest snapshot and continue from it:
 
             for epoch in snapshot.epochs(90):
                 for batch in loader:
@@ -263,8 +263,8 @@ class Snapshot:
                 schedule.step()
 
         An epoch ends with the loop's body, not with the last batch of a pass. So a run that is killed in `validate`
-        resumes in the same epoch, and the steps that follow the pass are taken. Passes that had come to their end are
-        then empty. The body may make any passes over any of the loaders, in the same order each time.
+        resumes in the same epoch, and runs what follows the pass. Passes that had ended are then empty. The body may
+        make any passes over any of the loaders, in the same order each time.
 
         Args:
             n: the number of epochs in all, those before a resume included.

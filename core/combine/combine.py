@@ -38,15 +38,13 @@ def combine(
     In the first three modes, a batch is a dict, list or tuple as `loaders` is, with a batch of each part. In the
     others, it is the batch of one part.
 
-    ================  =================================================================================
-    mode              an epoch
-    ================  =================================================================================
-    min_size          until the shortest part ends
-    max_size          until the longest part ends; None in place of one that has ended before
-    max_size_cycle    until the longest part ends; one that has ended before begins its next epoch
-    sequential        one part after the other
-    weighted          a part is drawn for each step, by its weight
-    ================  =================================================================================
+    | mode | an epoch |
+    |---|---|
+    | min_size | until the shortest part ends |
+    | max_size | until the longest part ends; None in place of a part that ended earlier |
+    | max_size_cycle | until the longest part ends; a part that ended earlier begins its next epoch |
+    | sequential | one part after the other |
+    | weighted | a part is drawn for each step, by its weight |
 
     A part that is unfinished when the combination's epoch ends starts its own next epoch together with the combination.
 

@@ -155,15 +155,14 @@ class Loader:
 
     def _repr_html_(self) -> str:
         """For notebooks: where it stands, and what it promises. Reads no data."""
-        world = self._setting.world()
-        try:
+        size, ranks = None, ""
+        with contextlib.suppress(MidepochError):  # a world that is half set, or several ranks whose seed is not known
+            world = self._setting.world()
+            ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
             size = self._adapter.size(self._setting.seed(world), self.epoch, world)
-        except MidepochError:  # several ranks whose seed is not known
-            size = None
         unit = "samples" if self.unit == "sample" else "batches"
         of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
         title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
-        ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
         return table(title + ranks, ("promise", "answer", "why"), self.capabilities.rows())
 
     # --- how much there is ---
@@ -194,10 +193,10 @@ class Loader:
     def batches_done(self) -> int:
         """Where a progress bar starts: ``tqdm(loader, initial=loader.batches_done)``.
 
-        The batches of this epoch that were delivered before, computed for this world size. It is 0 if this rank has
-        none left, because the next pass then begins the next epoch (not in the body of `epochs`: a pass that continues
-        there is empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the
-        abandoned epoch; the next pass starts at 0.
+        The number of this epoch's batches that came before, computed for this world size. It is 0 if this rank has
+        none left, because the next pass then begins the next epoch (except in the body of `epochs`, where that pass is
+        empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the abandoned
+        epoch; the next pass starts at 0.
         """
         course = self._course
         if course.next_is_empty and not course.is_over:
@@ -341,13 +340,13 @@ class Loader:
         self._ahead, self._course.refusal = 0, None
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainers call this before each epoch. The current epoch has no effect; a later one ends this one.
+        """Trainers call this before each epoch. The current epoch changes nothing; a later one ends this one.
 
-        An earlier epoch is ignored after a load or after the first batch, because trainers often pass the epoch of a
-        checkpoint.
+        After a load or the first batch, the loader ignores an earlier epoch, because trainers often pass the epoch of
+        a checkpoint.
 
-        What is left of a loaded epoch is never given up: until the next epoch begins, another number only causes a
-        warning. Later numbers are corrected by the same difference, until they match `epoch`.
+        It never drops the rest of a loaded epoch: until the next epoch begins, another number only causes a warning.
+        It corrects later numbers by the same difference, until they match `epoch`.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
@@ -382,8 +381,8 @@ class Loader:
     def reshard(self, world: World) -> None:
         """Share the rest of the epoch among another world, from the next batch on.
 
-        Every rank that stays calls it after the same batch, with its rank in the new world; a rank that joins loads a
-        state of that place. Worker processes go on; what they have read ahead is dropped.
+        Every rank that stays calls it after the same batch, with its rank in the new world. A rank that joins loads a
+        state of that place. Worker processes continue; the loader drops what they have read ahead.
 
         Raises:
             TypeError: `world` is not a World.
@@ -455,10 +454,10 @@ class Loader:
         self._course.keep(place)
 
     def rollback(self) -> None:
-        """Give the batches again that were handed out since the last commit (without one: since the last load).
+        """Give again the batches handed out since the last commit, or since the last load if there was no commit.
 
-        They come in the world of that moment: the same samples, each with its random numbers. The running pass, or else
-        the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
+        The same samples come, each with its random numbers, shared among the loader's present world. The running pass,
+        or else the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
 
         Raises:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.
@@ -512,7 +511,7 @@ class Loader:
     # --- the body of an epoch ---
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Yield the epochs from the loader's own up to `n`, each of which ends with the body of your loop::
+        """Yield the epochs from the loader's own up to `n`, each of which ends with the body of your loop:
 
             for epoch in loader.epochs(90):
                 for batch in loader:

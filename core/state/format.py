@@ -1,20 +1,4 @@
-"""The saved state: a flat dict with a fixed set of keys, a few hundred bytes, built-in types only.
-
-| key | meaning |
-|---|---|
-| version | of this format |
-| adapter | name of the adapter that wrote it |
-| epoch, position | where the training loops were |
-| seed | of the order and of the random streams, in [0, 2**64) |
-| size | units in the epoch, None if it is unknown |
-| world_size, batch_size | of the run that saved it: informational; world_size is compared if not elastic |
-| fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
-| detail | the adapter's own part, as text: empty if the order is midepoch's |
-| witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
-| checksum | CRC-32 of all the others |
-
-Version 1 had no witness. Its states still load.
-"""
+"""The saved state: a flat dict with a fixed set of keys, a few hundred bytes, built-in types only."""
 
 from __future__ import annotations
 
@@ -43,7 +27,23 @@ __all__ = [
 ]
 
 State = dict[str, Any]
-"""What `state_dict()` returns: built-in types only, JSON-serialisable. The table above has the keys."""
+"""What `state_dict()` returns: a dict of built-in types only, JSON-serialisable.
+
+| key | meaning |
+|---|---|
+| version | of this format |
+| adapter | name of the adapter that wrote it |
+| epoch, position | where the training loops were |
+| seed | of the order and of the random streams, in [0, 2**64) |
+| size | units in the epoch, None if it is unknown |
+| world_size, batch_size | of the run that saved it: informational; world_size is compared if not elastic |
+| fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
+| detail | the adapter's own part, as text: empty if the order is midepoch's |
+| witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
+| checksum | CRC-32 of all the others |
+
+Version 1 had no witness. Its states still load.
+"""
 
 VERSION = 2
 

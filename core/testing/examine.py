@@ -481,7 +481,7 @@ class Examination:
         """The outcome for a loader that declares a resumed epoch not to be exact; None if it is exact."""
         declared, reason = self.capability("exact_order")
         if declared is False:
-            return Outcome("refused clearly", f"exact_order is declared no: {reason}")
+            return Outcome("not promised", f"exact_order is declared no: {reason}")
         return None
 
     def resumed(self) -> dict[tuple[int, int], Recording]:

@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import pickle
+import re
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 from midepoch.state import contents
 
 __all__ = [
-    "Leaf", "combine", "digest", "first_difference", "identify", "is_plain", "leaves", "plain", "rows_of", "samples",
+    "Leaf", "combine", "digest", "first_difference", "identify", "is_digest", "is_plain", "leaves", "plain", "rows_of",
+    "samples",
 ]  # fmt: skip
 
 _SHOWN_VALUES = 64
@@ -50,6 +52,11 @@ def digest(item: Any) -> str:
     objects by their pickle, in which sets have no order. Raises ``TypeError`` for what cannot be pickled.
     """
     return combine(leaves(item))
+
+
+def is_digest(name: Hashable) -> bool:
+    """Whether this is what `digest` returns, and so nothing that anyone can read."""
+    return isinstance(name, str) and re.fullmatch("[0-9a-f]{32}", name) is not None
 
 
 def leaves(item: Any) -> Iterator[Leaf]:

@@ -1,7 +1,7 @@
 """The laws that every resumable loader must satisfy, and `check_resumable`, which examines them all.
 
-A loader's declared capabilities switch a law between 'holds' and 'is refused clearly'. A law that cannot be examined
-says why.
+A loader's declared capabilities decide which laws it is held to: where it declares no, a law is 'refused clearly' or
+'not promised'. A law that cannot be examined says why.
 """
 
 from __future__ import annotations

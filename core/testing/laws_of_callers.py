@@ -152,7 +152,7 @@ def cost(examination: Examination) -> Outcome:
     """A resume reads no sample that it skips, except the witness's."""
     declared, reason = examination.capability("constant_time_resume")
     if declared is False:
-        return Outcome("refused clearly", f"constant_time_resume is declared no: {reason}")
+        return Outcome("not promised", f"constant_time_resume is declared no: {reason}")
     if not examination.takes("read_log"):
         return Outcome("not applicable", "the factory takes no read_log")
     head = examination.observed()
@@ -199,7 +199,7 @@ def guest(examination: Examination) -> Outcome:
     findings = examination.investigate(_watch_generators, examination.options(), state)
     declared, reason = examination.capability("exact_augmentations")
     if findings and declared is False:
-        return Outcome("refused clearly", f"exact_augmentations is declared no: {reason}")
+        return Outcome("not promised", f"exact_augmentations is declared no: {reason}")
     examination.raise_first(findings)
     passes = examination.investigate(_draw_between, examination.options(), len(whole.passes))
     for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):

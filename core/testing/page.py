@@ -13,10 +13,11 @@ from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
+from . import items
 from .diagnosis import Diagnosis
 from .examine import Examination
 from .record import Recording
-from .report import LawError, Report
+from .report import LawError, Report, Verdict, legend
 from .sides import Comparison
 
 __all__ = ["Picture", "make_page", "take_pictures"]
@@ -169,16 +170,24 @@ def make_page(
         comparison=comparison,
         verdict=words,
         tone="bad" if failed or unkept else "good",
-        trials=sorted(report.trials, key=lambda verdict: verdict.error is None),
         promises=report.promises,
         versions=versions,
         date=time.strftime("%Y-%m-%d %H:%M"),
-        verdicts=report.verdicts,
+        verdicts=_in_order(report),
+        legend=legend([*report.trials, *report.verdicts]),
         sides={heading: [_section(cuts) for cuts in _together(taken)] for heading, taken in pictures.items()},
         labels=_LABELS,
         height=_HEIGHT,
         width=_WIDTH,
     )
+
+
+def _in_order(report: Report) -> list[Verdict]:
+    """Trials before laws, since they name causes; in both, what failed before the others."""
+    return [
+        *sorted(report.trials, key=lambda verdict: verdict.error is None),
+        *sorted(report.verdicts, key=lambda verdict: verdict.error is None),
+    ]
 
 
 def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
@@ -259,29 +268,15 @@ def _bar(kind: str, samples: Sequence[tuple[int, Hashable]], columns: int) -> _B
     step = (_WIDTH - _LABELS) / max(1, columns)
     gap = step * 0.1 if step > 3 else 0
     (first, one), (last, other) = samples[0], samples[-1]
-    name = str(one) if first == last else f"{one} to {other}"
+    name = f"column {first + 1}" if first == last else f"columns {first + 1} to {last + 1}"
+    # Of a sample that nothing but its content names there is a digest, which says nothing to anyone.
+    readable = [str(each) for each in (one, other)[: 1 + (first != last)] if not items.is_digest(each)]
+    name = f"{name}: sample{'s' * (len(readable) > 1)} {' to '.join(readable)}" if readable else name
     return _Bar(kind, _LABELS + first * step, max((last - first + 1) * step - gap, 0.5), name[:120])
 
 
 _PAGE = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
     """\
-{% macro verdicts_of(kind, verdicts) %}
-<table>
-<thead><tr><th>{{ kind }}</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
-<tbody>
-{% for verdict in verdicts %}
-<tr class="{{ {'holds': 'good', 'failed': 'bad'}.get(verdict.status, 'other') }}">
-<th scope="row">{{ verdict.law }}</th><td>{{ verdict.status }}</td><td>
-{%- if verdict.error is none %}{{ verdict.reason }}{% else %}<dl>
-{%- for name, text in (
-    ('where', verdict.error.place), ('expected', verdict.error.expected), ('got', verdict.error.got),
-    ('usually', verdict.error.cause), ('cure', verdict.error.cure),
-) if text %}<dt>{{ name }}</dt><dd>{{ text[:4000] }}</dd>{% endfor %}</dl>{% endif -%}
-</td><td>{{ '%.2f' | format(verdict.seconds) }}</td></tr>
-{% endfor %}
-</tbody>
-</table>
-{% endmacro %}
 <!doctype html>
 <html lang="en">
 <head>
@@ -298,7 +293,10 @@ dd { margin-left: 6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 h3 { margin: 2rem 0 0; } h4 { font-size: 1rem; margin: 1rem 0 0; }
 p.finding { font-size: 1.3rem; }
 figure { margin: 0.6rem 0 1rem; } figcaption { margin-bottom: 0.3rem; }
-svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: #555; }
+.wide, figure { overflow-x: auto; } h1, p { overflow-wrap: anywhere; }
+svg { width: 100%; min-width: 700px; height: auto; } svg text { font-size: 11px; fill: #555; }
+.verdicts td:nth-child(2) { white-space: nowrap; }
+@media (max-width: 40rem) { th[scope=row] { white-space: normal; } td { min-width: 7rem; } }
 .good td:nth-child(2), span.good { color: #17702e; }
 .bad td:nth-child(2), span.bad { color: #b3121d; font-weight: 600; }
 span.warn { color: #96590b; } .other { color: #666; }
@@ -322,7 +320,7 @@ rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 {% for error in diagnosis.others %}
 <p>Also: the law '{{ error.law }}' is broken{{ ' at ' + error.place if error.place }}: {{ error.got[:1000] }}</p>
 {% endfor %}
-<table>
+<div class="wide"><table>
 <thead><tr><th></th>{% for heading in comparison.headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for question, answers in comparison.rows %}
@@ -330,11 +328,11 @@ rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
 {%- for answer in answers %}<td><span class="{{ answer.tone }}">{{ answer.text }}</span></td>{% endfor %}</tr>
 {% endfor %}
 </tbody>
-</table>
+</table></div>
 <h2>Which samples each rank received</h2>
-<p>Each column is a sample, in the order of a run on one rank. Dark blue: before the cut; light blue: after it; red:
-never; orange: too often. If other numbers of ranks have another order, dark and light are mixed. If all ranks must
-have equally many batches, some samples are repeated at an epoch's end
+<p>Each column is a sample, in the order of a run on one rank; point at it to see which. Dark blue: before the cut;
+light blue: after it; red: never; orange: too often. If other numbers of ranks have another order, dark and light are
+mixed. If all ranks must have equally many batches, some samples are repeated at an epoch's end
 (<code>tail="pad"</code>).</p>
 {% for heading, sections in sides.items() %}
 <h3>{{ heading }}</h3>
@@ -366,8 +364,7 @@ have equally many batches, some samples are repeated at an epoch's end
 <h2>What it rests on</h2>
 <p><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
 {% if promises %}
-{{ verdicts_of('trial', trials) }}
-<table>
+<div class="wide verdicts"><table>
 <thead><tr><th>promise</th><th>rests on</th><th></th></tr></thead>
 <tbody>
 {% for promise in promises %}
@@ -375,11 +372,28 @@ have equally many batches, some samples are repeated at an epoch's end
 <th scope="row">{{ promise.name }}</th><td>{{ promise.standing }}</td><td>{{ promise.reason }}</td></tr>
 {% endfor %}
 </tbody>
-</table>
+</table></div>
 <p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
 whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>
 {% endif %}
-{{ verdicts_of('law', verdicts) }}
+<div class="wide verdicts"><table>
+<thead><tr><th>law or trial</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
+<tbody>
+{% for verdict in verdicts %}
+<tr class="{{ {'holds': 'good', 'failed': 'bad'}.get(verdict.status, 'other') }}">
+<th scope="row">{{ verdict.law }}</th><td>{{ verdict.status }}</td><td>
+{%- if verdict.error is none %}{{ verdict.reason }}{% else %}<dl>
+{%- for name, text in (
+    ('where', verdict.error.place), ('expected', verdict.error.expected), ('got', verdict.error.got),
+    ('usually', verdict.error.cause), ('cure', verdict.error.cure),
+) if text %}<dt>{{ name }}</dt><dd>{{ text[:4000] }}</dd>{% endfor %}</dl>{% endif -%}
+</td><td>{{ '%.2f' | format(verdict.seconds) }}</td></tr>
+{% endfor %}
+</tbody>
+</table></div>
+{% if legend %}
+<p>{{ legend }}.</p>
+{% endif %}
 </body>
 </html>
 """

@@ -59,7 +59,7 @@ def honesty(examination: Examination) -> Outcome:
     """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
     findings, reason = examination.investigate(_promises_kept, examination.options())
     examination.raise_first(findings)
-    return Outcome("refused clearly", reason) if reason else HOLDS
+    return Outcome("not promised", reason) if reason else HOLDS
 
 
 def _promises_kept(settings: Settings, options: Mapping[str, Any]) -> tuple[list[Finding], str]:

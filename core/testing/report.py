@@ -1,4 +1,4 @@
-"""How a law ends: it holds, is refused clearly, is not applicable, or is broken. And the report of all laws."""
+"""How a law ends, in one of the words of `MEANINGS`. And the report of all laws."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from midepoch.loader.notebook import table
 
 __all__ = [
     "HOLDS",
+    "MEANINGS",
     "InapplicableError",
     "LawError",
     "Outcome",
@@ -18,10 +19,21 @@ __all__ = [
     "Report",
     "Verdict",
     "combined",
+    "legend",
     "names_all",
 ]
 
-Status = Literal["holds", "refused clearly", "not applicable", "failed"]
+Ending = Literal["holds", "refused clearly", "not promised", "not applicable"]
+Status = Ending | Literal["failed"]
+
+MEANINGS: Mapping[Status, str] = {
+    "holds": "tried, and true",
+    "failed": "tried, and not true",
+    "refused clearly": "tried: the loader raises an error that names the cause",
+    "not promised": "the loader's capabilities say no, so there is no promise to try",
+    "not applicable": "it could not be tried, for the reason given",
+}
+"""Status of a law or trial -> what that means. Whoever shows statuses shows these words."""
 
 
 @dataclass(eq=False)
@@ -78,7 +90,7 @@ class InapplicableError(Exception):
 class Outcome:
     """What a law found when it did not raise. ``reason`` is a sentence, empty if the law simply holds."""
 
-    status: Literal["holds", "refused clearly", "not applicable"]
+    status: Ending
     reason: str = ""
 
 
@@ -156,7 +168,13 @@ class Report:
         ]  # fmt: skip
         broken = len(self.failures)
         title = f"{broken} of {len(rows)} laws and trials are broken" if broken else "every law that applies holds"
-        return table(title, ("law", "verdict", "where", "", "seconds"), rows)
+        return table(title, ("law", "verdict", "where", "", "seconds"), rows, legend([*self.trials, *self.verdicts]))
+
+
+def legend(verdicts: Iterable[Verdict]) -> str:
+    """What the words in a table of verdicts mean, to stand below it; '' if all of them explain themselves."""
+    present = {verdict.status for verdict in verdicts}
+    return "; ".join(f"{each}: {MEANINGS[each]}" for each in MEANINGS if each in present - {"holds", "failed"})
 
 
 HOLDS = Outcome("holds")
@@ -170,11 +188,8 @@ def combined(outcomes: Mapping[str, Outcome]) -> Outcome:
             status = "" if outcome.status == "holds" else f" {outcome.status}"
             told.append(f"{name}{status}: {outcome.reason}")
     statuses = {outcome.status for outcome in outcomes.values()}
-    if "refused clearly" in statuses:
-        return Outcome("refused clearly", "; ".join(told))
-    if "holds" in statuses:
-        return Outcome("holds", "; ".join(told))
-    return Outcome("not applicable", "; ".join(told))
+    first: tuple[Ending, ...] = ("refused clearly", "not promised", "holds", "not applicable")
+    return Outcome(next((each for each in first if each in statuses), "not applicable"), "; ".join(told))
 
 
 def names_all(message: str, values: Iterable[Any]) -> bool:

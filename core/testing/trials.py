@@ -84,7 +84,7 @@ def _verdict(examination: Examination, trial: TriedPromise, seconds: float) -> V
     try:
         outcome = trial.examine(examination, min(seconds, examination.settings.timeout / 2))
     except _DeclinedError as reason:
-        outcome = Outcome("refused clearly", str(reason))
+        outcome = Outcome("not promised", str(reason))
     except InapplicableError as reason:
         outcome = Outcome("not applicable", str(reason))
     except LawError as error:

@@ -6,11 +6,12 @@ import contextlib
 import json
 import platform
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich import box
@@ -24,9 +25,9 @@ from midepoch.testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
 from midepoch.testing.examine import Examination
 from midepoch.testing.laws import LAWS, judge
 from midepoch.testing.naming import Naming
-from midepoch.testing.page import make_page, take_pictures
+from midepoch.testing.page import Picture, make_page, take_pictures
 from midepoch.testing.record import Settings, experiment
-from midepoch.testing.report import LawError, Report, Verdict
+from midepoch.testing.report import LawError, Report, Verdict, legend
 from midepoch.testing.sides import Answer, Comparison, answer_all
 from midepoch.testing.standing import stand
 from midepoch.testing.subjects import Nature, Subject, possible_variations, recognise
@@ -52,7 +53,7 @@ def examine(
     verbose: bool = False,
     tail_is_stated: bool = True,
 ) -> Report:
-    """Examine a loader, wrapped and bare, with a progress bar. Print the finding first, and write the page if asked.
+    """Examine a loader, wrapped and bare, and show progress. Print the finding first, and write the page if asked.
 
     Args:
         settings: of the examination.
@@ -75,7 +76,8 @@ def examine(
     if laws is not None:
         judge(Examination(settings), laws)  # names an unknown law
     with _draft(page) as draft:  # find out before the long examination whether it can be written
-        with _Bar(4 + len(tries) + len(names)) as bar:
+        pictures: dict[str, list[Picture]] = {}
+        with _Bar(4 + len(tries) + len(names) + (page is not None)) as bar:
             bar.begin("what it is")
             nature = _recognise(settings, target)
             if not tail_is_stated and nature.tail is not None:
@@ -93,13 +95,14 @@ def examine(
                 report, comparison = _examine(sides, names, tries, trials, seconds, bar)
                 bar.begin("which cause")
                 diagnosis = diagnose(next(iter(sides.values())), report)
+            if page is not None:
+                bar.begin("pictures of each cut")
+                # Of the other side, one picture is enough to see what is lost.
+                for number, (heading, each) in enumerate(sides.items()):
+                    pictures[heading] = take_pictures(each, few=number > 0)
         for part in _told(target, nature, diagnosis, comparison, report, verbose):
             console.print(part, soft_wrap=isinstance(part, Text))
         if page is not None and draft is not None:
-            # Of the other side, one picture is enough to see what is lost.
-            pictures = {
-                heading: take_pictures(each, few=number > 0) for number, (heading, each) in enumerate(sides.items())
-            }
             text = make_page(target, diagnosis, comparison, report, pictures, _versions())
             draft.write_text(text, encoding="utf-8", errors="backslashreplace")
             draft.replace(page)
@@ -109,24 +112,46 @@ def examine(
 
 
 class _Bar:
-    """A progress bar that names what is being tried. Only on a terminal."""
+    """What is being tried, on stderr: as a progress bar on a terminal, as a line every ten seconds elsewhere."""
 
     def __init__(self, total: int) -> None:
         self._bar = tqdm(total=total, disable=None, leave=False, bar_format="{desc:<24} {bar} {n_fmt}/{total_fmt}")
-        self._begun = False
+        self._total = total
+        self._stage = ""
+        self._number = 0
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._write_lines, args=(sys.stderr,), daemon=True)
 
     def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+        self._ended.set()
+        if self._lines.is_alive():
+            self._lines.join()
 
     def begin(self, name: str) -> None:
         """Name what is tried now; what was tried before is done."""
-        if self._begun:
+        if self._number:
             self._bar.update()
-        self._begun = True
+        self._number += 1
+        self._stage = name
         self._bar.set_description_str(name)
+        if self._bar.disable and self._number == 1:
+            self._lines.start()
+
+    def _write_lines(self, stderr: TextIO) -> None:
+        # A thread, since one stage can take longer than ten seconds: a log shows at any time what is being tried.
+        begun = time.monotonic()
+        while True:
+            seconds = time.monotonic() - begun
+            print(f"{seconds:4.0f} s: {self._stage} ({self._number} of {self._total})", file=stderr, flush=True)
+            if self._ended.wait(_BETWEEN_LINES):
+                return
+
+
+_BETWEEN_LINES = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 def _recognise(settings: Settings, target: str) -> Nature:
@@ -262,8 +287,10 @@ def _told(
     parts += [_text(line) for line in _summary(report)]
     if verbose:
         if report.promises:
-            parts += [_promises_table(report), _verdicts_table("trial", report.trials)]
-        parts.append(_verdicts_table("law", report.verdicts))
+            parts.append(_promises_table(report))
+        parts.append(_verdicts_table([*report.trials, *report.verdicts]))
+        if meaning := legend([*report.trials, *report.verdicts]):
+            parts.append(_text(meaning))
         parts += [_text(str(error)) for error in report.failures]
     return parts
 
@@ -326,8 +353,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 _WORDS = {
-    "holds": "hold", "failed": "fail", "refused clearly": "refused clearly", "not applicable": "do not apply",
-    "not reached": "not reached",
+    "holds": "hold", "failed": "fail", "refused clearly": "refused clearly", "not promised": "not promised",
+    "not applicable": "do not apply", "not reached": "not reached",
 }  # fmt: skip
 
 
@@ -340,10 +367,10 @@ def _promises_table(report: Report) -> Table:
     return table
 
 
-def _verdicts_table(kind: str, verdicts: Sequence[Verdict]) -> Table:
+def _verdicts_table(verdicts: Sequence[Verdict]) -> Table:
     table = Table(box=box.SIMPLE)
-    for name in (kind, "verdict", "epoch", "batch", ""):
-        table.add_column(name, no_wrap=name in (kind, "verdict"))
+    for name in ("law or trial", "verdict", "epoch", "batch", ""):
+        table.add_column(name, no_wrap=name in ("law or trial", "verdict"))
     for verdict in verdicts:
         error = verdict.error
         table.add_row(
