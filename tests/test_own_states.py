@@ -1168,46 +1168,124 @@ def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
     assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
 
 
-def test_a_source_that_ignores_what_it_loads_is_refused_and_one_that_applies_it_late_is_not() -> None:
-    class Late(own.Stream):
-        """Applies its state when it is read."""
-
-        pending: Any = None
-
-        def __iter__(self) -> Any:
-            if self.pending is not None:
-                super().load_state_dict(self.pending)
-                self.pending = None
-            return super().__iter__()
-
-        def state_dict(self) -> dict[str, Any]:
-            return super().state_dict()
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.pending = state
-
-    whole = taken(wrap(Late()))
-    late = wrap(Late())
-    late.load_state_dict(wrap_state(Late, 3))
-    with warnings.catch_warnings(action="error"):
-        assert taken(late) == whole[3:]
-    ignores = wrap(own.StartsOver())
-    ignores.load_state_dict(wrap_state(own.StartsOver, 3))
-    with pytest.raises(StateError, match="StartsOver reports another state than was loaded"):
-        next(iter(ignores))
+# --- what a source reports after a load ---
 
 
-def test_a_source_that_stands_at_another_place_than_it_was_given_is_told() -> None:
-    class GoesTooFar(own.Stream):
-        """Its state leads one sample further, but for the first ones, which a job tries."""
+class Late(own.Stream):
+    """Applies its state when it is read."""
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict({**state, "given": state["given"] + (state["given"] > 8)})
+    pending: Any = None
 
-    misled = wrap(GoesTooFar())
-    misled.load_state_dict(wrap_state(GoesTooFar, 12))
-    with pytest.warns(midepoch.MidepochWarning, match="GoesTooFar reports another state than was loaded"):
-        next(iter(misled))
+    def __iter__(self) -> Any:
+        if self.pending is not None:
+            super().load_state_dict(self.pending)
+            self.pending = None
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pending = state
+
+
+class CountsResumes(own.Stream):
+    """Its state has a count of resumes, on which nothing depends."""
+
+    resumes = 0
+    held: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "told": [self.resumes, "steady"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.resumes = state["told"][0] + 1
+
+
+class GoesTooFar(own.Stream):
+    """Its state leads one sample further, but for the first ones, which a copy is asked for."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "given": state["given"] + (state["given"] > 8)})
+
+
+def in_a_dataloader(kind: Any) -> Any:
+    return DataLoader(own.StreamDataset(kind()), batch_size=None)
+
+
+def epochs_state(make: Callable[[], Any]) -> tuple[list[list[int]], dict[str, Any]]:
+    """The second epoch, and the state of its beginning."""
+    loader = wrap(make())
+    taken(loader)
+    state = loader.state_dict()
+    return taken(loader), state
+
+
+@pytest.mark.parametrize("made_of", [lambda kind: kind(), in_a_dataloader])
+def test_a_source_that_reports_another_state_than_was_loaded_is_refused(made_of: Callable[[Any], Any]) -> None:
+    state = wrap_state(lambda: made_of(GoesTooFar), 12)
+    misled = wrap(made_of(GoesTooFar))
+    misled.load_state_dict(state)
+    for _ in range(2):  # nothing is half loaded: it is said again
+        with pytest.raises(StateError, match="reports another state than was loaded: given is 13, and 12 was loaded"):
+            next(iter(misled))
+    assert misled.state_dict() == state
+    misled.load_state_dict(wrap_state(lambda: made_of(GoesTooFar), 3))
+    assert taken(misled) == taken(wrap(own.Stream()))[3:]
+
+
+@pytest.mark.parametrize("made_of", [lambda kind: kind(), in_a_dataloader])
+def test_a_source_that_ignores_what_it_loads_is_refused(made_of: Callable[[Any], Any]) -> None:
+    def make() -> Any:
+        return made_of(own.StartsOver)
+
+    for state in (wrap_state(make, 3), epochs_state(make)[1]):
+        ignores = wrap(make())
+        ignores.load_state_dict(state)
+        with pytest.raises(StateError, match="reports another state than was loaded"):
+            taken(ignores), taken(ignores)
+
+
+@pytest.mark.parametrize("kind", [Late, CountsResumes])
+@pytest.mark.parametrize("made_of", [lambda kind: kind(), in_a_dataloader])
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_a_source_that_reports_otherwise_and_reads_on_rightly_is_not_refused(
+    made_of: Callable[[Any], Any], kind: Any
+) -> None:
+    def make() -> Any:
+        return made_of(kind)
+
+    whole = taken(wrap(make()))
+    for cut in (1, 3, 12):
+        resumed = wrap(make())
+        resumed.load_state_dict(wrap_state(make, cut))
+        assert taken(resumed) == whole[cut:]
+    following, state = epochs_state(make)
+    resumed = wrap(make())
+    resumed.load_state_dict(state)
+    assert (taken(resumed) or taken(resumed)) == following
+    live = wrap(make())
+    for _ in range(3):  # all that a job tries has been tried
+        taken(live)
+    batches = iter(live)
+    next(batches)
+    state, again = live.state_dict(), next(batches)
+    live.load_state_dict(state)
+    assert own.identify(next(iter(live))) == own.identify(again)
+
+
+def test_what_a_source_of_which_there_is_no_copy_reports_is_taken_literally() -> None:
+    class Holds(CountsResumes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = threading.Lock()
+
+    state = wrap_state(Holds, 3)
+    resumed = wrap(Holds())
+    resumed.load_state_dict(state)
+    with pytest.raises(StateError, match=r"told\.0 is 1, and 0 was loaded.* could not be seen in a copy .*'off'"):
+        next(iter(resumed))
+    resumed = wrap(Holds(), verify="off")
+    resumed.load_state_dict(state)
+    assert taken(resumed) == taken(wrap(own.Stream()))[3:]
 
 
 class DrawsSeldom(Counting):
