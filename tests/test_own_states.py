@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
@@ -1286,6 +1286,59 @@ def test_what_a_source_of_which_there_is_no_copy_reports_is_taken_literally() ->
     resumed = wrap(Holds(), verify="off")
     resumed.load_state_dict(state)
     assert taken(resumed) == taken(wrap(own.Stream()))[3:]
+
+
+# --- several ranks ---
+
+
+class OfItsRank(own.Stream):
+    """Reads every n-th number only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.world_size = 0, 2
+
+
+def rows(divided: bool) -> Any:
+    distributed = pytest.importorskip("datasets.distributed")
+    source = own.datasets_stream()
+    return distributed.split_dataset_by_node(source, 0, 2) if divided else source
+
+
+def nodes_of(divided: bool) -> Any:
+    numbers: Any = range(own.SIZE)
+    return own.nodes(sampler=lambda: DistributedSampler(numbers, 2, 0) if divided else own.EpochOrder())
+
+
+def stateful_of(divided: bool) -> Any:
+    numbers: Any = own.Drawing(own.SIZE)
+    return StatefulDataLoader(numbers, 2, sampler=DistributedSampler(numbers, 2, 0) if divided else None)
+
+
+def grain_of(divided: bool) -> Any:
+    grain = pytest.importorskip("grain")
+    numbers = grain.MapDataset.range(own.SIZE)
+    return (numbers[0::2] if divided else numbers).batch(2).to_iter_dataset()
+
+
+SEVERAL: dict[str, Any] = {
+    "an object": lambda divided: OfItsRank() if divided else own.Stream(),
+    "Hugging Face": rows,
+    "torchdata.nodes": nodes_of,
+    "StatefulDataLoader": stateful_of,
+    "Grain": grain_of,
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_source_that_several_ranks_read_whole_is_told_and_one_that_divides_its_data_is_not(name: str) -> None:
+    two = midepoch.World(0, 2)
+    with pytest.warns(midepoch.MidepochWarning, match=r"2 ranks read this .* each rank reads all of it.*shard=False"):
+        next(iter(wrap(SEVERAL[name](False), world=two)))
+    with warnings.catch_warnings(action="error", category=midepoch.MidepochWarning):
+        next(iter(wrap(SEVERAL[name](True), world=two)))
+        next(iter(wrap(SEVERAL[name](False), world=two, shard=False)))
+        next(iter(wrap(SEVERAL[name](False), world=midepoch.World(1, 2))))  # the first rank says it for all
 
 
 class DrawsSeldom(Counting):

@@ -21,6 +21,7 @@ from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.adapters.stateful.trial import Loaded, Outcome, Report, compare, differing, read_from
 from midepoch.copying import stateful_copy
+from midepoch.dividing import division_of
 from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -55,6 +56,7 @@ class StatefulAdapter(Adapter):
     remembers = False
     stands_at_its_state: bool = False  # its state before an iterator is made leads where that iterator begins
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
+    how_to_divide: ClassVar[str] = "Give each rank its own part"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -65,7 +67,8 @@ class StatefulAdapter(Adapter):
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
-        self._begun = False  # a session has been opened
+        self._begun = False  # a session has begun to read
+        self._opened = False
         self._tried_in: list[int] = []  # epochs
         self.report: Report | None = None  # of the latest load, if the source reports another state since
         self.is_doubted = False  # what follows the latest load shows whether it was applied
@@ -182,7 +185,27 @@ class StatefulAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
+        if run.world.world_size > 1 and self.options.shard is None and not self._opened:
+            self._tell_of_undivided(run.world)
+        self._opened = True
         return StatefulSession(self, run)
+
+    def _tell_of_undivided(self, world: World) -> None:
+        if world.rank or self.divides:
+            return
+        warnings.warn(
+            f"{world.world_size} ranks read this {type(self.source).__name__}, and midepoch does not divide what keeps "
+            f"its own state: if the source does not divide its data by rank, each rank reads all of it. "
+            f"{self.how_to_divide}; if it does, or all ranks are meant to read the same, pass shard=False",
+            MidepochWarning,
+            stacklevel=6,
+        )
+
+    @property
+    def divides(self) -> bool:
+        """Whether something in the source says that it divides its data among ranks."""
+        found = (division_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
+        return any(each is not None and each.certain for each in found)
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""

@@ -29,6 +29,7 @@ class DatasetsAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "datasets"
+    how_to_divide = "Divide it by datasets.distributed.split_dataset_by_node"
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -52,6 +53,11 @@ class DatasetsAdapter(StatefulAdapter):
         self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
 
     @property
+    def divides(self) -> bool:
+        """Whether it came from `split_dataset_by_node`."""
+        return private.hugging_face_divides(self.source)
+
+    @property
     def begins_anew(self) -> bool:
         """Yes: it is told the epoch, and led back to its beginning."""
         return True
@@ -71,6 +77,7 @@ class GrainAdapter(StatefulAdapter):
 
     name: ClassVar[str] = "grain"
     rewinds = True
+    how_to_divide = "Pass ShardOptions to a sampler, or slice a MapDataset, as in dataset[rank::world_size]"
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -85,6 +92,11 @@ class GrainAdapter(StatefulAdapter):
     def capabilities(self) -> Capabilities:
         """What Grain's state can restore: the generators given to its random transformations, and no others."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=RESTORED_BY_GRAIN)
+
+    @property
+    def divides(self) -> bool:
+        """Whether it has options for several shards, or a slice with a step."""
+        return private.grain_divides(self.source)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Grain's iterator, after its state is loaded."""

@@ -20,8 +20,8 @@ from midepoch.samplers import length_of
 __all__ = [
     "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts",
     "elastic_steps", "forget_end",
-    "gives_out_of_order", "go_to_the_end", "grain_steps",
-    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
+    "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_steps",
+    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
     "starts_kept_workers", "untold_draws", "without_iterator",
@@ -69,6 +69,19 @@ def _holds_some_back(examples: Any) -> bool:
     if "BufferShuffled" in type(examples).__name__:
         return True
     return any(map(_holds_some_back, _held(examples)))
+
+
+def hugging_face_divides(dataset: Any) -> bool:
+    """Whether a Hugging Face IterableDataset is one rank's part."""
+    return getattr(dataset, "_distributed", None) is not None
+
+
+def grain_divides(source: Any) -> bool:
+    """Whether a Grain dataset, a parent of it or a loader's sampler reads every n-th sample only."""
+    options = [getattr(each, "_shard_options", None) for each in (source, getattr(source, "_sampler", None))]
+    if getattr(source, "_step", 1) > 1 or any(getattr(each, "shard_count", 1) > 1 for each in options):
+        return True
+    return any(map(grain_divides, getattr(source, "_parents", ())))
 
 
 def grain_steps(source: Any) -> str:

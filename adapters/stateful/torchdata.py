@@ -32,6 +32,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     name: ClassVar[str] = "stateful-dataloader"
     rewinds = True
+    how_to_divide = "Pass it a DistributedSampler, or a dataset that divides itself"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -58,6 +59,11 @@ class TorchdataAdapter(StatefulAdapter):
     def __getstate__(self) -> dict[str, Any]:
         # The loader's place says all: its running iterator, which cannot be pickled, stays here.
         return {**self.__dict__, "source": private.without_iterator(self.source)}
+
+    @property
+    def divides(self) -> bool:
+        """Whether its sampler or its dataset is for one rank of several."""
+        return super().divides or (self._inside is not None and private.hugging_face_divides(self._inside))
 
     def drawing(self) -> tuple[object, ...]:
         """What the DataLoader calls."""
@@ -179,6 +185,7 @@ class NodesAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "torchdata-nodes"
+    how_to_divide = "Begin with a SamplerWrapper over a DistributedSampler"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
