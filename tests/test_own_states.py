@@ -316,6 +316,7 @@ def test_a_source_whose_state_is_right_is_tried_and_resumes_exactly(name: str, r
     given, told, promised, rest = resumes[name]
     assert told is None
     assert promised.exact_order and promised.exact_order.believed == (name in own.BELIEVED)
+    assert name in own.BELIEVED or promised.exact_order.reason.endswith("to the next one; no other place is tried")
     for cut, after in enumerate(rest):
         assert after[: len(given) - cut] == given[cut:], f"cut at {cut}"
 

@@ -132,11 +132,13 @@ class StatefulAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """What the source's own state can restore."""
-        own = Capability(True, "as exact as the source's own state, which led a copy to the batch that came next")
+        base = "as exact as the source's own state, which led a copy from an epoch's first batch to the next one"
+        own = Capability(True, f"{base}; no other place is tried")
         if self._untried:
-            own = Capability(True, f"as exact as the source's own state: {self._untried}", believed=True)
+            base = f"as exact as the source's own state: {self._untried}"
+            own = Capability(True, base, believed=True)
         # A trial, after the first batch, sees only what is drawn by then.
-        drawn = Capability(True, f"{own.reason}, if it restores all that later batches draw from", believed=True)
+        drawn = Capability(True, f"{base}, if it restores all that later batches draw from", believed=True)
         return Capabilities(
             exact_order=own,
             exact_augmentations=NOT_RESTORED if isinstance(self.source, DataLoader) else drawn,
