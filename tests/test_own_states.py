@@ -1289,6 +1289,77 @@ def test_what_a_source_of_which_there_is_no_copy_reports_is_taken_literally() ->
     assert taken(resumed) == taken(wrap(own.Stream()))[3:]
 
 
+# --- the epoch ---
+
+
+class IsTold(IterableDataset[Any]):
+    """Its order follows from the epoch that it is told. What it knows of the epoch is not in its state."""
+
+    def __init__(self) -> None:
+        self.epoch, self.place = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.RandomState(self.epoch).permutation(own.SIZE).tolist()
+        while self.place < own.SIZE:
+            self.place += 1
+            yield order[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def replayed_rows(workers: int) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"number": list(range(own.SIZE))}).to_iterable_dataset(num_shards=3)
+    return DataLoader(rows.shuffle(seed=own.SEED, buffer_size=5), 2, num_workers=workers)
+
+
+TOLD_THE_EPOCH: dict[str, Callable[[], Any]] = {
+    "an object": IsTold,
+    "in a DataLoader": lambda: DataLoader(IsTold(), 2),
+    "in a DataLoader with a worker": lambda: DataLoader(IsTold(), 2, num_workers=1),
+    "in a StatefulDataLoader": lambda: StatefulDataLoader(IsTold(), 2),
+    "in a StatefulDataLoader with a worker": lambda: StatefulDataLoader(IsTold(), 2, num_workers=1),
+    "rows in a DataLoader": lambda: replayed_rows(0),
+    "rows in a DataLoader with a worker": lambda: replayed_rows(1),
+}
+
+
+@pytest.mark.parametrize("name", TOLD_THE_EPOCH)
+@pytest.mark.filterwarnings("error:epoch .* is the next pass:midepoch.MidepochWarning")
+def test_a_source_is_told_the_epoch(name: str) -> None:
+    def make() -> Loader:
+        return wrap(TOLD_THE_EPOCH[name](), seed=1)
+
+    with make() as loader:
+        epochs = [taken(loader) for _ in range(2)]
+        batches = iter(loader)
+        epochs.append([own.identify(next(batches)) for _ in range(3)])
+        state = loader.state_dict()
+        epochs[2] += [own.identify(batch) for batch in batches]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    with make() as fresh:
+        fresh.set_epoch(2)
+        assert taken(fresh) == epochs[2]
+    with make() as resumed:
+        resumed.load_state_dict(state)
+        assert taken(resumed) == epochs[2][3:]
+
+
+def test_a_source_that_cannot_be_told_the_epoch_says_so() -> None:
+    loader = wrap(own.Stream())
+    loader.set_epoch(2)
+    with pytest.warns(midepoch.MidepochWarning, match="epoch 2 is the next pass of this Stream, whatever its number"):
+        next(iter(loader))
+
+
 # --- several ranks ---
 
 

@@ -222,8 +222,16 @@ class StatefulAdapter(Adapter):
     def _tries(self) -> bool:
         return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, run: Run) -> None:
         """A session begins to read."""
+        epoch, follows = run.epoch, 0 if self._read_epoch is None else self._read_epoch + 1
+        if epoch not in (0, self._read_epoch, follows) and not (run.detail or self.begins_anew or self._set_epoch):
+            warnings.warn(
+                f"epoch {epoch} is the next pass of this {type(self.source).__name__}, whatever its number: it counts "
+                "its passes itself, and has no set_epoch; load a state to go elsewhere",
+                MidepochWarning,
+                stacklevel=8,
+            )
         self._read_epoch = epoch
         if not self._begun:
             self._begun = True
@@ -323,7 +331,18 @@ class StatefulAdapter(Adapter):
             stacklevel=8,
         )
 
-    # --- a source that reports another state than was loaded ---
+    # --- what differs from one epoch to the next, and from one load to another ---
+
+    @property
+    def _set_epoch(self) -> Callable[[int], Any] | None:
+        """The ``set_epoch`` of what keeps the state, if nobody else calls that."""
+        tell = getattr(self.keeper, "set_epoch", None) if self.is_of_unknown_kind else None
+        return tell if callable(tell) else None
+
+    def tell_the_epoch(self, epoch: int) -> None:
+        """As a training loop does before each epoch. A state that is loaded then has the last word."""
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
 
     @property
     def keeper(self) -> Any:
@@ -422,6 +441,7 @@ class StatefulAdapter(Adapter):
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator from `state` on; None starts the epoch."""
         first = not self._used and not self.rewinds
+        self.tell_the_epoch(run.epoch)
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self.very_beginning()
         loaded = None if state is None else self._load(state, first)

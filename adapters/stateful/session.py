@@ -114,7 +114,7 @@ class StatefulSession(Session):
         """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
         own = self._run.detail.removeprefix(ENDED)
         if own:
-            self._adapter.begin(self._run.epoch)
+            self._adapter.begin(self._run)
             self._loading(lambda: self._adapter.restore(decode(own)))
             self._adapter.was_put_at_its_end = True
 
@@ -153,7 +153,7 @@ class StatefulSession(Session):
 
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
-        adapter.begin(run.epoch)
+        adapter.begin(run)
         self._began_at = run.detail
         if not run.detail:
             if run.epoch and adapter.stands_at_its_state:

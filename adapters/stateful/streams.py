@@ -83,6 +83,7 @@ class StreamAdapter(StatefulAdapter):
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The dataset's own iterator, after its state is loaded, in batches."""
         dataset, first = self.source.dataset, not self._used
+        self.tell_the_epoch(run.epoch)
         if first and state is None:
             self._note_beginning()
         elif state is None and run.epoch == 0:

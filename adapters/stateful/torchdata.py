@@ -100,17 +100,21 @@ class TorchdataAdapter(StatefulAdapter):
         """Start under the epoch's stream, which also seeds its own generators."""
         if state is not None and (self._reads_again or private.counts_only(state)):
             return self._read_again(run)
-        for each in self._samplers:
+        for each in (*self._samplers, *self._dataset_to_tell):
             if callable(tell := getattr(each, "set_epoch", None)):
                 tell(run.epoch)  # the loader that was wrapped is told in its place
-        if self._inside is not None:
-            self._inside.set_epoch(run.epoch)
-            if state is None:
-                self._inside.load_state_dict(self._inside_first)
+        if self._inside is not None and state is None:
+            self._inside.load_state_dict(self._inside_first)
         if state is None and self.rewinds and private.starts_kept_workers(self.source):
             # Later passes begin by a reset, and a reset draws another order than the start of workers.
             self._start_seeded(run, None)
         return self._start_seeded(run, state)
+
+    @property
+    def _dataset_to_tell(self) -> tuple[Any, ...]:
+        """The dataset, unless worker processes keep a copy of it: Hugging Face's reaches those, too."""
+        kept = self.source.persistent_workers and self._inside is None
+        return () if kept else (self.source.dataset,)
 
     def _start_seeded(self, run: Run, state: Any) -> Iterator[Any]:
         if self._beginning is None:
