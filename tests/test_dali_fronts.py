@@ -149,6 +149,34 @@ def test_objects_that_do_more_than_pass_batches_on_and_functions_are_refused_wit
         midepoch.wrap(Reshapes(made), randomness="none")
 
 
+class MakesLate(DALIGenericIterator):  # type: ignore[misc]
+    """Makes its generator when it draws first."""
+
+    generator: Any = None
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        if self.generator is None:
+            self.generator = np.random.default_rng()
+        batch[0]["noise"] = self.generator.random()
+        return batch
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_subclass_that_makes_its_generator_late_is_not_promised_to_be_exact(
+    held: bool, ours: bool, root: str
+) -> None:
+    made = MakesLate([fed(root)], ["number", "drawn"]) if ours else MakesLate([native(root)], ["number", "drawn"], 16)
+    with midepoch.wrap(Reshapes(made) if held else made, seed=5) as loader:
+        assert loader.capabilities.exact_augmentations.believed
+        with pytest.warns(midepoch.MidepochWarning, match="has made a random generator while the first batch was read"):
+            next(iter(loader))
+        told = loader.capabilities
+    assert told.exact_order and not told.exact_augmentations
+    assert "MakesLate makes a random generator" in told.exact_augmentations.reason
+
+
 # --- an epoch that a source ends --------------------------------------------------------------------------------------
 
 

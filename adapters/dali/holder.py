@@ -79,6 +79,12 @@ class HolderAdapter(PassedOnAdapter):
         """The holder, without the iterator."""
         return self._way.drawing()
 
+    @property
+    def promises(self) -> Capabilities:
+        """Asked anew each time, since the iterator inside learns while it is read."""
+        self.learned()
+        return super().promises
+
     def capabilities(self) -> Capabilities:
         """Those of the iterator inside."""
         told = self._way.capabilities()
