@@ -124,6 +124,17 @@ class Counts(Reshapes):
             yield batch[0]["number"] * number
 
 
+class InAList:
+    """Several iterators, one after the other."""
+
+    def __init__(self, *inside: Any) -> None:
+        self.inside = list(inside)
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.inside:
+            yield from each
+
+
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("kind", [Reshapes, ReadsAhead])
 def test_objects_that_hold_an_iterator_go_on_exactly(kind: Any, ours: bool, root: str) -> None:
@@ -145,6 +156,8 @@ def test_objects_that_do_more_than_pass_batches_on_and_functions_are_refused_wit
         next(iter(midepoch.wrap(Counts(made))))
     with pytest.raises(Unsupported, match=r"reads a DALI iterator.*then="):
         midepoch.wrap(lambda: iter(made))
+    with pytest.raises(Unsupported, match=r"InAList reads a DALI iterator.*then="):
+        midepoch.wrap(InAList(made))
     with pytest.raises(Unsupported, match="randomness='none' with a Reshapes"):
         midepoch.wrap(Reshapes(made), randomness="none")
 
@@ -339,6 +352,26 @@ def test_a_graph_that_differs_names_its_operators(root: str) -> None:
         midepoch.wrap(iterator(root, plus=2)).load_state_dict(midepoch.reseal({**state, "fingerprint": former}))
     with midepoch.wrap(iterator(root)) as loader, pytest.raises(StateError, match="checksum of DALI's"):
         loader.load_state_dict(midepoch.reseal({**state, "fingerprint": former, "position": 2}))
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
+def in_an_order(root: str, first: str) -> Any:
+    number = fn.cast(fn.readers.numpy(file_root=root, name="Reader"), dtype=types.FLOAT)
+    steps = {"pad": lambda value: fn.pad(value, shape=[3]), "flip": lambda value: fn.reductions.sum(value, axes=0)}
+    for name in sorted(steps, key=lambda name: name != first):
+        number = steps[name](number)
+    return number
+
+
+def test_operators_in_another_order_are_named(root: str) -> None:
+    def made(first: str) -> midepoch.Loader:
+        return midepoch.wrap(DALIGenericIterator([in_an_order(root, first)], ["number"], reader_name="Reader"))
+
+    with made("pad") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(other Pad, reductions.Sum\)"):
+        made("flip").load_state_dict(state)
 
 
 def test_another_world_is_refused_with_the_lines_that_would_allow_it(root: str) -> None:

@@ -1289,6 +1289,59 @@ def test_what_a_source_of_which_there_is_no_copy_reports_is_taken_literally() ->
     assert taken(resumed) == taken(wrap(own.Stream()))[3:]
 
 
+class _Pins:
+    """A batch that knows whether it was put into pinned memory."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.is_pinned = numbers, False
+
+    def pin_memory(self) -> _Pins:
+        self.is_pinned = True
+        return self
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_stream_s_batches_are_pinned_where_there_is_a_device(
+    batch_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for pins in (True, False):
+        loader = wrap(DataLoader(IsTold(), batch_size, collate_fn=_Pins, pin_memory=pins), seed=1)
+        assert [batch.is_pinned for batch in loader] == [pins] * len(list(loader))
+
+
+class Rows:
+    """Rows for Grain."""
+
+    def __len__(self) -> int:
+        return own.SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class NamedRows(Rows):
+    def __repr__(self) -> str:
+        return "NamedRows()"
+
+
+def test_a_grain_source_that_grain_knows_by_its_address_is_refused_with_the_cure() -> None:
+    grain = pytest.importorskip("grain")
+
+    def made(rows: Any) -> Loader:
+        sampler = grain.samplers.IndexSampler(
+            own.SIZE, shuffle=True, seed=1, num_epochs=1, shard_options=grain.sharding.NoSharding()
+        )
+        return wrap(grain.DataLoader(data_source=rows, sampler=sampler, worker_count=0))
+
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"names the Rows by its repr\(\).*give the Rows a __repr__"):
+        made(Rows())
+    whole = taken(made(NamedRows()))
+    loader = made(NamedRows())
+    loader.load_state_dict(sources.heads(lambda: made(NamedRows()), 3)[1])
+    assert taken(loader) == whole[3:]
+
+
 # --- the epoch ---
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
+from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 
@@ -78,6 +79,14 @@ class GrainAdapter(StatefulAdapter):
     name: ClassVar[str] = "grain"
     rewinds = True
     how_to_divide = "Pass ShardOptions to a sampler, or slice a MapDataset, as in dataset[rank::world_size]"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        if name := private.grain_names_an_address(source):
+            raise UnsupportedSourceError(
+                f"Grain's state names the {name} by its repr(), which has an address in it, so no other process could "
+                f"load the state: give the {name} a __repr__ that says what it reads"
+            )
 
     @classmethod
     def recognises(cls, source: object) -> bool:

@@ -10,9 +10,12 @@ import contextlib
 import copy
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
@@ -20,7 +23,7 @@ from midepoch.samplers import length_of
 __all__ = [
     "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts",
     "elastic_steps", "forget_end",
-    "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_steps",
+    "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
@@ -82,6 +85,16 @@ def grain_divides(source: Any) -> bool:
     if getattr(source, "_step", 1) > 1 or any(getattr(each, "shard_count", 1) > 1 for each in options):
         return True
     return any(map(grain_divides, getattr(source, "_parents", ())))
+
+
+def grain_names_an_address(source: Any) -> str:
+    """What a Grain DataLoader's states describe by an address: its data source or its sampler; empty if neither."""
+    if not hasattr(source, "_data_source") or getattr(source, "_use_native_dataset_checkpointing", False):
+        return ""
+    for each in (source._data_source, getattr(source, "_sampler", None)):
+        if not isinstance(each, list | tuple | np.ndarray) and re.search(r" at 0x[0-9a-f]+", repr(each)):
+            return type(each).__name__
+    return ""
 
 
 def grain_steps(source: Any) -> str:

@@ -21,7 +21,7 @@ from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.carried import CarriedAdapter, refuse_undivided
 from midepoch.reading.driven import RAW, exposed_samplers
-from midepoch.reading.private import iterates_as_torch
+from midepoch.reading.private import iterates_as_torch, pinned
 
 __all__ = ["StreamAdapter", "WorkersAdapter"]
 
@@ -105,13 +105,14 @@ class StreamAdapter(StatefulAdapter):
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
         source = self.source
         if source.batch_size is None:
-            yield from map(source.collate_fn, samples)
+            for sample in samples:
+                yield pinned(source, source.collate_fn(sample))
             return
         while units := list(itertools.islice(samples, source.batch_size)):
             self._ended = len(units) < source.batch_size
             if self._ended and source.drop_last:
                 return
-            yield source.collate_fn(units)
+            yield pinned(source, source.collate_fn(units))
             if self._ended:
                 return  # an iterator that is its own dataset may begin anew if it is asked again
 
