@@ -1614,6 +1614,53 @@ def test_a_sampler_that_draws_within_an_epoch_has_the_same_order_after_a_resume(
             assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
+class AtOnce:
+    """A sampler that draws its order when it is asked for an iterator, from a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.numbers, self.generator = np.random.default_rng(3), torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        if self.kind == "numpy":
+            return iter(self.numbers.permutation(20).tolist())
+        return iter(torch.randperm(20, generator=self.generator if self.kind == "torch" else None).tolist())
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "global"])
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_a_sampler_that_draws_its_order_at_once_has_it_after_a_resume(kind: str) -> None:
+    import torchdata.nodes as parts
+
+    def batches_of(inner: Any) -> Any:
+        return torch.utils.data.BatchSampler(inner, 2, False)
+
+    makes: list[Callable[[], Any]] = [
+        lambda: StatefulDataLoader(range(20), 2, sampler=AtOnce(kind)),
+        lambda: StatefulDataLoader(range(20), batch_size=None, sampler=AtOnce(kind)),
+        lambda: StatefulDataLoader(range(20), batch_sampler=batches_of(AtOnce(kind))),
+        lambda: parts.Loader(parts.Batcher(parts.SamplerWrapper(AtOnce(kind)), 2)),
+    ]
+    for make in makes:
+        loader = wrap(make(), seed=1)
+        batches, states = [], []
+        for _ in range(2):
+            for batch in loader:
+                batches.append(str(batch))
+                states.append(loader.state_dict())
+        half = len(batches) // 2
+        assert batches[:half] != batches[half:] and not loader.capabilities.exact_order.believed
+        for cut in (1, half - 1, half, half + 1, 2 * half - 1):
+            torch.manual_seed(cut)
+            resumed = wrap(make(), seed=1)
+            resumed.load_state_dict(states[cut - 1])
+            rest = [str(batch) for _ in range(2) for batch in resumed]
+            assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
 class HeldBack:
     """Draws when it gives something, and holds the rest back."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -262,8 +263,12 @@ def begin_samplers(loader: Any) -> None:
             node._it = _drawn_now(node._it, sampler, node._num_yielded)
 
 
-def begin_sampler(iterator: Any) -> None:
-    """The same for the iterator of a StatefulDataLoader without worker processes."""
+def begin_sampler(iterator: Any, seed: Callable[[], None]) -> None:
+    """The same for the iterator of a StatefulDataLoader without worker processes.
+
+    torchdata asks a sampler for an iterator twice where it loads a state. One that draws its order at once, and not
+    when it is first read, gives the second order then. So it is asked once more in each case, after `seed`.
+    """
     holder, name = iterator, "_sampler_iter"
     sampler, yielded = getattr(iterator, "_index_sampler", None), getattr(iterator, "_sampler_iter_yielded", 0)
     if hasattr(getattr(iterator, name, None), "sampler_iter"):  # torchdata's own, of batches
@@ -271,6 +276,11 @@ def begin_sampler(iterator: Any) -> None:
         sampler, yielded = holder.sampler, holder.samples_yielded
     indices = getattr(holder, name, None)
     if indices is not None and not hasattr(indices, "state_dict") and not hasattr(sampler, "load_state_dict"):
+        begins: Any = getattr(type(sampler), "__iter__", None)
+        if own_samplers([sampler]) and begins is not None and not inspect.isgeneratorfunction(begins):
+            seed()
+            again = iter(sampler)
+            indices = indices if again is sampler else itertools.islice(again, yielded, None)
         setattr(holder, name, _drawn_now(indices, sampler, yielded))
 
 

@@ -120,11 +120,16 @@ class TorchdataAdapter(StatefulAdapter):
         if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        _seed_generators([self.source, *self._samplers], key)
-        with self._beginning.under(key):
+        with self._beginning as start:
+
+            def seed() -> None:
+                _seed_generators([self.source, *self._samplers], key)
+                start(key)
+
+            seed()
             iterator = super().start(run, state)
             if not self.source.num_workers:
-                private.begin_sampler(iterator)
+                private.begin_sampler(iterator, seed)
         return iterator
 
     def _read_again(self, run: Run) -> Iterator[Any]:
