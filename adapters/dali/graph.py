@@ -84,9 +84,11 @@ class Operator:
 
     def wires(self, number: int) -> list[tuple[str, list[Field]]]:
         """The names of its inputs or outputs, each with its other properties."""
-        found = [unpack(field.data) for field in self.fields if field.number == number]
-        name = lambda wire: next((each.text for each in wire if each.number == _WIRE_NAME), "")
-        return [(name(wire), [each for each in wire if each.number != _WIRE_NAME]) for wire in found]
+        found = []
+        for wire in (unpack(field.data) for field in self.fields if field.number == number):
+            name = next((each.text for each in wire if each.number == _WIRE_NAME), "")
+            found.append((name, [each for each in wire if each.number != _WIRE_NAME]))
+        return found
 
     def described(self) -> list[Any]:
         """What results depend on, except the data that the operator reads."""

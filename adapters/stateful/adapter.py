@@ -19,14 +19,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
-from midepoch.adapters.stateful.trial import Loaded, Outcome, Report, compare, differing, read_from
+from midepoch.adapters.stateful.trial import Loaded, Outcome, Report, compare, read_from
 from midepoch.copying import stateful_copy
 from midepoch.dividing import division_of
 from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
-from midepoch.randomness.streams import Streams
+from midepoch.order.keys import derive_key
+from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
@@ -364,8 +365,7 @@ class StatefulAdapter(Adapter):
         loaded = decode(encode(state))  # the source may keep what it is given, and change it
         before = state_of(keeper) if used else before
         keeper.load_state_dict(state)
-        reports = state_of(keeper)
-        return Loaded(loaded, before, bool(differing(loaded, reports)))
+        return Loaded(loaded, before, Report.of(loaded, before, state_of(keeper)))
 
     def compare_report(self, loaded: Loaded | None) -> None:
         """Compare what the source reports with what was loaded, now that it has begun to read.
@@ -374,18 +374,18 @@ class StatefulAdapter(Adapter):
             StateError: it reports another state, and no copy of it has shown that it stands at the loaded place.
         """
         self.report, self.is_doubted = None, False
-        if loaded is None or not loaded.differs:
+        if loaded is None or loaded.report is None:
             return
+        self.report = loaded.report
         reports = state_of(self.keeper)
-        differs = differing(loaded.state, reports)
-        if not differs:
+        now = Report.of(loaded.state, loaded.before, reports)
+        if now is None:
             return
-        # One that applies its state when it is read still reports the one before.
-        self.report = Report(differs, not differing(loaded.before, reports))
+        self.report = self.report.merged(now)
         if self.options.verify == "off":
             return
         excuse = self._excuse or self._read_behind_a_load()
-        if excuse is not None and self.report.is_excused_by(excuse):
+        if excuse is not None and now.is_excused_by(excuse):
             self._excuse, self.is_doubted = excuse, True
             return
         if reports is None and self._pristine is None:
@@ -395,7 +395,7 @@ class StatefulAdapter(Adapter):
         if self._pristine is None and not self._tried_in:
             untried = f" Whether that matters could not be seen in a copy ({self._untried})."
         raise StateError(
-            f"{name} reports another state than was loaded: {self.report.words}, so it may stand at another place."
+            f"{name} reports another state than was loaded: {now.words}, so it may stand at another place."
             f"{untried} Let state_dict() return what load_state_dict() was given, or leave out what does not belong to "
             "the place, such as a count of resumes; verify='off' takes the source at its word"
         )
@@ -459,8 +459,13 @@ class StatefulAdapter(Adapter):
     def _load(self, state: Any, first: bool) -> Loaded | None:
         if first:
             # Of a copy: a torchdata.nodes.Loader that was asked for a state ignores one that is loaded later.
-            self._first_state = state_of(self._copied(self.source)[0])
+            self._first_state = self._state_of_a_copy()
         return self.load(state, self._first_state if first else None)
+
+    def _state_of_a_copy(self) -> Any:
+        copy = self._copied(self.source)[0]
+        with Streams().under(derive_key(Purpose.TRIAL)):  # it may draw its order for it
+            return None if copy is None else state_of(copy)
 
     def very_beginning(self) -> Any:
         """The state from which a source that was read begins again. A copy, since the source may keep and change it."""

@@ -111,12 +111,12 @@ class Loaded(NamedTuple):
     Attributes:
         state: a copy of it.
         before: what the source reported before; None if it could not say.
-        differs: whether it reported another state right after the load.
+        report: how it reported another one right after the load; None if it did not.
     """
 
     state: Any
     before: Any
-    differs: bool
+    report: Report | None
 
 
 class Report(NamedTuple):
@@ -129,6 +129,17 @@ class Report(NamedTuple):
 
     differs: dict[tuple[Any, ...], tuple[Any, Any]]
     as_before: bool
+
+    @classmethod
+    def of(cls, loaded: Any, before: Any, reported: Any) -> Report | None:
+        """How `reported` differs from what was loaded; None if it does not. `before`: what was reported before."""
+        differs = differing(loaded, reported)
+        # One that applies its state when it is read still reports the one before.
+        return cls(differs, not differing(before, reported)) if differs else None
+
+    def merged(self, other: Report) -> Report:
+        """What was reported here and there."""
+        return Report({**self.differs, **other.differs}, self.as_before or other.as_before)
 
     def is_excused_by(self, other: Report) -> bool:
         """Whether a copy that reported as `other`, and then read on rightly, did the same."""
