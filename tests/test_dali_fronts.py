@@ -218,6 +218,26 @@ def test_a_factory_whose_iterator_resets_itself_gives_every_epoch(prepare: bool)
     assert len(every_cut(lambda: midepoch.wrap(make))) == 6
 
 
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, py_num_workers=1, py_start_method="fork")
+def from_workers() -> Any:
+    return fn.external_source(source=numbered, batch=False, parallel=True)
+
+
+def test_a_factory_whose_source_runs_in_processes_of_dali_goes_on_exactly() -> None:
+    @dali.factory
+    def make(checkpointing: dict[str, Any]) -> Any:
+        return DALIGenericIterator([from_workers(**checkpointing)], ["number"])
+
+    with midepoch.wrap(make) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        assert [int(batch[0]["number"][0]) for batch in batches] == [4]
+    with midepoch.wrap(make) as fresh:
+        fresh.load_state_dict(state)
+        assert [[int(batch[0]["number"][0]) for batch in fresh] for _ in range(2)] == [[4], [100, 104]]
+
+
 # --- jax -------------------------------------------------------------------------------------------------------------
 
 
@@ -357,7 +377,7 @@ def test_a_graph_that_differs_names_its_operators(root: str) -> None:
 @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
 def in_an_order(root: str, first: str) -> Any:
     number = fn.cast(fn.readers.numpy(file_root=root, name="Reader"), dtype=types.FLOAT)
-    steps = {"pad": lambda value: fn.pad(value, shape=[3]), "flip": lambda value: fn.reductions.sum(value, axes=0)}
+    steps = {"pad": lambda value: fn.pad(value, shape=[3]), "flip": lambda value: fn.reductions.sum(value, axes=0, keep_dims=True)}
     for name in sorted(steps, key=lambda name: name != first):
         number = steps[name](number)
     return number

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -285,6 +286,8 @@ def saving(name: str, batches: int) -> tuple[list[str], list[dict[str, Any]], in
         while len(given) < batches:
             for batch in loader:
                 given.append(repr(batch))
+                if "threads" in name:
+                    time.sleep(0.1)  # until they have read ahead: they share the generators with what is tried
                 states.append(loader.state_dict())
                 if told is None and any(issubclass(each.category, midepoch.MidepochWarning) for each in caught):
                     told = len(given)

@@ -270,7 +270,8 @@ def begin_sampler(iterator: Any, seed: Callable[[], None]) -> None:
     when it is first read, gives the second order then. So it is asked once more in each case, after `seed`.
     """
     holder, name = iterator, "_sampler_iter"
-    sampler, yielded = getattr(iterator, "_index_sampler", None), getattr(iterator, "_sampler_iter_yielded", 0)
+    sampler: Any = getattr(iterator, "_index_sampler", None)
+    yielded = getattr(iterator, "_sampler_iter_yielded", 0)
     if hasattr(getattr(iterator, name, None), "sampler_iter"):  # torchdata's own, of batches
         holder, name = iterator._sampler_iter, "sampler_iter"
         sampler, yielded = holder.sampler, holder.samples_yielded

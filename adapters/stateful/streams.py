@@ -21,7 +21,7 @@ from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.carried import CarriedAdapter, refuse_undivided
 from midepoch.reading.driven import RAW, exposed_samplers
-from midepoch.reading.private import iterates_as_torch, pinned
+from midepoch.reading.private import iterates_as_torch, pinning
 
 __all__ = ["StreamAdapter", "WorkersAdapter"]
 
@@ -103,16 +103,15 @@ class StreamAdapter(StatefulAdapter):
         return self._batches(samples)
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
-        source = self.source
+        source, collate = self.source, pinning(self.source)
         if source.batch_size is None:
-            for sample in samples:
-                yield pinned(source, source.collate_fn(sample))
+            yield from map(collate, samples)
             return
         while units := list(itertools.islice(samples, source.batch_size)):
             self._ended = len(units) < source.batch_size
             if self._ended and source.drop_last:
                 return
-            yield pinned(source, source.collate_fn(units))
+            yield collate(units)
             if self._ended:
                 return  # an iterator that is its own dataset may begin anew if it is asked again
 

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ __all__ = [
     "kept_iterator",
     "let_go",
     "not_saved",
-    "pinned",
+    "pinning",
     "plain_loader",
     "request_again",
     "show_dataset",
@@ -218,6 +218,9 @@ def _let_leave(process: int, workers: Sequence[Any], done: Any, queues: Sequence
         worker.join(max(0.0, until - time.monotonic()))
 
 
-def pinned(loader: DataLoader[Any], batch: Any) -> Any:
-    """A batch of a loader without workers as that hands it out: in pinned memory, if the loader says so."""
-    return _pin_memory(batch) if loader.pin_memory and torch.accelerator.is_available() else batch
+def pinning(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    """The collate function of a loader without workers, with what follows it: pinned memory, if the loader says so."""
+    collate: Callable[[Any], Any] = loader.collate_fn
+    if not (loader.pin_memory and torch.accelerator.is_available()):
+        return collate
+    return lambda samples: _pin_memory(collate(samples))
