@@ -768,6 +768,22 @@ def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> 
     assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
+@pytest.mark.parametrize("name", ["torchdata.nodes", "Grain DataLoader", "right by itself"])
+def test_a_loader_of_a_source_of_its_own_state_can_be_pickled_or_says_why_not(name: str) -> None:
+    make = own.wrapped_nodes if name == "torchdata.nodes" else _right_by_itself
+    make = made(name) if name in own.WRAPPED else make
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    if name == "right by itself":
+        other = pickle.loads(pickle.dumps(loader))
+        other.load_state_dict(loader.state_dict())
+        assert taken(other) == [own.identify(batch) for batch in batches]
+        return
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"cannot be pickled, .* \(\w+Error: .*: make and wrap"):
+        pickle.dumps(loader)
+
+
 def _right_by_itself() -> Loader:
     return wrap(own.Stream())
 

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import gc
 import importlib.metadata
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -209,6 +210,16 @@ class StatefulAdapter(Adapter):
         """Whether something in the source says that it divides its data among ranks."""
         found = (division_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
         return any(each is not None and each.certain for each in found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        try:
+            pickle.Pickler(_Nowhere()).dump(self.source)
+        except Exception as error:
+            raise UnsupportedSourceError(
+                f"this {type(self.source).__name__} cannot be pickled, so its loader cannot be sent to another process "
+                f"({type(error).__name__}: {error!s:.150}): make and wrap the source there, and load a state into it"
+            ) from error
+        return dict(self.__dict__)
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
@@ -503,6 +514,13 @@ def _package_of(source: object) -> str:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 return f"{distribution} {importlib.metadata.version(distribution)}"
     return ""
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: bytes) -> int:
+        return len(data)
 
 
 class _Twice(Session):
