@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -346,6 +347,8 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
 class EpochOrder:
     """A sampler with ``set_epoch``, as torchdata.nodes asks for."""
 
+    first = int(np.random.RandomState(0).permutation(SIZE)[0])
+
     def __init__(self) -> None:
         self.epoch = 0
 
@@ -361,6 +364,13 @@ class EpochOrder:
 
 def drawing(number: int) -> Any:
     return {"number": np.array([number]), "value": random.random()}
+
+
+def drawing_in_turn(number: int) -> Any:
+    """The first sample of all draws first, whichever thread is faster."""
+    if number != EpochOrder.first:
+        time.sleep(0.005)
+    return drawing(number)
 
 
 class DrawsFromItsOwn:
@@ -460,7 +470,7 @@ TOLD: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),
-    "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing, threads=True),
+    "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing_in_turn, threads=True),
 }
 """Each resumes wrongly somewhere, by a fault of its own.
 

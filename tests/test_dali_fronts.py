@@ -124,6 +124,17 @@ class Counts(Reshapes):
             yield batch[0]["number"] * number
 
 
+class InAList:
+    """Several iterators, one after the other."""
+
+    def __init__(self, *inside: Any) -> None:
+        self.inside = list(inside)
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.inside:
+            yield from each
+
+
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("kind", [Reshapes, ReadsAhead])
 def test_objects_that_hold_an_iterator_go_on_exactly(kind: Any, ours: bool, root: str) -> None:
@@ -145,8 +156,38 @@ def test_objects_that_do_more_than_pass_batches_on_and_functions_are_refused_wit
         next(iter(midepoch.wrap(Counts(made))))
     with pytest.raises(Unsupported, match=r"reads a DALI iterator.*then="):
         midepoch.wrap(lambda: iter(made))
+    with pytest.raises(Unsupported, match=r"InAList reads a DALI iterator.*then="):
+        midepoch.wrap(InAList(made))
     with pytest.raises(Unsupported, match="randomness='none' with a Reshapes"):
         midepoch.wrap(Reshapes(made), randomness="none")
+
+
+class MakesLate(DALIGenericIterator):  # type: ignore[misc]
+    """Makes its generator when it draws first."""
+
+    generator: Any = None
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        if self.generator is None:
+            self.generator = np.random.default_rng()
+        batch[0]["noise"] = self.generator.random()
+        return batch
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_subclass_that_makes_its_generator_late_is_not_promised_to_be_exact(
+    held: bool, ours: bool, root: str
+) -> None:
+    made = MakesLate([fed(root)], ["number", "drawn"]) if ours else MakesLate([native(root)], ["number", "drawn"], 16)
+    with midepoch.wrap(Reshapes(made) if held else made, seed=5) as loader:
+        assert loader.capabilities.exact_augmentations.believed
+        with pytest.warns(midepoch.MidepochWarning, match="has made a random generator while the first batch was read"):
+            next(iter(loader))
+        told = loader.capabilities
+    assert told.exact_order and not told.exact_augmentations
+    assert "MakesLate makes a random generator" in told.exact_augmentations.reason
 
 
 # --- an epoch that a source ends --------------------------------------------------------------------------------------
@@ -175,6 +216,26 @@ def test_a_factory_whose_iterator_resets_itself_gives_every_epoch(prepare: bool)
         epochs = [[int(batch[0]["number"][0]) for batch in loader] for _ in range(3)]
     assert epochs == [[0, 4], [100, 104], [200, 204]]
     assert len(every_cut(lambda: midepoch.wrap(make))) == 6
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, py_num_workers=1, py_start_method="fork")
+def from_workers() -> Any:
+    return fn.external_source(source=numbered, batch=False, parallel=True)
+
+
+def test_a_factory_whose_source_runs_in_processes_of_dali_goes_on_exactly() -> None:
+    @dali.factory
+    def make(checkpointing: dict[str, Any]) -> Any:
+        return DALIGenericIterator([from_workers(**checkpointing)], ["number"])
+
+    with midepoch.wrap(make) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        assert [int(batch[0]["number"][0]) for batch in batches] == [4]
+    with midepoch.wrap(make) as fresh:
+        fresh.load_state_dict(state)
+        assert [[int(batch[0]["number"][0]) for batch in fresh] for _ in range(2)] == [[4], [100, 104]]
 
 
 # --- jax -------------------------------------------------------------------------------------------------------------
@@ -311,6 +372,25 @@ def test_a_graph_that_differs_names_its_operators(root: str) -> None:
         midepoch.wrap(iterator(root, plus=2)).load_state_dict(midepoch.reseal({**state, "fingerprint": former}))
     with midepoch.wrap(iterator(root)) as loader, pytest.raises(StateError, match="checksum of DALI's"):
         loader.load_state_dict(midepoch.reseal({**state, "fingerprint": former, "position": 2}))
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
+def in_an_order(root: str, first: str) -> Any:
+    number = fn.cast(fn.readers.numpy(file_root=root, name="Reader"), dtype=types.FLOAT)
+    for name in ("pad", "sum") if first == "pad" else ("sum", "pad"):
+        number = fn.pad(number, shape=[3]) if name == "pad" else fn.reductions.sum(number, axes=0, keep_dims=True)
+    return number
+
+
+def test_operators_in_another_order_are_named(root: str) -> None:
+    def made(first: str) -> midepoch.Loader:
+        return midepoch.wrap(DALIGenericIterator([in_an_order(root, first)], ["number"], reader_name="Reader"))
+
+    with made("pad") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(other Pad, reductions.Sum\)"):
+        made("sum").load_state_dict(state)
 
 
 def test_another_world_is_refused_with_the_lines_that_would_allow_it(root: str) -> None:

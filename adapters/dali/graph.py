@@ -22,6 +22,7 @@ __all__ = ["Graph", "Operator", "build", "crc_of_data", "identity", "settings_of
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
 _SCHEMA, _INPUTS, _OUTPUTS, _ARGUMENTS, _NAME = 1, 2, 3, 4, 5
+_WIRE_NAME = 1
 _ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR = 1, 2, 4, 5, 6, 7, 8
 
 # Where the graph was defined, how fast it runs, and which part of the data it reads. A state depends on none of these.
@@ -81,6 +82,14 @@ class Operator:
         """Whether it calls python, which a serialized graph cannot hold."""
         return private.calls_python(self.schema)
 
+    def wires(self, number: int) -> list[tuple[str, list[Field]]]:
+        """The names of its inputs or outputs, each with its other properties."""
+        found = []
+        for wire in (unpack(field.data) for field in self.fields if field.number == number):
+            name = next((each.text for each in wire if each.number == _WIRE_NAME), "")
+            found.append((name, [each for each in wire if each.number != _WIRE_NAME]))
+        return found
+
     def described(self) -> list[Any]:
         """What results depend on, except the data that the operator reads."""
         wires = [(field.number, field.data) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
@@ -116,11 +125,17 @@ class Graph:
 
     @property
     def pieces(self) -> str:
-        """The operators, each kind with a short hash of the settings of all of its kind; empty if they are too many."""
+        """The operators, each kind with a short hash of the settings and inputs of all of its kind.
+
+        An input is told by what it comes from. Empty if there are too many kinds.
+        """
         kinds: dict[str, list[str]] = {}
+        come_from: dict[str, str] = {}
         for operator in self.operators:
             schema, _, arguments = operator.described()
-            kinds.setdefault(schema.replace("__", ".").lstrip("_."), []).append(repr(arguments))
+            inputs = [(come_from.get(name, ""), rest) for name, rest in operator.wires(_INPUTS)]
+            come_from |= {name: schema for name, _ in operator.wires(_OUTPUTS)}
+            kinds.setdefault(schema.replace("__", ".").lstrip("_."), []).append(repr((inputs, arguments)))
         told = [f"{kind}={_short(repr(sorted(each)))}" for kind, each in sorted(kinds.items())]
         return " ".join(told) if len(told) <= _MOST_KINDS else ""
 

@@ -45,8 +45,11 @@ class HolderAdapter(PassedOnAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """An object that holds one DALI iterator, or a function that reads one."""
-        return _inside_of(source) is not None or any(map(private.is_iterator, private.read_by(source)))
+        """An object that holds one DALI iterator, or several, or a function that reads one."""
+        if _inside_of(source) is not None or any(map(private.is_iterator, private.read_by(source))):
+            return True
+        keeps_a_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        return not keeps_a_state and any(map(private.is_iterator, private.in_containers(source)))
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter | None:
@@ -78,6 +81,12 @@ class HolderAdapter(PassedOnAdapter):
     def drawing(self) -> tuple[object, ...]:
         """The holder, without the iterator."""
         return self._way.drawing()
+
+    @property
+    def promises(self) -> Capabilities:
+        """Asked anew each time, since the iterator inside learns while it is read."""
+        self.learned()
+        return super().promises
 
     def capabilities(self) -> Capabilities:
         """Those of the iterator inside."""

@@ -110,7 +110,7 @@ class NativeAdapter(Adapter):
             private.check_unused(source)
             template = copy.copy(source)  # keeps the pipelines when they are taken from the user's iterator
         self._template = template
-        self._own = OwnCode.of(template, options)
+        self._own = OwnCode.of(template, options, self.learned)
         if self._factory is not None:
             self._live = _LiveIterator(template, (0, 0), False, self._own)
         self._batch_size = template.batch_size
@@ -180,7 +180,7 @@ class NativeAdapter(Adapter):
             exact += "; python functions and sources must depend only on their arguments"
         return Capabilities(
             exact_order=Capability(True, "DALI's checkpoint holds the state of each reader"),
-            exact_augmentations=promised(Capability(True, exact), self._template, self.options),
+            exact_augmentations=promised(Capability(True, exact), self._template, self.options, self._own),
             constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
             elastic_world=Capability(False, "DALI's checkpoint is for one number of shards: use dali.readers for more"),
             elastic_workers=promises.NO_WORKERS,

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import math
 import os
 import sys
@@ -43,6 +44,7 @@ __all__ = [
     "dynamic_readers",
     "given_size",
     "has_run",
+    "in_containers",
     "is_iterator",
     "is_new",
     "keeps_checkpoints",
@@ -136,6 +138,18 @@ def is_iterator(source: object) -> bool:
 def read_by(source: Any) -> list[Any]:
     """What an object holds and a function uses, and what the object's iteration uses."""
     return list(named_in(source).values())
+
+
+def in_containers(source: Any) -> list[Any]:
+    """What an object holds in short lists and dicts."""
+    found: list[Any] = []
+    for each in list(getattr(source, "__dict__", {}).values()):
+        members = each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+        found += itertools.islice(members, _MOST_MEMBERS)
+    return found
+
+
+_MOST_MEMBERS = 64  # of a list or dict: longer ones hold data
 
 
 def named_in(source: Any) -> dict[str, Any]:

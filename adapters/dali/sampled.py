@@ -56,7 +56,8 @@ class SampledAdapter(Adapter):
             )
         self._graph = Graph(private.serialize(pipeline))
         self._check_graph(pipeline, feed)
-        self._stream = _Stream(source, feed, OwnCode.of(source, options))
+        self._own = OwnCode.of(source, options, self.learned)
+        self._stream = _Stream(source, feed, self._own)
         self._data, self._order = feed.data, feed.order
         self.batch_size, self.drop_last, self.world = pipeline.max_batch_size, feed.drop_last, feed.world
         if pipeline.seed is not None:
@@ -103,7 +104,7 @@ class SampledAdapter(Adapter):
             )
         return Capabilities(
             exact_order=promises.OUR_ORDER,
-            exact_augmentations=promised(exact, self.source, self.options),
+            exact_augmentations=promised(exact, self.source, self.options, self._own),
             constant_time_resume=promises.CONSTANT_TIME,
             elastic_world=promises.POSITIONS,
             elastic_workers=promises.NO_WORKERS,

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import gc
 import importlib.metadata
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,13 +20,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
-from midepoch.adapters.stateful.trial import Outcome, compare, read_from
+from midepoch.adapters.stateful.trial import Loaded, Outcome, Report, compare, read_from
 from midepoch.copying import stateful_copy
+from midepoch.dividing import division_of
 from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
-from midepoch.randomness.streams import Streams
+from midepoch.order.keys import derive_key
+from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
@@ -55,18 +58,25 @@ class StatefulAdapter(Adapter):
     remembers = False
     stands_at_its_state: bool = False  # its state before an iterator is made leads where that iterator begins
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
+    how_to_divide: ClassVar[str] = "Give each rank its own part"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self.seeds = False  # a batch has drawn, so each is seeded from now on
         self.was_put_at_its_end = False  # by a state, and not read since
-        self._used = self._was_fresh = False
+        self._used = False
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
-        self._begun = False  # a session has been opened
+        self._begun = False  # a session has begun to read
+        self._opened = False
         self._tried_in: list[int] = []  # epochs
+        self.report: Report | None = None  # of the latest load, if the source reports another state since
+        self.is_doubted = False  # what follows the latest load shows whether it was applied
+        self._copies_report = False  # another state than they load
+        self._excuse: Report | None = None  # that of a copy which has read on rightly
+        self._after_first = ""  # the state of a copy after its first batch
         self.saved_with = ""  # another version of the source's package, of the state that was checked last
         self._untried = "it is tried on a copy when an epoch is read from its beginning"
         if options.verify == "off" or not options.streams:
@@ -124,11 +134,13 @@ class StatefulAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """What the source's own state can restore."""
-        own = Capability(True, "as exact as the source's own state, which led a copy to the batch that came next")
+        base = "as exact as the source's own state, which led a copy from an epoch's first batch to the next one"
+        own = Capability(True, f"{base}; no other place is tried")
         if self._untried:
-            own = Capability(True, f"as exact as the source's own state: {self._untried}", believed=True)
+            base = f"as exact as the source's own state: {self._untried}"
+            own = Capability(True, base, believed=True)
         # A trial, after the first batch, sees only what is drawn by then.
-        drawn = Capability(True, f"{own.reason}, if it restores all that later batches draw from", believed=True)
+        drawn = Capability(True, f"{base}, if it restores all that later batches draw from", believed=True)
         return Capabilities(
             exact_order=own,
             exact_augmentations=NOT_RESTORED if isinstance(self.source, DataLoader) else drawn,
@@ -177,7 +189,37 @@ class StatefulAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
+        if run.world.world_size > 1 and self.options.shard is None and not self._opened:
+            self._tell_of_undivided(run.world)
+        self._opened = True
         return StatefulSession(self, run)
+
+    def _tell_of_undivided(self, world: World) -> None:
+        if world.rank or self.divides:
+            return
+        warnings.warn(
+            f"{world.world_size} ranks read this {type(self.source).__name__}, and midepoch does not divide what keeps "
+            f"its own state: if the source does not divide its data by rank, each rank reads all of it. "
+            f"{self.how_to_divide}; if it does, or all ranks are meant to read the same, pass shard=False",
+            MidepochWarning,
+            stacklevel=6,
+        )
+
+    @property
+    def divides(self) -> bool:
+        """Whether something in the source says that it divides its data among ranks."""
+        found = (division_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
+        return any(each is not None and each.certain for each in found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        try:
+            pickle.Pickler(_Nowhere()).dump(self.source)
+        except Exception as error:
+            raise UnsupportedSourceError(
+                f"this {type(self.source).__name__} cannot be pickled, so its loader cannot be sent to another process "
+                f"({type(error).__name__}: {error!s:.150}): make and wrap the source there, and load a state into it"
+            ) from error
+        return dict(self.__dict__)
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
@@ -192,8 +234,16 @@ class StatefulAdapter(Adapter):
     def _tries(self) -> bool:
         return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, run: Run) -> None:
         """A session begins to read."""
+        epoch, follows = run.epoch, 0 if self._read_epoch is None else self._read_epoch + 1
+        if epoch not in (0, self._read_epoch, follows) and not (run.detail or self.begins_anew or self._set_epoch):
+            warnings.warn(
+                f"epoch {epoch} is the next pass of this {type(self.source).__name__}, whatever its number: it counts "
+                "its passes itself, and has no set_epoch; load a state to go elsewhere",
+                MidepochWarning,
+                stacklevel=8,
+            )
         self._read_epoch = epoch
         if not self._begun:
             self._begun = True
@@ -219,7 +269,8 @@ class StatefulAdapter(Adapter):
 
         A session that begins within an epoch is not tried: a source may read all that was consumed to get there.
         """
-        if self._pristine is None or run.position or run.epoch in self._tried_in:
+        done = self._pristine is None or len(self._tried_in) >= _TRIALS
+        if done or run.position or run.epoch in self._tried_in:
             return None
         return lambda detail, batches: self._attempt(run, detail, batches)
 
@@ -236,17 +287,28 @@ class StatefulAdapter(Adapter):
         if outcome is None:
             self._cannot_try("it is not tried, since a copy of it cannot be read")
         elif len(self._tried_in) == _TRIALS:
-            self._pristine = None
+            self._end_trials()
         if threading.active_count() > threads:
             gc.collect()  # ends those of the copy
         return outcome
 
+    def _end_trials(self) -> None:
+        self._tried_in = [-1] * _TRIALS
+        if not self._copies_report:  # they are asked again when the source does
+            self._pristine = None
+
     def _read_copy(self, run: Run) -> Outcome | None:
-        copy = self._copied(self._pristine)[0]
+        return self._ask_copy(lambda adapter, run: adapter.open(run), run)
+
+    def _ask_copy(self, ask: Callable[[StatefulAdapter, Run], Session], run: Run) -> Outcome | None:
+        """What a session over a copy gives. `ask` opens it. None if there is no copy."""
+        copy = None if self._pristine is None else self._copied(self._pristine)[0]
         if copy is None:
             return None
-        options = dataclasses.replace(self.options, verify="off")
-        return read_from(lambda run: type(self)(copy, options).open(run), self._pristine, copy, run)
+        adapter = type(self)(copy, dataclasses.replace(self.options, verify="off"))
+        outcome = read_from(lambda run: ask(adapter, run), self._pristine, copy, run)
+        self._copies_report = self._copies_report or adapter.report is not None
+        return outcome
 
     def conclude(self, outcome: Outcome, batch: Any, run: Run, batches: int) -> None:
         """Compare the copy's batch with the source's own, and say what follows."""
@@ -258,7 +320,9 @@ class StatefulAdapter(Adapter):
             self.learned()
         if not finding.differs:
             return
-        self._pristine = None
+        self._end_trials()
+        if finding.order:
+            self._pristine = None
         what = "order" if finding.order else "random numbers"
         why = f"its state after batch {batches} of epoch {run.epoch} was tried on a copy: {finding.differs}"
         self._tell(why, finding.order, f"does not restore its {what}")
@@ -279,39 +343,97 @@ class StatefulAdapter(Adapter):
             stacklevel=8,
         )
 
-    def doubts(self, state: Any) -> bool:
-        """Whether a source of an unknown kind does not report the state that it was given.
+    # --- what differs from one epoch to the next, and from one load to another ---
 
-        One that reports neither that state nor the one before is named in a warning.
+    @property
+    def _set_epoch(self) -> Callable[[int], Any] | None:
+        """The ``set_epoch`` of what keeps the state, if nobody else calls that."""
+        tell = getattr(self.keeper, "set_epoch", None) if self.is_of_unknown_kind else None
+        return tell if callable(tell) else None
+
+    def tell_the_epoch(self, epoch: int) -> None:
+        """As a training loop does before each epoch. A state that is loaded then has the last word."""
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
+
+    @property
+    def keeper(self) -> Any:
+        """What keeps the state."""
+        return self.source
+
+    @property
+    def is_of_unknown_kind(self) -> bool:
+        """Whether nobody has tried how such a source reports what it has loaded."""
+        return type(self) is StatefulAdapter
+
+    def load(self, state: Any, before: Any) -> Loaded | None:
+        """Load a state. `before`: what a source that was not read reports; None if it cannot say."""
+        keeper = self.keeper
+        used, self._used = self._used, True
+        if not self.is_of_unknown_kind:
+            keeper.load_state_dict(state)
+            return None
+        loaded = decode(encode(state))  # the source may keep what it is given, and change it
+        before = state_of(keeper) if used else before
+        keeper.load_state_dict(state)
+        return Loaded(loaded, before, Report.of(loaded, before, state_of(keeper)))
+
+    def compare_report(self, loaded: Loaded | None) -> None:
+        """Compare what the source reports with what was loaded, now that it has begun to read.
+
+        Raises:
+            StateError: it reports another state, and no copy of it has shown that it stands at the loaded place.
         """
-        if type(self) is not StatefulAdapter or self._pristine is None:
-            return False
-        reported = encode(state_of(self.source))
-        if reported == encode(state):
-            return False
-        # One that applies its state when it is read still reports the one before.
-        if self._was_fresh and reported != encode(self._first_state):
-            name = type(self.source).__name__
-            warnings.warn(
-                f"{name} reports another state than was loaded, so midepoch cannot tell whether it stands at the "
-                "loaded place: let its state_dict() return what its load_state_dict() was given",
-                MidepochWarning,
-                stacklevel=7,
-            )
-        return True
+        self.report, self.is_doubted = None, False
+        if loaded is None or loaded.report is None:
+            return
+        self.report = loaded.report
+        reports = state_of(self.keeper)
+        now = Report.of(loaded.state, loaded.before, reports)
+        if now is None:
+            return
+        self.report = self.report.merged(now)
+        if self.options.verify == "off":
+            return
+        excuse = self._excuse or self._read_behind_a_load()
+        if excuse is not None and now.is_excused_by(excuse):
+            self._excuse, self.is_doubted = excuse, True
+            return
+        if reports is None and self._pristine is None:
+            return  # it says nothing, and nothing can be tried
+        name = type(self.keeper).__name__
+        untried = ""
+        if self._pristine is None and not self._tried_in:
+            untried = f" Whether that matters could not be seen in a copy ({self._untried})."
+        raise StateError(
+            f"{name} reports another state than was loaded: {now.words}, so it may stand at another place."
+            f"{untried} Let state_dict() return what load_state_dict() was given, or leave out what does not belong to "
+            "the place, such as a count of resumes; verify='off' takes the source at its word"
+        )
+
+    def _read_behind_a_load(self) -> Report | None:
+        """How a copy reports a state that it loads. None if nothing can be tried, or the copy reads on wrongly."""
+        beginning = Run(0, 0, 0, World(), None, "pad", "")
+        read = self._ask_copy(_Twice, beginning)
+        if read is None or read.error is not None:
+            return None
+        self._after_first, state, expected = read.batch
+        given = self._ask_copy(
+            lambda adapter, run: _Behind(adapter, run, state), dataclasses.replace(beginning, position=1)
+        )
+        if given is None or given.error is not None:
+            return None
+        report, batch = given.batch
+        return None if compare(Outcome(batch), expected).order else report
 
     def check_begun(self) -> None:
         """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
 
         A source that reports another state than it was given may apply that when it is read.
         """
-        copy = self._copied(self._pristine)[0]
-        if copy is None:
-            return
-        fresh = read_from(lambda run: _First(copy), self._pristine, copy, Run(0, 0, 0, World(), None, "pad", ""))
-        if fresh.error is None and encode(state_of(copy)) == encode(state_of(self.source)):
+        if self._after_first and encode(state_of(self.keeper)) == self._after_first:
             raise StateError(
-                f"{type(self.source).__name__} reports another state than was loaded, that of its very beginning: its "
+                f"{type(self.keeper).__name__} reports another state than was loaded, that of its very beginning: its "
                 "load_state_dict does not lead to the loaded place; fix it, or wrap a function that makes what the "
                 "source reads"
             )
@@ -329,23 +451,32 @@ class StatefulAdapter(Adapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator from `state` on; None starts the epoch."""
-        first = self._was_fresh = not self._used and not self.rewinds
+        first = not self._used and not self.rewinds
+        self.tell_the_epoch(run.epoch)
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self.very_beginning()
-        if first and state is not None:
-            # Of a copy: a torchdata.nodes.Loader that was asked for a state ignores one that is loaded later.
-            self._first_state = state_of(self._copied(self.source)[0])
+        loaded = None if state is None else self._load(state, first)
         self._used = True
-        if state is not None:
-            self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
+        self.compare_report(loaded)
         private.forget_end(iterator)
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
         if first and state is None:
             self._first_state = state_of(self.source)
         return iterator
+
+    def _load(self, state: Any, first: bool) -> Loaded | None:
+        if first:
+            # Of a copy: a torchdata.nodes.Loader that was asked for a state ignores one that is loaded later.
+            self._first_state = self._state_of_a_copy()
+        return self.load(state, self._first_state if first else None)
+
+    def _state_of_a_copy(self) -> Any:
+        copy = self._copied(self.source)[0]
+        with Streams().under(derive_key(Purpose.TRIAL)):  # it may draw its order for it
+            return None if copy is None else state_of(copy)
 
     def very_beginning(self) -> Any:
         """The state from which a source that was read begins again. A copy, since the source may keep and change it."""
@@ -358,10 +489,7 @@ class StatefulAdapter(Adapter):
 
     def restore(self, state: Any) -> None:
         """Load a state from which the next epoch begins, and read nothing."""
-        if not self._used:
-            self._first_state = state_of(self._copied(self.source)[0])
-        self._used = True
-        self.source.load_state_dict(state)
+        self.compare_report(self._load(state, not self._used))
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """A function that returns the iterator's next batch."""
@@ -388,11 +516,42 @@ def _package_of(source: object) -> str:
     return ""
 
 
-class _First(Session):
-    """Gives the first batch of a source, by the source's own means."""
+class _Nowhere:
+    """A file that keeps nothing."""
 
-    def __init__(self, source: Any) -> None:
-        self.take = lambda: next(iter(source))
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
+class _Twice(Session):
+    """Gives what a copy reports after its first batch, the state for that place, and the batch that follows."""
+
+    def __init__(self, adapter: StatefulAdapter, run: Run) -> None:
+        self._adapter, self._run = adapter, run
+
+    def take(self) -> tuple[str, Any, Any]:
+        """Reads two batches."""
+        adapter = self._adapter
+        adapter.seeds = True
+        iterator = adapter.start(self._run, None)
+        read = adapter.reading(self._run, iterator)
+        read()
+        reports = encode(state_of(adapter.keeper))
+        return reports, decode(encode(adapter.current(iterator))), read()
+
+
+class _Behind(Session):
+    """Gives how a copy reports a state that it loads, and the batch that follows."""
+
+    def __init__(self, adapter: StatefulAdapter, run: Run, state: Any) -> None:
+        self._adapter, self._run, self._state = adapter, run, state
+
+    def take(self) -> tuple[Report, Any]:
+        """Reads a batch."""
+        adapter = self._adapter
+        adapter.seeds = True
+        iterator = adapter.start(self._run, self._state)
+        return adapter.report or Report({}, False), adapter.reading(self._run, iterator)()
 
 
 def state_of(source: Any) -> Any:

@@ -160,6 +160,11 @@ class LitDataAdapter(StatefulAdapter):
         """Others know no length for the rest of an epoch."""
         return True
 
+    @property
+    def divides(self) -> bool:
+        """Yes: LitData divides its chunks among ranks."""
+        return True
+
     def _was_begun_by_others(self, detail: str, world: World) -> bool:
         if not detail or detail.startswith("ended:"):
             return False

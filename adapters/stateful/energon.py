@@ -30,6 +30,7 @@ class EnergonAdapter(StatefulAdapter):
     """What `megatron.energon.get_savable_loader` returns. A training loader's pass does not end."""
 
     name: ClassVar[str] = "energon"
+    how_to_divide = "Make its WorkerConfig for this rank, as WorkerConfig.default_worker_config() does"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -73,6 +74,11 @@ class EnergonAdapter(StatefulAdapter):
             exact_augmentations=exact,
             elastic_world=Capability(False, "Energon's own rule: `energon checkpoint redist` makes states for others"),
         )
+
+    @property
+    def divides(self) -> bool:
+        """Whether its WorkerConfig is for several ranks."""
+        return getattr(getattr(self.source.dataset, "worker_config", None), "world_size", 1) > 1
 
     @property
     def elsewhere(self) -> str:

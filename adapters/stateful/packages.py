@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
+from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 
@@ -29,6 +30,7 @@ class DatasetsAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "datasets"
+    how_to_divide = "Divide it by datasets.distributed.split_dataset_by_node"
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -52,6 +54,11 @@ class DatasetsAdapter(StatefulAdapter):
         self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
 
     @property
+    def divides(self) -> bool:
+        """Whether it came from `split_dataset_by_node`."""
+        return private.hugging_face_divides(self.source)
+
+    @property
     def begins_anew(self) -> bool:
         """Yes: it is told the epoch, and led back to its beginning."""
         return True
@@ -71,6 +78,15 @@ class GrainAdapter(StatefulAdapter):
 
     name: ClassVar[str] = "grain"
     rewinds = True
+    how_to_divide = "Pass ShardOptions to a sampler, or slice a MapDataset, as in dataset[rank::world_size]"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options)
+        if name := private.grain_names_an_address(source):
+            raise UnsupportedSourceError(
+                f"Grain's state names the {name} by its repr(), which has an address in it, so no other process could "
+                f"load the state: give the {name} a __repr__ that says what it reads"
+            )
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -85,6 +101,11 @@ class GrainAdapter(StatefulAdapter):
     def capabilities(self) -> Capabilities:
         """What Grain's state can restore: the generators given to its random transformations, and no others."""
         return dataclasses.replace(super().capabilities(), exact_augmentations=RESTORED_BY_GRAIN)
+
+    @property
+    def divides(self) -> bool:
+        """Whether it has options for several shards, or a slice with a step."""
+        return private.grain_divides(self.source)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Grain's iterator, after its state is loaded."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
@@ -20,8 +24,8 @@ from midepoch.samplers import length_of
 __all__ = [
     "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts",
     "elastic_steps", "forget_end",
-    "gives_out_of_order", "go_to_the_end", "grain_steps",
-    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_steps",
+    "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
+    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
     "starts_kept_workers", "untold_draws", "without_iterator",
@@ -69,6 +73,29 @@ def _holds_some_back(examples: Any) -> bool:
     if "BufferShuffled" in type(examples).__name__:
         return True
     return any(map(_holds_some_back, _held(examples)))
+
+
+def hugging_face_divides(dataset: Any) -> bool:
+    """Whether a Hugging Face IterableDataset is one rank's part."""
+    return getattr(dataset, "_distributed", None) is not None
+
+
+def grain_divides(source: Any) -> bool:
+    """Whether a Grain dataset, a parent of it or a loader's sampler reads every n-th sample only."""
+    options = [getattr(each, "_shard_options", None) for each in (source, getattr(source, "_sampler", None))]
+    if getattr(source, "_step", 1) > 1 or any(getattr(each, "shard_count", 1) > 1 for each in options):
+        return True
+    return any(map(grain_divides, getattr(source, "_parents", ())))
+
+
+def grain_names_an_address(source: Any) -> str:
+    """What a Grain DataLoader's states describe by an address: its data source or its sampler; empty if neither."""
+    if not hasattr(source, "_data_source") or getattr(source, "_use_native_dataset_checkpointing", False):
+        return ""
+    for each in (source._data_source, getattr(source, "_sampler", None)):
+        if not isinstance(each, list | tuple | np.ndarray) and re.search(r" at 0x[0-9a-f]+", repr(each)):
+            return type(each).__name__
+    return ""
 
 
 def grain_steps(source: Any) -> str:
@@ -236,15 +263,25 @@ def begin_samplers(loader: Any) -> None:
             node._it = _drawn_now(node._it, sampler, node._num_yielded)
 
 
-def begin_sampler(iterator: Any) -> None:
-    """The same for the iterator of a StatefulDataLoader without worker processes."""
+def begin_sampler(iterator: Any, seed: Callable[[], None]) -> None:
+    """The same for the iterator of a StatefulDataLoader without worker processes.
+
+    torchdata asks a sampler for an iterator twice where it loads a state. One that draws its order at once, and not
+    when it is first read, gives the second order then. So it is asked once more in each case, after `seed`.
+    """
     holder, name = iterator, "_sampler_iter"
-    sampler, yielded = getattr(iterator, "_index_sampler", None), getattr(iterator, "_sampler_iter_yielded", 0)
+    sampler: Any = getattr(iterator, "_index_sampler", None)
+    yielded = getattr(iterator, "_sampler_iter_yielded", 0)
     if hasattr(getattr(iterator, name, None), "sampler_iter"):  # torchdata's own, of batches
         holder, name = iterator._sampler_iter, "sampler_iter"
         sampler, yielded = holder.sampler, holder.samples_yielded
     indices = getattr(holder, name, None)
     if indices is not None and not hasattr(indices, "state_dict") and not hasattr(sampler, "load_state_dict"):
+        begins: Any = getattr(type(sampler), "__iter__", None)
+        if own_samplers([sampler]) and begins is not None and not inspect.isgeneratorfunction(begins):
+            seed()
+            again = iter(sampler)
+            indices = indices if again is sampler else itertools.islice(again, yielded, None)
         setattr(holder, name, _drawn_now(indices, sampler, yielded))
 
 

@@ -35,7 +35,7 @@ class StatefulSession(Session):
         self._advance: Callable[[], Any] | None = None
         self._trial: Callable[[str, int], Outcome | None] | None = None
         self._handed_out = 0
-        self._failed = self._finished = self._doubted = self._ended_once_more = False
+        self._failed = self._finished = self._ended_once_more = False
         self._began_at = ""  # the source's state at the session's beginning; empty if only an iterator leads there
         self._over = run.detail.startswith(ENDED)  # the source has ended
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
@@ -86,7 +86,7 @@ class StatefulSession(Session):
             # torch's loaders draw the workers' seed here, which must not change the caller's generator.
             with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
                 advance, batch = self._begun()
-        if self._doubted:
+        if run.position and adapter.is_doubted:
             adapter.check_begun()
         self._trial, self._advance = adapter.trial(run), steady(advance)
         self._next = self._advance if self._trial is None else self._second
@@ -114,7 +114,7 @@ class StatefulSession(Session):
         """Stand where the source had ended: it begins the next epoch from its own state, if it has any."""
         own = self._run.detail.removeprefix(ENDED)
         if own:
-            self._adapter.begin(self._run.epoch)
+            self._adapter.begin(self._run)
             self._loading(lambda: self._adapter.restore(decode(own)))
             self._adapter.was_put_at_its_end = True
 
@@ -153,7 +153,7 @@ class StatefulSession(Session):
 
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
-        adapter.begin(run.epoch)
+        adapter.begin(run)
         self._began_at = run.detail
         if not run.detail:
             if run.epoch and adapter.stands_at_its_state:
@@ -162,7 +162,6 @@ class StatefulSession(Session):
         else:
             state = decode(run.detail)
             self._iterator = self._loading(lambda: adapter.start(run, state))
-            self._doubted = run.position > 0 and adapter.doubts(state)
         return adapter.reading(run, self._iterator)
 
     def _loading(self, load: Callable[[], Any]) -> Any:

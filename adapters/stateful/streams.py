@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, state_of
 from midepoch.adapters.stateful.keyed import keyed
+from midepoch.adapters.stateful.trial import Loaded
 from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -20,7 +21,7 @@ from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.carried import CarriedAdapter, refuse_undivided
 from midepoch.reading.driven import RAW, exposed_samplers
-from midepoch.reading.private import iterates_as_torch
+from midepoch.reading.private import iterates_as_torch, pinning
 
 __all__ = ["StreamAdapter", "WorkersAdapter"]
 
@@ -81,33 +82,36 @@ class StreamAdapter(StatefulAdapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The dataset's own iterator, after its state is loaded, in batches."""
-        dataset = self.source.dataset
-        if not self._used:
+        dataset, first = self.source.dataset, not self._used
+        self.tell_the_epoch(run.epoch)
+        if first and state is None:
             self._note_beginning()
         elif state is None and run.epoch == 0:
             state = self.very_beginning()
+        loaded = None if state is None else self._load(state, first)
         self._used, self._ended = True, False
-        if state is not None:
-            own, self._ended = state
-            dataset.load_state_dict(own)
-            if self._ended and run.position:
-                return iter(())
-        self._ended = False
+        if state is not None and state[1] and run.position:
+            self._ended = True
+            self.compare_report(loaded)
+            return iter(())
         if self._beginning is None:
-            return self._batches(iter(dataset))
-        with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
-            return self._batches(iter(dataset))
+            samples = iter(dataset)
+        else:
+            with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+                samples = iter(dataset)
+        self.compare_report(loaded)
+        return self._batches(samples)
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
-        source = self.source
+        source, collate = self.source, pinning(self.source)
         if source.batch_size is None:
-            yield from map(source.collate_fn, samples)
+            yield from map(collate, samples)
             return
         while units := list(itertools.islice(samples, source.batch_size)):
             self._ended = len(units) < source.batch_size
             if self._ended and source.drop_last:
                 return
-            yield source.collate_fn(units)
+            yield collate(units)
             if self._ended:
                 return  # an iterator that is its own dataset may begin anew if it is asked again
 
@@ -115,12 +119,20 @@ class StreamAdapter(StatefulAdapter):
         own = state_of(self.source.dataset)
         self._first_state = None if own is None else (own, False)
 
-    def restore(self, state: Any) -> None:
-        """Load a state from which the next epoch begins, and read nothing."""
-        if not self._used:
+    def _load(self, state: Any, first: bool) -> Loaded | None:
+        if first:
             self._note_beginning()
-        self._used = True
-        self.source.dataset.load_state_dict(state[0])
+        return self.load(state[0], self._first_state[0] if first and self._first_state else None)
+
+    @property
+    def keeper(self) -> Any:
+        """The dataset."""
+        return self.source.dataset
+
+    @property
+    def is_of_unknown_kind(self) -> bool:
+        """It is the user's own."""
+        return True
 
     def current(self, iterator: Iterator[Any]) -> Any:
         """The dataset's state, and whether it has ended."""

@@ -32,6 +32,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     name: ClassVar[str] = "stateful-dataloader"
     rewinds = True
+    how_to_divide = "Pass it a DistributedSampler, or a dataset that divides itself"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -58,6 +59,11 @@ class TorchdataAdapter(StatefulAdapter):
     def __getstate__(self) -> dict[str, Any]:
         # The loader's place says all: its running iterator, which cannot be pickled, stays here.
         return {**self.__dict__, "source": private.without_iterator(self.source)}
+
+    @property
+    def divides(self) -> bool:
+        """Whether its sampler or its dataset is for one rank of several."""
+        return super().divides or (self._inside is not None and private.hugging_face_divides(self._inside))
 
     def drawing(self) -> tuple[object, ...]:
         """What the DataLoader calls."""
@@ -94,27 +100,36 @@ class TorchdataAdapter(StatefulAdapter):
         """Start under the epoch's stream, which also seeds its own generators."""
         if state is not None and (self._reads_again or private.counts_only(state)):
             return self._read_again(run)
-        for each in self._samplers:
+        for each in (*self._samplers, *self._dataset_to_tell):
             if callable(tell := getattr(each, "set_epoch", None)):
                 tell(run.epoch)  # the loader that was wrapped is told in its place
-        if self._inside is not None:
-            self._inside.set_epoch(run.epoch)
-            if state is None:
-                self._inside.load_state_dict(self._inside_first)
+        if self._inside is not None and state is None:
+            self._inside.load_state_dict(self._inside_first)
         if state is None and self.rewinds and private.starts_kept_workers(self.source):
             # Later passes begin by a reset, and a reset draws another order than the start of workers.
             self._start_seeded(run, None)
         return self._start_seeded(run, state)
 
+    @property
+    def _dataset_to_tell(self) -> tuple[Any, ...]:
+        """The dataset, unless worker processes keep a copy of it: Hugging Face's reaches those, too."""
+        kept = self.source.persistent_workers and self._inside is None
+        return () if kept else (self.source.dataset,)
+
     def _start_seeded(self, run: Run, state: Any) -> Iterator[Any]:
         if self._beginning is None:
             return super().start(run, state)
         key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        _seed_generators([self.source, *self._samplers], key)
-        with self._beginning.under(key):
+        with self._beginning as start:
+
+            def seed() -> None:
+                _seed_generators([self.source, *self._samplers], key)
+                start(key)
+
+            seed()
             iterator = super().start(run, state)
             if not self.source.num_workers:
-                private.begin_sampler(iterator)
+                private.begin_sampler(iterator, seed)
         return iterator
 
     def _read_again(self, run: Run) -> Iterator[Any]:
@@ -179,6 +194,7 @@ class NodesAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "torchdata-nodes"
+    how_to_divide = "Begin with a SamplerWrapper over a DistributedSampler"
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -15,9 +15,10 @@ from midepoch.loader.adapter import Run, Session
 from midepoch.order.keys import derive_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.state.codec import encode
 from midepoch.state.witness import Witness, look_at
 
-__all__ = ["Finding", "Outcome", "compare", "read_from"]
+__all__ = ["Finding", "Loaded", "Outcome", "Report", "compare", "differing", "read_from"]
 
 
 class Outcome(NamedTuple):
@@ -99,3 +100,70 @@ def compare(of_copy: Outcome, batch: Any) -> Finding:
     if difference.another:
         return Finding(f"the copy gave another batch{named}", True)
     return Finding(f"the copy gave the same samples with other numbers{named}", False)
+
+
+# --- what a source reports after a load -------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    """A state that was loaded.
+
+    Attributes:
+        state: a copy of it.
+        before: what the source reported before; None if it could not say.
+        report: how it reported another one right after the load; None if it did not.
+    """
+
+    state: Any
+    before: Any
+    report: Report | None
+
+
+class Report(NamedTuple):
+    """How a source reports another state than it was given.
+
+    Attributes:
+        differs: from where in the state to what was loaded there, and what is reported.
+        as_before: it reports what it reported before the load.
+    """
+
+    differs: dict[tuple[Any, ...], tuple[Any, Any]]
+    as_before: bool
+
+    @classmethod
+    def of(cls, loaded: Any, before: Any, reported: Any) -> Report | None:
+        """How `reported` differs from what was loaded; None if it does not. `before`: what was reported before."""
+        differs = differing(loaded, reported)
+        # One that applies its state when it is read still reports the one before.
+        return cls(differs, not differing(before, reported)) if differs else None
+
+    def merged(self, other: Report) -> Report:
+        """What was reported here and there."""
+        return Report({**self.differs, **other.differs}, self.as_before or other.as_before)
+
+    def is_excused_by(self, other: Report) -> bool:
+        """Whether a copy that reported as `other`, and then read on rightly, did the same."""
+        return (self.as_before and other.as_before) or self.differs.keys() <= other.differs.keys()
+
+    @property
+    def words(self) -> str:
+        """The first difference."""
+        path, (loaded, reported) = next(iter(self.differs.items()))
+        where = ".".join(map(str, path)) or "it"
+        return f"{where} is {reported!r:.60}, and {loaded!r:.60} was loaded"
+
+
+def differing(loaded: Any, reported: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], tuple[Any, Any]]:
+    """Where two states differ, and how. What a dict or a list has on one side only is None on the other one."""
+    pairs: list[tuple[Any, Any, Any]]
+    if isinstance(loaded, dict) and isinstance(reported, dict):
+        keys = dict.fromkeys((*loaded, *reported))
+        pairs = [(key, loaded.get(key), reported.get(key)) for key in keys]
+    elif type(loaded) is type(reported) and isinstance(loaded, list | tuple) and len(loaded) == len(reported):
+        pairs = [(place, *each) for place, each in enumerate(zip(loaded, reported, strict=True))]
+    else:
+        return {} if encode(loaded) == encode(reported) else {path: (loaded, reported)}
+    found: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    for key, one, other in pairs:
+        found |= differing(one, other, (*path, key))
+    return found

@@ -231,6 +231,8 @@ class CarriedAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """The workers' batches in turn."""
         refuse_undivided(self.source.dataset, self.options, run.world)
+        if callable(tell := getattr(self.source.dataset, "set_epoch", None)):
+            tell(run.epoch)  # worker processes start with the dataset as it is now
         first, slots = _read(run.detail) if run.detail else (0, [_Slot()] * self._workers)
         answers, close = self._server(self._reader, self._requests(run, first, slots), run)
         return _CarriedSession(answers, close, first, slots)

@@ -313,6 +313,9 @@ class IterableAdapter(Adapter):
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected, former = (match[4] or "", match[3] == "digest") if match else ("", False)
         requests = self._replay_requests(run, expected, former, self._tries and not varies)
+        tell = getattr(self._stream, "set_epoch", None)
+        if self._workers and callable(tell) and not getattr(self.source, "persistent_workers", False):
+            tell(run.epoch)  # worker processes start with the stream as it is now
         answers, close = self.serve(reader, requests, run)
         slots = max(self._workers, 1)
         if self._own_streams:

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "kept_iterator",
     "let_go",
     "not_saved",
+    "pinning",
     "plain_loader",
     "request_again",
     "show_dataset",
@@ -55,6 +56,8 @@ def _check(part: str, there: bool) -> None:
 _check("DataLoader._get_iterator", hasattr(DataLoader, "_get_iterator"))
 _Iterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 _check("_BaseDataLoaderIter", isinstance(_Iterator, type))
+_pin_memory: Any = getattr(getattr(torch.utils.data._utils, "pin_memory", None), "pin_memory", None)
+_check("_utils.pin_memory.pin_memory", callable(_pin_memory))
 _WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
 _check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
@@ -213,3 +216,11 @@ def _let_leave(process: int, workers: Sequence[Any], done: Any, queues: Sequence
     until = time.monotonic() + _LEAVING
     for worker in workers:
         worker.join(max(0.0, until - time.monotonic()))
+
+
+def pinning(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    """The collate function of a loader without workers, with what follows it: pinned memory, if the loader says so."""
+    collate: Callable[[Any], Any] = loader.collate_fn
+    if not (loader.pin_memory and torch.accelerator.is_available()):
+        return collate
+    return lambda samples: _pin_memory(collate(samples))
