@@ -323,6 +323,56 @@ def test_the_last_batch_of_an_epoch_is_given_again() -> None:
     assert [sources.plain(batch) for batch in loader] == whole[19:]
 
 
+@pytest.mark.parametrize("leads", ["rollback", "load", "seek"])
+def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
+    whole = [sources.plain(batch) for batch in by_index(World())]
+    loader = by_index(World())
+    each = iter(loader)
+    for _ in range(20):
+        next(each)
+        loader.commit()
+    saved = loader.state_dict()
+    assert sources.plain(next(each)) == whole[20]
+    following = sources.plain(loader.peek())
+    if leads == "rollback":
+        loader.rollback()
+    elif leads == "load":
+        loader.load_state_dict(saved)
+    else:
+        loader.seek(epoch=0, position=60)
+    assert [sources.plain(batch) for batch in each] == whole[20:]
+    assert sources.plain(loader.peek()) == following
+    loader.commit()
+    loader.rollback()  # of nothing: the pass has ended all the same
+    assert next(each, None) is None
+    assert sources.plain(next(iter(loader))) == following
+
+
+def test_a_later_epoch_ends_a_pass_that_was_looked_beyond() -> None:
+    loader = by_index(World())
+    each = iter(loader)
+    for _ in range(21):
+        next(each)
+    loader.peek()
+    loader.set_epoch(2)
+    assert next(each, None) is None
+    assert loader.epoch == 2
+
+
+def test_a_pass_that_was_looked_beyond_ends_with_its_epoch_in_another_world() -> None:
+    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
+    each = iter(loader)
+    for _ in range(4):
+        next(each)
+    loader.commit()
+    next(each)
+    loader.peek()
+    loader.reshard(World(1, 3))
+    loader.rollback()
+    assert list(each) == []
+    assert (loader.epoch, loader.position) == (1, 0)
+
+
 def test_a_rollback_leads_to_the_latest_commit_and_never_past_it() -> None:
     """One place is kept, however often it is asked for."""
     loader = by_index(World())

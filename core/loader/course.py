@@ -138,6 +138,11 @@ class Course:
         """Whether batches of this epoch were handed out, the first of a global batch included."""
         return self.position > 0 or (self.cursor.phase is Phase.RUNNING and self.cursor.within)
 
+    @property
+    def cursor_of_pass(self) -> Cursor:
+        """The cursor of the latest pass, even if `peek` has looked beyond its end with another one."""
+        return self.cursor.ended or self.cursor
+
     def last_given(self) -> tuple[Share | None, int]:
         """What `given` says, of the open session too."""
         cursor = self.cursor
@@ -193,8 +198,8 @@ class Course:
 
     def move(self, place: Place) -> None:
         """Stand at `place`. The running pass, or else the next one, continues from there."""
-        cursor = self.cursor
         self.close_session(keep=False)
+        cursor = self.cursor = self.cursor_of_pass
         self.place, self.lost = place, ""
         self.came, self.loaded, self.unfinished = Came.PUT, None, None
         self.ends_early, self._kept = False, None
@@ -335,7 +340,8 @@ class Course:
         if cursor.phase is not Phase.RUNNING:
             self.close_session()  # its epoch has ended; the next batch is the next epoch's first
             self.given = self.last_given()
-            cursor = self.cursor = Cursor()
+            self.cursor = Cursor()
+            self.cursor.ended, cursor = cursor, self.cursor
         if cursor.session is None and not self._open(cursor):
             raise StopIteration
         session = cursor.session
@@ -438,6 +444,7 @@ class Course:
             self.end_epoch()
         elif before.phase is Phase.GIVEN:
             self.close_session()
+        before.ended = None
         if before.owned:
             self.cursor = before.taken_over()
             self.cursor.resumed = before.resumed and self.came is not Came.READ

@@ -353,7 +353,7 @@ class Loader:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
         _check_user(self, sys._getframe().f_back)
         course = self._course
-        came, cursor = course.came, course.cursor
+        came, cursor = course.came, course.cursor_of_pass
         if epoch == self.epoch:
             self._ahead = 0
         elif (loaded := course.unfinished == self.epoch) or (course.passes is not None and course.passes.alone):
@@ -408,7 +408,7 @@ class Loader:
             self._course.close_session()
             adapter.reshard(world)
         self._setting.resharded, self._setting.last = world, None
-        cursor = self._course.cursor
+        cursor = self._course.cursor_of_pass
         self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
 
     def _check_reshard(self, world: World) -> None:
