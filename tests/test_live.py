@@ -668,13 +668,15 @@ class Interrupted(BaseException):
     """What a restart inside the process throws into whatever is running."""
 
 
-def _interrupted(opcode: int, workers: int) -> tuple[Loader, bool]:
-    """A loader, and whether it came to the end before so many bytecodes of midepoch's and DataLoader's were run."""
+OURS = str(Path(midepoch.__file__).parent)
+
+
+def cut(opcode: int, call: Callable[[], Any], files: tuple[str, ...]) -> bool:
+    """Throw an exception into a call after so many bytecodes of these files. Whether it came to its end before."""
     left, process = [opcode], os.getpid()
-    own = str(Path(midepoch.__file__).parent), torch.utils.data.dataloader.__file__
 
     def trace(frame: Any, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(own):
+        if not frame.f_code.co_filename.startswith(files):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return count
@@ -685,14 +687,26 @@ def _interrupted(opcode: int, workers: int) -> tuple[Loader, bool]:
             raise Interrupted
         return count
 
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
+
+
+def _interrupted(opcode: int, workers: int) -> tuple[Loader, Iterator[Any], bool]:
+    """A loader, its pass, and whether that came to the end before so many bytecodes of ours and torch's were run."""
     loader = by_index(World(), num_workers=workers)
     each = iter(loader)
     if not workers:  # else the start of the worker process may be hit, too
         next(each)
         loader.commit()
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+
+    def train() -> None:
         if workers:
             next(each)
             loader.commit()
@@ -704,11 +718,8 @@ def _interrupted(opcode: int, workers: int) -> tuple[Loader, bool]:
         loader.rollback()
         next(each)
         loader.commit()
-    except Interrupted:
-        return loader, False
-    finally:
-        sys.settrace(before)
-    return loader, True
+
+    return loader, each, cut(opcode, train, (OURS, torch.utils.data.dataloader.__file__))
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
@@ -722,20 +733,77 @@ def test_an_exception_at_any_bytecode_leaves_the_committed_place_usable(
     whole = [sources.plain(batch) for batch in by_index(World())]
     opcode, done, places = 1, False, set()
     while not done:
-        loader, done = _interrupted(opcode, workers)
-        if workers:
+        loader, each, done = _interrupted(opcode, workers)
+        rolls_back = opcode % 2 == 0
+        if workers and not rolls_back:
             loader.close()  # as behind a start of a wrapped function that has failed
         state = loader.state_dict()
-        places.add(state["position"])
         if not done:
-            loader.load_state_dict(state)
+            if rolls_back:
+                loader.rollback()
+                state = loader.state_dict()
+                assert loader.position == state["position"]
+            else:
+                loader.load_state_dict(state)
+                each = iter(loader)
             loader.reshard(World())
-            assert [sources.plain(batch) for batch in loader] == whole[state["position"] // 3 :], opcode
+            assert [sources.plain(batch) for batch in each] == whole[state["position"] // 3 :], opcode
+        places.add(state["position"])
         loader.close()
         # The long form tries each, which takes minutes.
         opcode += 1 if os.environ.get("MIDEPOCH_CHAOS") and not workers else 149
     assert places - {0} == {3, 6, 12}
     assert opcode > 10_000
+
+
+def few(kind: Any = DataLoader) -> Loader:
+    return midepoch.wrap(kind(sources.Noisy(15), batch_size=3, shuffle=True), seed=3, world=World(), verify="off")
+
+
+ACTS: dict[str, tuple[int, int, Callable[[Loader, Iterator[Any]], Any]]] = {
+    # How many of five batches were committed and how many were given before, and what is interrupted.
+    "the first batch": (0, 0, lambda loader, each: next(each)),
+    "a batch": (2, 2, lambda loader, each: next(each)),
+    "the last batch": (4, 4, lambda loader, each: next(each)),
+    "a look": (2, 2, lambda loader, each: loader.peek()),
+    "a look beyond the end": (4, 5, lambda loader, each: loader.peek()),
+    "a commit": (2, 3, lambda loader, each: loader.commit()),
+    "the last commit": (4, 5, lambda loader, each: loader.commit()),
+    "a rollback": (2, 4, lambda loader, each: loader.rollback()),
+    "a rollback of the last batch": (4, 5, lambda loader, each: loader.rollback()),
+    "a reshard": (2, 3, lambda loader, each: loader.reshard(World())),
+}
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((DataLoader, name) for name in ACTS), *((StatefulDataLoader, name) for name in ACTS if name != "a reshard")],
+)
+def test_a_rollback_after_an_exception_at_any_bytecode_gives_each_batch_once(kind: Any, name: str) -> None:
+    """The exception may come between a batch and its count, or between a commit's state and where a rollback leads."""
+    whole = [sources.plain(batch) for batch in few(kind)]
+    committed, given, act = ACTS[name]
+    done, opcode = False, 0
+    # The long form tries each in all of them.
+    each_one = os.environ.get("MIDEPOCH_CHAOS") or (kind is DataLoader and name in ("a batch", "a commit"))
+    while not done:
+        opcode += 1 if each_one else 11
+        loader = few(kind)
+        each = iter(loader)
+        for number in range(given):
+            next(each)
+            if number < committed:
+                loader.commit()
+        done = cut(opcode, lambda: act(loader, each), (f"{OURS}/loader/",))  # noqa: B023  # called at once
+        loader.rollback()
+        state = loader.state_dict()
+        stands = 5 * loader.epoch + loader.position // (3 if loader.unit == "sample" else 1)
+        assert stands in ((committed, given) if "commit" in name else (committed,))
+        assert (state["epoch"], state["position"]) == (loader.epoch, loader.position)
+        assert [sources.plain(batch) for batch in each] == whole[stands:], opcode
+        assert (loader.epoch, loader.position) == (1, 0)
+    assert opcode > 20
 
 
 def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch() -> None:

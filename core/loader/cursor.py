@@ -167,8 +167,9 @@ class Cursor:
 
     def close(self) -> None:
         """Close the session. The phase stays."""
+        self.steady = False  # first: if an exception is thrown in here, the pass must not go on with this session
         session, self.session = self.session, None
-        self.steady, self.take = False, _nothing_open
+        self.take = _nothing_open
         self.peeked.clear()
         if session is not None:
             session.close()

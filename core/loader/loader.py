@@ -68,7 +68,6 @@ class Loader:
         self._witnesses = Witnesses(adapter, options)
         self._course = Course(adapter, options, self._setting, self._witnesses)
         self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
-        self._committed: State | None = None
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
                 f"on_error='next': this source ({adapter.name}) is read from its start, or from a state of its own, so "
@@ -260,7 +259,7 @@ class Loader:
         """
         if type(in_flight) is not int or in_flight < 0:
             raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
-        committed = self._committed
+        committed = self._course.committed
         if committed is not None:
             if in_flight:
                 raise MidepochError("commit() says which batches were trained on: leave in_flight out")
@@ -305,8 +304,7 @@ class Loader:
 
     def _move(self, place: Place) -> None:
         self._course.move(place)
-        self._course.keep(place)
-        self._committed = None
+        self._course.keep(place, None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
@@ -451,8 +449,7 @@ class Loader:
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        self._committed = self._state_at(place)
-        self._course.keep(place)
+        self._course.keep(place, self._state_at(place))
 
     def rollback(self) -> None:
         """Give the batches again that were handed out since the last commit (without one: since the last load).
@@ -464,13 +461,8 @@ class Loader:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.
         """
         self._course.refuse_other_threads("rollback()")
-        course = self._course
-        # Not `here`: a source that cannot say where it stands can go back all the same.
-        if (course.epoch, course.position) != course.origin[:2] or course.cursor.within or course.failed:
-            with self._adapter.holding():
-                course.roll_back()
-        else:
-            course.continue_pass()
+        with self._adapter.holding():
+            self._course.roll_back()
 
     # --- iteration ---
 
@@ -502,7 +494,7 @@ class Loader:
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
         twin = type(self)(self._adapter.twin(), self._options)
-        twin._ahead, twin._committed = self._ahead, self._committed
+        twin._ahead = self._ahead
         twin._setting = self._setting.of_twin(twin._adapter)
         twin._witnesses = self._witnesses.of_twin(twin._adapter)
         twin._course = Course(twin._adapter, twin._options, twin._setting, twin._witnesses)
@@ -539,13 +531,12 @@ class Loader:
 
     def _leave_body(self, epoch: int | None = None) -> bool:
         """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        course, committed = self._course, self._committed
+        course, committed = self._course, self._course.committed
         goes_on = course.leave_body(epoch)
         if committed is not None and committed["position"] == committed["size"] and not self.position:
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
                 here = course.here()
-                self._committed = self._state_at(here)
-                course.keep(here)
+                course.keep(here, self._state_at(here))
         return goes_on
 
     def _each_epoch(self, n: int) -> Iterator[int]:
