@@ -311,6 +311,45 @@ def test_states_say_what_is_committed() -> None:
     assert sources.plain(next(iter(resumed))) == second
 
 
+def test_after_a_load_or_a_seek_states_go_on_saying_what_is_committed() -> None:
+    """A rank that was healed is asked for its state, to heal others or to save it, while it trains on a batch."""
+    loader = by_index(World())
+    each = iter(loader)
+    next(each)
+    loader.commit()
+    healed = loader.state_dict()
+    for _ in range(2):
+        next(each)
+        loader.commit()
+    loader.load_state_dict(healed)
+    next(each)
+    assert (loader.state_dict(), loader.position) == (healed, 6)
+    loader.rollback()
+    next(each)
+    loader.commit()
+    assert loader.state_dict()["position"] == 6
+    loader.seek(position=30)
+    next(each)
+    assert (loader.state_dict()["position"], loader.position) == (30, 33)
+    loader.set_epoch(1)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"], loader.position) == (1, 0, 3)
+
+
+def test_before_its_first_commit_a_rank_that_joins_says_what_was_handed_out() -> None:
+    """As any loader that is resumed does; so it keeps what it has loaded, to send that."""
+    first, joins = by_index(World(0, 2)), by_index(World(1, 2))
+    next(iter(first))
+    first.commit()
+    joins.load_state_dict(first.state_dict())
+    next(iter(joins))
+    assert joins.state_dict()["position"] == 12
+    assert joins.state_dict(in_flight=1)["position"] == 6
+    joins.commit()
+    assert joins.state_dict()["position"] == 12
+
+
 def test_the_last_batch_of_an_epoch_is_given_again() -> None:
     loader = by_index(World())
     each = iter(loader)

@@ -289,12 +289,12 @@ class Loader:
                 and what to do. The loader is unchanged.
         """
         checked, place = self._check_state(state)
-        self._move(place)
+        self._move(place, checked)
         self._course.unfinished = checked["epoch"] if checked["position"] else None
-        self._course.refusal = None
         self._setting.take_seed(checked["seed"])
         self._course.loaded = checked
         self._witnesses.load(checked["witness"])
+        self._course.refusal = None
 
     def _check_state(self, state: State) -> tuple[State, Place]:
         """A copy of `state`, if this loader can continue from it, and its place."""
@@ -302,9 +302,11 @@ class Loader:
 
     # --- going elsewhere ---
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: Place, state: State | None = None) -> None:
+        """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
+        committed = self._course.committed is not None
         self._course.move(place)
-        self._course.keep(place, None)
+        self._course.keep(place, (state or self._state_at(place)) if committed else None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
@@ -432,7 +434,8 @@ class Loader:
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.
 
-        The state is built here, so another thread may call `state_dict` at any time.
+        After a later `load_state_dict` or `seek`, that place counts as committed. The state is built here, so another
+        thread may call `state_dict` at any time.
 
         Raises:
             MidepochError: no batch was handed out since the last commit or load, or only a part of a global batch.
