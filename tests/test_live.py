@@ -260,6 +260,37 @@ def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:
     assert [batch.tolist() for batch in loader] == [[2, 3], [7]]
 
 
+@pytest.mark.parametrize("resharded", [False, True])
+def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch_where_the_others_do(resharded: bool) -> None:
+    """Of 21 samples, 16 are done and drop_last leaves out the rest in a world of two."""
+
+    def make(world: World) -> Loader:
+        source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+        return midepoch.wrap(source, seed=0, world=world, tail="uneven")
+
+    stays, joins = make(World()), make(World() if resharded else World(1, 2))
+    bodies = [stays.epochs(2), joins.epochs(2)]
+    next(bodies[0])
+    each = iter(stays)
+    for _ in range(4):
+        next(each)
+        stays.commit()
+    joins.load_state_dict(stays.state_dict())
+    if resharded:
+        joins.reshard(World(1, 2))
+    stays.reshard(World(0, 2))
+    next(bodies[1])
+    assert (next(each, None), next(iter(joins), None)) == (None, None)
+    states = [loader.state_dict() for loader in (stays, joins)]
+    assert (joins.epoch, joins.position) == (stays.epoch, stays.position) == (0, 21)
+    stays.commit()
+    joins.commit()
+    states = [loader.state_dict() for loader in (stays, joins)]
+    assert [(state["epoch"], state["position"]) for state in states] == [(0, 21)] * 2
+    assert [next(body) for body in bodies] == [1, 1]
+    assert [next(iter(loader)).tolist() for loader in (stays, joins)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_a_replay_is_shared_anew() -> None:
     whole = [samples(batch)[0] for batch in replayed(World())]
     loaders = [replayed(World(rank, 2)) for rank in range(2)]

@@ -675,9 +675,16 @@ class Course:
 
     def _leave_empty(self, cursor: Cursor) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
-        in_body = self.passes is not None
-        if self.failed or (self.ends_early and not self.place.over):
-            place, world = self.place, self.setting.world()
+        in_body, place = self.passes is not None, self.place
+        unexpected = not (self.failed or self.ends_early)
+        if place.over or unexpected:
+            self._tell_of_empty()
+        if place.over or (unexpected and not self.adapter.can_seek):
+            if in_body:
+                cursor.over = place.position
+        else:
+            # Less than a global batch is left. The epoch ends where it does on a rank that was given its last batch.
+            world = self.setting.world()
             size = self.adapter.size(self.setting.seed(world), place.epoch, world, place.detail)
             if self.failed:
                 self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
@@ -688,10 +695,6 @@ class Course:
             else:
                 self.place, self.unfinished = following, None
             self.loaded = None
-        else:
-            if in_body:
-                cursor.over = self.position
-            self._tell_of_empty()
         self.came, self.ends_early = Came.READ, False
         self._exhaust(cursor)
 
