@@ -588,6 +588,29 @@ def test_after_a_reshard_the_next_epoch_is_read_from_the_dataset_as_it_is_then(f
     loader.close()
 
 
+@pytest.mark.parametrize("before", ["reshard", "rollback"])
+@pytest.mark.parametrize("leads", ["load", "seek"])
+def test_behind_a_load_the_dataset_is_read_as_it_is_then_whatever_came_before(before: str, leads: str) -> None:
+    """A load starts new worker processes, also those that a reshard or rollback has kept for the next batch."""
+    data = Told()
+    loader = midepoch.wrap(DataLoader(data, batch_size=2, num_workers=1), world=World(), verify="off")
+    each = iter(loader)
+    next(each)
+    state = loader.state_dict()
+    if before == "reshard":
+        loader.reshard(World())
+    else:
+        next(each)
+        loader.rollback()
+    data.epoch = 7
+    if leads == "load":
+        loader.load_state_dict(state)
+    else:
+        loader.seek(position=2)
+    assert [sources.plain(batch) for batch in each] == [[[at, at + 1], [7, 7]] for at in (2, 4, 6, 8)]
+    loader.close()
+
+
 class Divided(IterableDataset[int]):
     """Divides its data among worker processes by itself."""
 

@@ -306,6 +306,7 @@ class Loader:
         """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
         committed = self._course.committed is not None
         self._course.move(place)
+        self._adapter.let_go()
         self._course.keep(place, (state or self._state_at(place)) if committed else None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
