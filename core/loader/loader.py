@@ -384,7 +384,7 @@ class Loader:
         """Share the rest of the epoch among another world, from the next batch on.
 
         Every rank that stays calls it after the same batch, with its rank in the new world; a rank that joins loads a
-        state of that place. Worker processes go on; what they have read ahead is dropped.
+        state of that place. The worker processes of a DataLoader go on; what they have read ahead is dropped.
 
         Raises:
             TypeError: `world` is not a World.
