@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -580,6 +581,39 @@ def test_a_quorum_with_the_number_of_one_whose_vote_failed_fails_too(managers: M
         votes.append(manager.should_commit())
     assert votes == [True, False, False, True]
     assert batches.position == 8
+
+
+class Late:
+    """A Manager's client. Once, it is not told to heal, as with a quorum of a lighthouse that has died since."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.client, self.late = manager._client, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def _quorum(self, **keywords: Any) -> Any:
+        quorum = self.client._quorum(**keywords)
+        if not (self.late and quorum.heal):
+            return quorum
+        self.late = False
+        told = {name: getattr(quorum, name) for name in dir(quorum) if not name.startswith("_")}
+        return types.SimpleNamespace(**{**told, "heal": False})
+
+
+def test_a_group_that_is_behind_fails_the_step_and_is_healed_in_the_next(pair: Managers) -> None:
+    made = [pair(f"group_{number}") for number in range(2)]
+    made[0].load_state_dict({"step": 3, "batches_committed": 3})
+    made[1]._client = late = Late(made[1])
+    loaders = [wrapped(28) for _ in range(2)]
+    loaders[0].seek(position=12)
+    groups = Groups(made, loaders)
+    groups.train(1)
+    assert not groups.errors
+    assert not late.late
+    trained = sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
+    assert trained == list(range(12, 28))
+    assert made[0].current_step() == made[1].current_step()
 
 
 def test_processes_of_one_group_at_two_places_raise_and_do_not_fail_for_ever(managers: Managers) -> None:
