@@ -56,7 +56,8 @@ class Outcome:
         finished: ranks that trained to the end.
         ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
             killed, or because a process was not healed when the rest of its group was; or because groups that came
-            back had begun a history of their own (see `_began_anew`).
+            back had begun a history of their own (see `_began_anew`), or one that asked a lighthouse first which had
+            come back trained on alone, since it asks for one group only.
         outages: how often the lighthouse was killed.
     """
 
@@ -235,7 +236,7 @@ def run_job(
                 group.kill()
                 if time.monotonic() - began >= limit:
                     outcome.errors.append(f"group {group.number} was not done: {group.said(folder)}")
-    if _began_anew(folder):
+    if _began_anew(folder) or outcome.outages:
         outcome.ended += len(apart)
     else:
         outcome.errors += [f"{each}\n{_last_steps(folder)}" for each in apart]
