@@ -260,6 +260,37 @@ def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:
     assert [batch.tolist() for batch in loader] == [[2, 3], [7]]
 
 
+@pytest.mark.parametrize("resharded", [False, True])
+def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch_where_the_others_do(resharded: bool) -> None:
+    """Of 21 samples, 16 are done and drop_last leaves out the rest in a world of two."""
+
+    def make(world: World) -> Loader:
+        source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+        return midepoch.wrap(source, seed=0, world=world, tail="uneven")
+
+    stays, joins = make(World()), make(World() if resharded else World(1, 2))
+    bodies = [stays.epochs(2), joins.epochs(2)]
+    next(bodies[0])
+    each = iter(stays)
+    for _ in range(4):
+        next(each)
+        stays.commit()
+    joins.load_state_dict(stays.state_dict())
+    if resharded:
+        joins.reshard(World(1, 2))
+    stays.reshard(World(0, 2))
+    next(bodies[1])
+    assert (next(each, None), next(iter(joins), None)) == (None, None)
+    states = [loader.state_dict() for loader in (stays, joins)]
+    assert (joins.epoch, joins.position) == (stays.epoch, stays.position) == (0, 21)
+    stays.commit()
+    joins.commit()
+    states = [loader.state_dict() for loader in (stays, joins)]
+    assert [(state["epoch"], state["position"]) for state in states] == [(0, 21)] * 2
+    assert [next(body) for body in bodies] == [1, 1]
+    assert [next(iter(loader)).tolist() for loader in (stays, joins)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_a_replay_is_shared_anew() -> None:
     whole = [samples(batch)[0] for batch in replayed(World())]
     loaders = [replayed(World(rank, 2)) for rank in range(2)]
@@ -311,6 +342,45 @@ def test_states_say_what_is_committed() -> None:
     assert sources.plain(next(iter(resumed))) == second
 
 
+def test_after_a_load_or_a_seek_states_go_on_saying_what_is_committed() -> None:
+    """A rank that was healed is asked for its state, to heal others or to save it, while it trains on a batch."""
+    loader = by_index(World())
+    each = iter(loader)
+    next(each)
+    loader.commit()
+    healed = loader.state_dict()
+    for _ in range(2):
+        next(each)
+        loader.commit()
+    loader.load_state_dict(healed)
+    next(each)
+    assert (loader.state_dict(), loader.position) == (healed, 6)
+    loader.rollback()
+    next(each)
+    loader.commit()
+    assert loader.state_dict()["position"] == 6
+    loader.seek(position=30)
+    next(each)
+    assert (loader.state_dict()["position"], loader.position) == (30, 33)
+    loader.set_epoch(1)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"], loader.position) == (1, 0, 3)
+
+
+def test_before_its_first_commit_a_rank_that_joins_says_what_was_handed_out() -> None:
+    """As any loader that is resumed does; so it keeps what it has loaded, to send that."""
+    first, joins = by_index(World(0, 2)), by_index(World(1, 2))
+    next(iter(first))
+    first.commit()
+    joins.load_state_dict(first.state_dict())
+    next(iter(joins))
+    assert joins.state_dict()["position"] == 12
+    assert joins.state_dict(in_flight=1)["position"] == 6
+    joins.commit()
+    assert joins.state_dict()["position"] == 12
+
+
 def test_the_last_batch_of_an_epoch_is_given_again() -> None:
     loader = by_index(World())
     each = iter(loader)
@@ -321,6 +391,56 @@ def test_the_last_batch_of_an_epoch_is_given_again() -> None:
     loader.rollback()
     assert (loader.epoch, loader.position) == (0, 57)
     assert [sources.plain(batch) for batch in loader] == whole[19:]
+
+
+@pytest.mark.parametrize("leads", ["rollback", "load", "seek"])
+def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
+    whole = [sources.plain(batch) for batch in by_index(World())]
+    loader = by_index(World())
+    each = iter(loader)
+    for _ in range(20):
+        next(each)
+        loader.commit()
+    saved = loader.state_dict()
+    assert sources.plain(next(each)) == whole[20]
+    following = sources.plain(loader.peek())
+    if leads == "rollback":
+        loader.rollback()
+    elif leads == "load":
+        loader.load_state_dict(saved)
+    else:
+        loader.seek(epoch=0, position=60)
+    assert [sources.plain(batch) for batch in each] == whole[20:]
+    assert sources.plain(loader.peek()) == following
+    loader.commit()
+    loader.rollback()  # of nothing: the pass has ended all the same
+    assert next(each, None) is None
+    assert sources.plain(next(iter(loader))) == following
+
+
+def test_a_later_epoch_ends_a_pass_that_was_looked_beyond() -> None:
+    loader = by_index(World())
+    each = iter(loader)
+    for _ in range(21):
+        next(each)
+    loader.peek()
+    loader.set_epoch(2)
+    assert next(each, None) is None
+    assert loader.epoch == 2
+
+
+def test_a_pass_that_was_looked_beyond_ends_with_its_epoch_in_another_world() -> None:
+    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
+    each = iter(loader)
+    for _ in range(4):
+        next(each)
+    loader.commit()
+    next(each)
+    loader.peek()
+    loader.reshard(World(1, 3))
+    loader.rollback()
+    assert list(each) == []
+    assert (loader.epoch, loader.position) == (1, 0)
 
 
 def test_a_rollback_leads_to_the_latest_commit_and_never_past_it() -> None:
@@ -465,6 +585,29 @@ def test_after_a_reshard_the_next_epoch_is_read_from_the_dataset_as_it_is_then(f
     assert falls == "before a break" or next(each, None) is None
     data.epoch = 1
     assert [batch[1].tolist() for batch in loader] == [[1, 1], [1]]
+    loader.close()
+
+
+@pytest.mark.parametrize("before", ["reshard", "rollback"])
+@pytest.mark.parametrize("leads", ["load", "seek"])
+def test_behind_a_load_the_dataset_is_read_as_it_is_then_whatever_came_before(before: str, leads: str) -> None:
+    """A load starts new worker processes, also those that a reshard or rollback has kept for the next batch."""
+    data = Told()
+    loader = midepoch.wrap(DataLoader(data, batch_size=2, num_workers=1), world=World(), verify="off")
+    each = iter(loader)
+    next(each)
+    state = loader.state_dict()
+    if before == "reshard":
+        loader.reshard(World())
+    else:
+        next(each)
+        loader.rollback()
+    data.epoch = 7
+    if leads == "load":
+        loader.load_state_dict(state)
+    else:
+        loader.seek(position=2)
+    assert [sources.plain(batch) for batch in each] == [[[at, at + 1], [7, 7]] for at in (2, 4, 6, 8)]
     loader.close()
 
 
@@ -618,13 +761,15 @@ class Interrupted(BaseException):
     """What a restart inside the process throws into whatever is running."""
 
 
-def _interrupted(opcode: int, workers: int) -> tuple[Loader, bool]:
-    """A loader, and whether it came to the end before so many bytecodes of midepoch's and DataLoader's were run."""
+OURS = str(Path(midepoch.__file__).parent)
+
+
+def cut(opcode: int, call: Callable[[], Any], files: tuple[str, ...]) -> bool:
+    """Throw an exception into a call after so many bytecodes of these files. Whether it came to its end before."""
     left, process = [opcode], os.getpid()
-    own = str(Path(midepoch.__file__).parent), torch.utils.data.dataloader.__file__
 
     def trace(frame: Any, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(own):
+        if not frame.f_code.co_filename.startswith(files):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return count
@@ -635,14 +780,26 @@ def _interrupted(opcode: int, workers: int) -> tuple[Loader, bool]:
             raise Interrupted
         return count
 
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return False
+    finally:
+        sys.settrace(before)
+    return True
+
+
+def _interrupted(opcode: int, workers: int) -> tuple[Loader, Iterator[Any], bool]:
+    """A loader, its pass, and whether that came to the end before so many bytecodes of ours and torch's were run."""
     loader = by_index(World(), num_workers=workers)
     each = iter(loader)
     if not workers:  # else the start of the worker process may be hit, too
         next(each)
         loader.commit()
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+
+    def train() -> None:
         if workers:
             next(each)
             loader.commit()
@@ -654,11 +811,8 @@ def _interrupted(opcode: int, workers: int) -> tuple[Loader, bool]:
         loader.rollback()
         next(each)
         loader.commit()
-    except Interrupted:
-        return loader, False
-    finally:
-        sys.settrace(before)
-    return loader, True
+
+    return loader, each, cut(opcode, train, (OURS, torch.utils.data.dataloader.__file__))
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
@@ -672,20 +826,77 @@ def test_an_exception_at_any_bytecode_leaves_the_committed_place_usable(
     whole = [sources.plain(batch) for batch in by_index(World())]
     opcode, done, places = 1, False, set()
     while not done:
-        loader, done = _interrupted(opcode, workers)
-        if workers:
+        loader, each, done = _interrupted(opcode, workers)
+        rolls_back = opcode % 2 == 0
+        if workers and not rolls_back:
             loader.close()  # as behind a start of a wrapped function that has failed
         state = loader.state_dict()
-        places.add(state["position"])
         if not done:
-            loader.load_state_dict(state)
+            if rolls_back:
+                loader.rollback()
+                state = loader.state_dict()
+                assert loader.position == state["position"]
+            else:
+                loader.load_state_dict(state)
+                each = iter(loader)
             loader.reshard(World())
-            assert [sources.plain(batch) for batch in loader] == whole[state["position"] // 3 :], opcode
+            assert [sources.plain(batch) for batch in each] == whole[state["position"] // 3 :], opcode
+        places.add(state["position"])
         loader.close()
         # The long form tries each, which takes minutes.
         opcode += 1 if os.environ.get("MIDEPOCH_CHAOS") and not workers else 149
     assert places - {0} == {3, 6, 12}
     assert opcode > 10_000
+
+
+def few(kind: Any = DataLoader) -> Loader:
+    return midepoch.wrap(kind(sources.Noisy(15), batch_size=3, shuffle=True), seed=3, world=World(), verify="off")
+
+
+ACTS: dict[str, tuple[int, int, Callable[[Loader, Iterator[Any]], Any]]] = {
+    # How many of five batches were committed and how many were given before, and what is interrupted.
+    "the first batch": (0, 0, lambda loader, each: next(each)),
+    "a batch": (2, 2, lambda loader, each: next(each)),
+    "the last batch": (4, 4, lambda loader, each: next(each)),
+    "a look": (2, 2, lambda loader, each: loader.peek()),
+    "a look beyond the end": (4, 5, lambda loader, each: loader.peek()),
+    "a commit": (2, 3, lambda loader, each: loader.commit()),
+    "the last commit": (4, 5, lambda loader, each: loader.commit()),
+    "a rollback": (2, 4, lambda loader, each: loader.rollback()),
+    "a rollback of the last batch": (4, 5, lambda loader, each: loader.rollback()),
+    "a reshard": (2, 3, lambda loader, each: loader.reshard(World())),
+}
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((DataLoader, name) for name in ACTS), *((StatefulDataLoader, name) for name in ACTS if name != "a reshard")],
+)
+def test_a_rollback_after_an_exception_at_any_bytecode_gives_each_batch_once(kind: Any, name: str) -> None:
+    """The exception may come between a batch and its count, or between a commit's state and where a rollback leads."""
+    whole = [sources.plain(batch) for batch in few(kind)]
+    committed, given, act = ACTS[name]
+    done, opcode = False, 0
+    # The long form tries each in all of them.
+    each_one = os.environ.get("MIDEPOCH_CHAOS") or (kind is DataLoader and name in ("a batch", "a commit"))
+    while not done:
+        opcode += 1 if each_one else 11
+        loader = few(kind)
+        each = iter(loader)
+        for number in range(given):
+            next(each)
+            if number < committed:
+                loader.commit()
+        done = cut(opcode, lambda: act(loader, each), (f"{OURS}/loader/",))  # noqa: B023  # called at once
+        loader.rollback()
+        state = loader.state_dict()
+        stands = 5 * loader.epoch + loader.position // (3 if loader.unit == "sample" else 1)
+        assert stands in ((committed, given) if "commit" in name else (committed,))
+        assert (state["epoch"], state["position"]) == (loader.epoch, loader.position)
+        assert [sources.plain(batch) for batch in each] == whole[stands:], opcode
+        assert (loader.epoch, loader.position) == (1, 0)
+    assert opcode > 20
 
 
 def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch() -> None:

@@ -14,7 +14,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -510,17 +511,17 @@ def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs
 
 
 class Mistaken:
-    """A Manager's client. It lets the former quorum have had the number that the first quorum of three groups gets."""
+    """A Manager's client. It lets the former quorum have had the number of the first one to which `applies`."""
 
-    def __init__(self, manager: Manager) -> None:
-        self.manager, self.client, self.mistaken = manager, manager._client, False
+    def __init__(self, manager: Manager, applies: Callable[[Any], bool]) -> None:
+        self.manager, self.client, self.applies, self.mistaken = manager, manager._client, applies, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
     def _quorum(self, **keywords: Any) -> Any:
         quorum = self.client._quorum(**keywords)
-        if len(quorum.replica_ids) == 3 and not self.mistaken:
+        if not self.mistaken and self.applies(quorum):
             self.mistaken = True
             self.manager._quorum_id = quorum.quorum_id
         return quorum
@@ -554,7 +555,7 @@ def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: 
         for name in ("first", "second", "third"):
             made.append(managers(name, use_async_quorum=asynchronous))
             if name != "third":
-                made[-1]._client = Mistaken(made[-1])
+                made[-1]._client = Mistaken(made[-1], lambda quorum: len(quorum.replica_ids) == 3)
             else:
                 wait(2, 4)
             running.append(pool.submit(train, made[-1], feed(made[-1], wrapped(4000))))
@@ -565,6 +566,54 @@ def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: 
     assert all(manager._client.mistaken for manager in made[:2])
     assert {mean for _, mean in voted} == {1.0}, "a step was voted for without the gradients of a group that it counts"
     assert voted.count((3, 1.0)) >= 6
+
+
+def test_a_quorum_with_the_number_of_one_whose_vote_failed_fails_too(managers: Managers) -> None:
+    """As after a lighthouse has come back. Its process group may still have calls of the step that failed."""
+    manager = managers()
+    manager._client = Mistaken(manager, lambda quorum: manager._commit_failures > 0)
+    batches = feed(manager, wrapped())
+    each, votes = iter(batches), []
+    for number in range(4):
+        next(each)
+        if number == 1:
+            manager.report_error(RuntimeError("a link broke"))
+        votes.append(manager.should_commit())
+    assert votes == [True, False, False, True]
+    assert batches.position == 8
+
+
+class Late:
+    """A Manager's client. Once, it is not told to heal, as with a quorum of a lighthouse that has died since."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.client, self.late = manager._client, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def _quorum(self, **keywords: Any) -> Any:
+        quorum = self.client._quorum(**keywords)
+        if not (self.late and quorum.heal):
+            return quorum
+        self.late = False
+        told = {name: getattr(quorum, name) for name in dir(quorum) if not name.startswith("_")}
+        return types.SimpleNamespace(**{**told, "heal": False})
+
+
+def test_a_group_that_is_behind_fails_the_step_and_is_healed_in_the_next(pair: Managers) -> None:
+    made = [pair(f"group_{number}") for number in range(2)]
+    made[0].load_state_dict({"step": 3, "batches_committed": 3})
+    made[1]._client = late = Late(made[1])
+    loaders = [wrapped(28) for _ in range(2)]
+    loaders[0].seek(position=12)
+    groups = Groups(made, loaders)
+    groups.train(1)
+    assert not groups.errors
+    assert not late.late
+    trained = sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
+    assert trained == list(range(12, 28))
+    assert made[0].current_step() == made[1].current_step()
 
 
 def test_processes_of_one_group_at_two_places_raise_and_do_not_fail_for_ever(managers: Managers) -> None:
@@ -621,6 +670,12 @@ def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random)
 def test_lighthouses_that_come_back_again_and_again_lose_no_sample(seed: int) -> None:
     """In these histories of the model, quorums had the number and the size of older ones, of other members."""
     assert model.run(random.Random(seed), 8).commits
+
+
+@pytest.mark.parametrize("seed", [155, 169, 232])
+def test_gradients_of_two_steps_do_not_meet_behind_lighthouses_that_come_back(seed: int) -> None:
+    """In these histories of the model, a quorum had the number of one whose vote failed, and the same members."""
+    assert model.run(random.Random(seed), 8, outages=0.5).commits
 
 
 @pytest.mark.parametrize("seed", [300, 1527, 2264])

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 import torch.multiprocessing
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import midepoch
 from midepoch import StateMismatchError
@@ -481,8 +481,20 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     loader.load_state_dict(state)
     assert [int(batch["x"][0, 0]) for batch in loader] == list(range(3, 12))
     loader.close()
-    with pytest.raises(TypeError, match="feed takes a CallWrapper and a wrapped loader, got a NoneType and a Loader"):
+    # Nothing but a RestartAbort ends the restarts.
+    with pytest.raises(abort, match="feed takes a CallWrapper and a wrapped loader, got a NoneType and a Loader"):
         feed(None, loader)
+    stated = midepoch.wrap(DataLoader(Noisy(12), batch_size=1), seed=3, world=midepoch.World(0, 4))
+    with pytest.raises(abort, match=r"wrapped with world= rank 0 of 4, and this process is rank 0 of the 2.*pass"):
+        feed(call, stated)
+    assert next(iter(stated))["x"][0, 0] == 0
+    feed(call, stated, world=midepoch.World(1, 2))
+    stated.load_state_dict(state)
+    assert next(iter(stated))["x"][0, 0] == 4
+    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(12), num_replicas=3, rank=0)
+    sharded = midepoch.wrap(DataLoader(Noisy(12), batch_size=1, sampler=sampler), seed=3)
+    with pytest.raises(abort, match="sampler is for rank 0 of 3"):
+        feed(call, sharded)
 
 
 # --- contracts --------------------------------------------------------------------------------------------------------

@@ -420,6 +420,34 @@ def test_persistent_workers_go_on_with_the_next_epoch(urls: list[str]) -> None:
         assert sorted(first) == sorted(second) == list(range(20)) and first != second
 
 
+def test_worker_processes_outlive_a_change_of_the_world(urls: list[str]) -> None:
+    """With the shards that they have opened. What they have read ahead for the old world is dropped."""
+    dataset = wds.WebDataset(urls, shardshuffle=5, nodesplitter=wds.split_by_node).map(number)
+    loader = DataLoader(
+        dataset.batched(1, collation_fn=list), batch_size=None, num_workers=2, collate_fn=sources.as_it_is
+    )
+    others = set(multiprocessing.active_children())
+    with midepoch.wrap(loader, seed=1, world=World(0, 2), tail="uneven") as wrapped:
+        whole = [flat([batch]) for batch in midepoch.wrap(dataset.batched(1, collation_fn=list), seed=1, world=World())]
+        each = iter(wrapped)
+        assert flat([next(each)]) == whole[0]
+        workers = set(multiprocessing.active_children()) - others
+        assert len(workers) == 2
+        wrapped.reshard(World(1, 3))
+        assert flat([next(each)]) == whole[3]
+        wrapped.rollback()
+        assert flat([next(each)]) == whole[1]
+        assert set(multiprocessing.active_children()) - others == workers
+        assert [flat([batch]) for batch in each] == whole[4::3]
+        wrapped.seek(epoch=0)
+        next(each := iter(wrapped))
+        workers = set(multiprocessing.active_children()) - others
+        state = wrapped.state_dict()
+        wrapped.reshard(World())
+        wrapped.load_state_dict(state)
+        assert not set(multiprocessing.active_children()) & workers
+
+
 def test_fewer_shards_than_workers_and_ranks(tmp_path: Path) -> None:
     one = make_shards(tmp_path / "one", [10])
     with pytest.raises(ValueError, match="fewer shards than workers"):

@@ -41,7 +41,7 @@ class Job:
 
     Attributes:
         group, rank, ranks: the replica group, and this process in it.
-        port: of the group's store.
+        store: the path of a file in which its first rank says on which port the group's store is.
         lighthouse: its address.
         folder: where results go, and what is saved to disk.
         asynchronous: the quorum.
@@ -59,7 +59,7 @@ class Job:
     group: int
     rank: int
     ranks: int
-    port: int
+    store: str
     lighthouse: str
     folder: str
     asynchronous: bool = True
@@ -118,11 +118,24 @@ class Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def group_store(job: Job) -> TCPStore:
+    """The group's store. It is in the first rank, on a port that the system gives it."""
+    told, timeout = Path(job.store), timedelta(seconds=20)
+    if not job.rank:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        draft = told.with_suffix(".draft")
+        draft.write_text(str(store.port))
+        draft.replace(told)
+        return store
+    until = time.monotonic() + timeout.total_seconds()
+    while not told.exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    return TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def train(job: Job) -> None:
     folder, death = Path(job.folder), Death(job.die)
-    store = TCPStore(
-        "127.0.0.1", job.port, is_master=job.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20)
-    )
+    store = group_store(job)
     if job.ranks > 1:
         torch.distributed.init_process_group(
             "gloo", store=PrefixStore("group", store), rank=job.rank, world_size=job.ranks,
@@ -145,7 +158,7 @@ def train(job: Job) -> None:
         pg=ProcessGroupGloo(timeout=timedelta(seconds=2)), load_state_dict=load, state_dict=state,
         min_replica_size=job.spares or 1, use_async_quorum=job.asynchronous, timeout=timedelta(seconds=10),
         quorum_timeout=timedelta(seconds=30), rank=job.rank, world_size=job.ranks, store_addr="127.0.0.1",
-        store_port=job.port, lighthouse_addr=job.lighthouse, replica_id=f"group_{job.group}", init_sync=job.init_sync,
+        store_port=store.port, lighthouse_addr=job.lighthouse, replica_id=f"group_{job.group}", init_sync=job.init_sync,
         world_size_mode=WorldSizeMode.FIXED_WITH_SPARES if job.spares else WorldSizeMode.DYNAMIC, hostname="127.0.0.1",
         quorum_retries=20,
     )  # fmt: skip

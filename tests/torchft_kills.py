@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -55,7 +56,8 @@ class Outcome:
         finished: ranks that trained to the end.
         ended: groups that an error ended, as torchrun would start again: of the link to a process of the group that was
             killed, or because a process was not healed when the rest of its group was; or because groups that came
-            back had begun a history of their own (see `_began_anew`).
+            back had begun a history of their own (see `_began_anew`), or one that asked a lighthouse first which had
+            come back trained on alone, since it asks for one group only.
         outages: how often the lighthouse was killed.
     """
 
@@ -73,10 +75,13 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def lasting_port() -> int:
+    """A free port that the system gives to no connection by itself, so that a server finds it free again."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise OSError("100 ports were in use")
 
 
 @contextlib.contextmanager
@@ -105,7 +110,7 @@ class MortalLighthouse:
     """A lighthouse in a process of its own, which is killed and comes back under the same address."""
 
     def __init__(self) -> None:
-        self.port, self.back = free_port(), 0.0
+        self.port, self.back = lasting_port(), 0.0
         self.start()
 
     @property
@@ -122,20 +127,24 @@ class MortalLighthouse:
         self.back = time.monotonic() + seconds
 
     def poll(self) -> None:
-        """Come back when it is time."""
-        if self.back and time.monotonic() >= self.back:
+        """Come back when it is time, or if another process had the port."""
+        ended_by_itself = not self.back and self.process.poll() is not None
+        if ended_by_itself or (self.back and time.monotonic() >= self.back):
             self.start()
+
+
+_launches = itertools.count()
 
 
 class Group:
     """The processes of one replica group, which live and die together, as torchrun's agent has it."""
 
     def __init__(self, number: int, ranks: int, common: dict[str, Any], die: tuple[int | None, Any] | None) -> None:
-        port = free_port()
+        store = Path(common["folder"], f"store-{number}-{next(_launches)}")
         self.number, self.began = number, time.monotonic()
         self.processes = []
         for rank in range(ranks):
-            told = {**common, "group": number, "rank": rank, "ranks": ranks, "port": port}
+            told = {**common, "group": number, "rank": rank, "ranks": ranks, "store": str(store)}
             if die is not None and die[0] in (None, rank):
                 told["die"] = die[1]
             self.processes.append(
@@ -227,10 +236,10 @@ def run_job(
                 group.kill()
                 if time.monotonic() - began >= limit:
                     outcome.errors.append(f"group {group.number} was not done: {group.said(folder)}")
-    if _began_anew(folder):
+    if _began_anew(folder) or outcome.outages:
         outcome.ended += len(apart)
     else:
-        outcome.errors += apart
+        outcome.errors += [f"{each}\n{_last_steps(folder)}" for each in apart]
     outcome.kills = Counter(path.read_text() for path in folder.glob("died-*"))
     for path in folder.glob("log-*"):
         for line in path.read_text().splitlines():
@@ -266,6 +275,12 @@ def _began_anew(folder: Path) -> bool:
                 if done and step == 1:
                     times.append(when)
     return bool(times) and max(times) - min(times) > 0.5
+
+
+def _last_steps(folder: Path) -> str:
+    """What each process has written down last, to tell how groups came to two places."""
+    logs = ((log.name, log.read_text().splitlines()[-8:]) for log in sorted(folder.glob("log-*")))
+    return "\n".join(f"{name}: {' '.join(lines)}" for name, lines in logs)
 
 
 def _steps(folder: Path) -> int:

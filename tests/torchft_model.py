@@ -116,6 +116,7 @@ class Manager:
         self._min_replica_size, self._pg = job.least, self
         self._replica_world_size_mode = WorldSizeMode.FIXED_WITH_SPARES if job.spares else WorldSizeMode.DYNAMIC
         self._step, self._quorum_id, self._healing = 0, -1, False
+        self._commit_failures = 0
         self._pending_state_dict: Any = None
         self._error: Exception | None = None
         self._participating: tuple[int | None, int] = (None, 0)
@@ -123,6 +124,8 @@ class Manager:
         self._save: dict[str, Callable[[], Any]] = {}
         self.told: tuple[Quorum, Any] | None = None  # by the lighthouse, and the state that was sent
         self.members: tuple[str, ...] = ()  # of the process group; none if it could not be made
+        self.calls = 0  # collective ones of the process group
+        self.asked = False  # `Feed` has made one in this step
         self.former = -1  # the number of the quorum before; the feed may ask for this one several times
         self.unconfigured = False  # the process group could not be made
         self.result = False  # of the vote of all ranks of the group
@@ -148,7 +151,8 @@ class Manager:
         return self.told[0]
 
     def start_quorum(self) -> None:
-        self._error, self._healing = None, False
+        self._error, self._healing, self.asked = None, False, False
+        self._quorum_id = self.former
         quorum = self._client._quorum()
         assert self.told is not None
         state, self.told = self.told[1], None
@@ -162,7 +166,7 @@ class Manager:
             place = None if place is not None and place >= self._min_replica_size else place
         self._participating = place, size
         if quorum.quorum_id != self.former:
-            self._quorum_id, self.members = quorum.quorum_id, quorum.replica_ids
+            self._quorum_id, self.members, self.calls = quorum.quorum_id, quorum.replica_ids, 0
             if self.unconfigured:
                 self.members = ()
                 self.report_error(RuntimeError("a member is dead"))
@@ -209,6 +213,7 @@ class Manager:
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any = None) -> Any:
         """Of what `Feed` compares. It is asked for it twice: what all ranks tell is known when all have told it."""
         if self._error is None:
+            self.asked = True
             if self.compared is None:
                 raise Told(tensor.tolist() if self.is_participating() else [0] * len(tensor))
             tensor.copy_(torch.tensor(self.compared))
@@ -225,6 +230,7 @@ class Manager:
 
     def should_commit(self) -> bool:
         self._step += self.result
+        self._commit_failures = 0 if self.result else self._commit_failures + 1
         return self.result
 
 
@@ -276,10 +282,10 @@ class Group:
 
 
 class Job:
-    """Groups that train step by step, under a model of torchft."""
+    """Groups that train step by step, under a model of torchft. `outages`: how likely the lighthouse dies in a step."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    def __init__(self, chance: random.Random, outages: float = 0.1) -> None:
+        self.chance, self.outages = chance, outages
         self.ranks = chance.choice([1, 1, 2])
         self.size, self.batch = chance.randint(1, 24), chance.randint(1, 3)
         self.together = chance.choice([None, None, chance.randint(1, 12)])
@@ -313,7 +319,7 @@ class Job:
     def step(self) -> None:
         """A step of the groups that are there, of which some die, and others come back."""
         chance = self.chance
-        if chance.random() < 0.1:
+        if chance.random() < self.outages:
             self.lighthouse = Lighthouse()  # it has died and come back
         if not self.groups:
             for _ in range(chance.randint(1, 3)):  # all have died
@@ -400,6 +406,9 @@ class Job:
                     for sample, value in part.items():
                         whole[sample] = whole.get(sample, 0.0) + value / self.ranks
             contributions[group.name] = [whole if rank.manager.is_participating() else {} for rank in group.ranks]
+        for group in alive:
+            for rank in group.ranks:
+                rank.manager.calls += rank.manager.asked + (rank.manager.errored() is None)
         early = dead | {n for n, point in dying.items() if point in ("between quorum and batch", "in the allreduce")}
         late = {n for n, point in dying.items() if point == "behind the allreduce"}
         # One that errs before it has contributed leaves all others of its process group waiting, also if it dies then.
@@ -410,6 +419,7 @@ class Job:
         alive = [group for group in alive if group.name not in early | late]
         reduced = {}
         errs = set()
+        mixed = set()  # groups whose calls meet those of others' former steps
         for group in alive:
             for number, rank in enumerate(group.ranks):
                 total: dict[int, float] = {}
@@ -419,6 +429,8 @@ class Job:
                     if name not in whole_groups or not rank.manager.reaches(by_name[name], number):
                         errs.add(group.name)
                         continue
+                    if by_name[name].ranks[number].manager.calls != rank.manager.calls:
+                        mixed.add(group.name)
                     for sample, value in contributions[name][number].items():
                         total[sample] = total.get(sample, 0.0) + value
                 reduced[group.name, number] = total
@@ -429,6 +441,7 @@ class Job:
         for group in alive:
             totals = [reduced[group.name, number] for number in range(self.ranks)]
             self._vote(group, totals, dying.get(group.name) == "behind the vote")
+            assert group.failed or group.name not in mixed, "gradients of two steps met"
         gone = set(dying)
         self.kills += len(gone)
         self.groups = [group for group in self.groups if group.name not in gone]
@@ -473,9 +486,9 @@ class Job:
         assert rank.counts == expected, (rank.counts, expected, epoch, position)
 
 
-def run(chance: random.Random, steps: int) -> Job:
+def run(chance: random.Random, steps: int, outages: float = 0.1) -> Job:
     """A history of so many steps."""
-    job = Job(chance)
+    job = Job(chance, outages)
     for _ in range(steps):
         job.step()
     return job
@@ -486,10 +499,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the first history; each has the next one")
     parser.add_argument("--histories", type=int, default=1000)
+    parser.add_argument("--outages", type=float, default=0.1, help="how likely the lighthouse dies in a step")
     given = parser.parse_args()
     total: Counter[str] = Counter()
     for number in range(given.seed, given.seed + given.histories):
-        job = run(random.Random(number), 8)
+        job = run(random.Random(number), 8, given.outages)
         total.update(histories=1, kills=job.kills, votes=job.commits, behind=job.behind)
         if not total["histories"] % 1000:
             print(f"up to seed {number}: {dict(total)}", flush=True)

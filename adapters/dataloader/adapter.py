@@ -207,6 +207,10 @@ class MapDataLoaderAdapter(Adapter):
         """Leave worker processes to the next session."""
         return self._server.holding()
 
+    def let_go(self) -> None:
+        """End the workers that were left."""
+        self._server.let_go()
+
     def close(self) -> None:
         """End persistent worker processes."""
         self._server.close()

@@ -9,6 +9,7 @@ from nvidia_resiliency_ext.inprocess import CallWrapper, FrozenState
 from nvidia_resiliency_ext.inprocess.exception import RestartAbort
 from nvidia_resiliency_ext.inprocess.finalize import Finalize
 
+from midepoch.errors import MidepochError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
@@ -52,9 +53,17 @@ def feed(call: CallWrapper, loader: Loader, world: World | None = None) -> None:
             parallelism, ``World.from_mesh(mesh["dp"])`` of the mesh of this start.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        UnsupportedSourceError: the number of ranks has changed, and the source cannot be shared anew.
+        nvidia_resiliency_ext.inprocess.exception.RestartAbort: an argument has the wrong type; the loader was wrapped
+            with another world; or the number of ranks has changed, and the source cannot be shared anew. The Wrapper
+            would answer any other error with another restart, which fails in the same way.
     """
+    try:
+        _feed(call, loader, world)
+    except (TypeError, MidepochError) as error:
+        raise RestartAbort(str(error)) from error
+
+
+def _feed(call: CallWrapper, loader: Loader, world: World | None) -> None:
     found = loader_of(loader)
     if not isinstance(call, CallWrapper) or found is None:
         raise TypeError(
@@ -62,6 +71,13 @@ def feed(call: CallWrapper, loader: Loader, world: World | None = None) -> None:
             f"{type(loader).__name__}: write `def train(call: CallWrapper = None)`, and feed(call, midepoch.wrap(...))"
         )
     part, now = Part("of the wrapped function", found), World.current() if world is None else world
+    stated = part.stated_world
+    if world is None and stated is not None and (stated.rank, stated.world_size) != (now.rank, now.world_size):
+        raise MidepochError(
+            f"the loader was wrapped with world= rank {stated.rank} of {stated.world_size}, and this process is rank "
+            f"{now.rank} of the {now.world_size} that the Wrapper has started: leave world= out of midepoch.wrap, and "
+            "where some ranks get the same batches, pass their world to feed at each start"
+        )
     if call.iteration:
         part.begin_again(
             RestartAbort,

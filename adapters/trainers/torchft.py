@@ -287,6 +287,8 @@ class Feed:
     def _agree(self, groups: int, primarys: bool) -> None:
         """Compare the place and the size of a step with all other processes', whenever the groups have changed.
 
+        A group that is behind, such as one that was late for a quorum of a lighthouse that died, fails the step.
+
         Raises:
             MidepochError: they differ, or this process was not healed when the rest of its group was.
         """
@@ -304,11 +306,10 @@ class Feed:
         manager.allreduce(most, reduce_op=ReduceOp.MAX).wait()
         value, rest, highest, behind = most.tolist()
         if manager.errored() is None and manager.is_participating() and value + rest != _MOST:
-            if step < highest:
-                raise _not_healed("this process", step, highest)
             if highest + behind == _MOST:
                 raise self._elsewhere("groups")
-            manager.report_error(MidepochError("another group is behind in one of its processes, which will end"))
+            # All processes of the group that is behind are at this step, so the next quorum heals them.
+            manager.report_error(MidepochError(f"a group is at step {_MOST - behind}, others are at {highest}"))
         self._agreed = quorum if manager.errored() is None else None
 
     def _same_in_group(self, about: str, value: int, step: int) -> bool:

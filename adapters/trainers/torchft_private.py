@@ -38,9 +38,9 @@ _TORCHFT.part("torchft.manager:WorldSizeMode.FIXED_WITH_SPARES")
 def check(manager: Any) -> None:
     """Raise UnsupportedSourceError if a Manager lacks one of the parts."""
     _TORCHFT.check(
-        manager, "_client", "_group_rank", "_group_world_size", "_healing", "_init_sync", "_min_replica_size",
-        "_pending_state_dict", "_pg", "_quorum_id", "_replica_world_size_mode", "_store", "_timeout",
-        "_use_async_quorum", "start_quorum",
+        manager, "_client", "_commit_failures", "_group_rank", "_group_world_size", "_healing", "_init_sync",
+        "_min_replica_size", "_pending_state_dict", "_pg", "_quorum_id", "_replica_world_size_mode", "_store",
+        "_timeout", "_use_async_quorum", "start_quorum",
     )  # fmt: skip
 
 
@@ -62,16 +62,22 @@ class _Client:
         return getattr(self._client, name)
 
     def _quorum(self, *arguments: Any, **keywords: Any) -> Any:
-        quorum = self._client._quorum(*arguments, **keywords)
-        if quorum.quorum_id != self._manager._quorum_id:
+        manager, quorum = self._manager, self._client._quorum(*arguments, **keywords)
+        if quorum.quorum_id != manager._quorum_id:
             self._members = quorum.replica_ids  # of the process group that the Manager makes now
-        elif self._members not in (None, quorum.replica_ids):
-            self._manager.report_error(
-                MidepochError(
-                    f"quorum {quorum.quorum_id} has other members than the process group of this number, as happens "
-                    "when a lighthouse comes back: this step is given again in the next quorum"
-                )
+            return quorum
+        if self._members not in (None, quorum.replica_ids):
+            what = "other members than the process group of this number"
+        elif manager._commit_failures:
+            what = "the number of the last one, in which the vote failed"
+        else:
+            return quorum
+        manager.report_error(
+            MidepochError(
+                f"quorum {quorum.quorum_id} has {what}, as happens when a lighthouse comes back: this step is given "
+                "again in the next quorum"
             )
+        )
         return quorum
 
 
@@ -84,8 +90,9 @@ def fail_mistaken_quorums(manager: Any) -> None:
     """Let a step fail if a Manager takes its quorum for the one before, because it has the same number.
 
     A lighthouse that comes back counts from the beginning. If the number is the same, a Manager keeps its process
-    group. The gradients of a group that has joined are then missing, and the others would vote for the step. After a
-    vote that failed, the lighthouse gives another number.
+    group. The gradients of a group that has joined are then missing, and the others would vote for the step. If the
+    last vote failed, the groups may have made different numbers of collective calls in it, so gradients of two steps
+    would be added. After a vote that failed, the lighthouse gives another number.
     """
     manager._client = _Client(manager)
 

@@ -489,6 +489,9 @@ class Adapter(ABC):
         """A context in which a session is closed, and another one follows at once, which may keep the workers."""
         return contextlib.nullcontext()
 
+    def let_go(self) -> None:  # noqa: B027  # nothing to do for most
+        """End the workers that a session has left in `holding`: the next one begins with the data as they are then."""
+
     def check_reshard(self, world: World) -> None:  # noqa: B027  # most are shared by midepoch
         """Raise an UnsupportedSourceError if the source, which is elastic, has to be made again for another world."""
 

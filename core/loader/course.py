@@ -60,7 +60,8 @@ class Course:
         retries: a batch that fails is given again, where nothing was stated.
         refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         passes: those of the body of an `epochs` loop; None outside.
-        origin: where a rollback leads.
+        kept: where a rollback leads, and the committed state; None before the first commit. Both are one object, so an
+            exception that is thrown into this thread cannot come between them.
         given: of the batch that was handed out last, if its session is not the one that is open: that session's share,
             and the batches up to this one. The share is None if it is unknown.
     """
@@ -68,7 +69,8 @@ class Course:
     def __init__(self, adapter: Adapter, options: Options, setting: Setting, witnesses: Witnesses) -> None:
         self.adapter, self.options, self.setting, self._witnesses = adapter, options, setting, witnesses
         self._then = Then.of(options)
-        self.place = self.origin = Place(0, 0)
+        self.place = Place(0, 0)
+        self.kept: tuple[Place, State | None] = (self.place, None)
         self.came = Came.FRESH
         self.cursor, self.history = Cursor(), self._new_history()
         self.loaded: State | None = None
@@ -95,7 +97,7 @@ class Course:
 
     def start_as(self, other: Course) -> None:
         """Stand where another loader of the same source stands."""
-        names = ("came", "origin", "loaded", "unfinished", "lost", "ends_early", "retries", "refusal", "_told_of_one")
+        names = ("came", "kept", "loaded", "unfinished", "lost", "ends_early", "retries", "refusal", "_told_of_one")
         self.place = other.here()
         for name in names:
             setattr(self, name, getattr(other, name))
@@ -137,6 +139,21 @@ class Course:
     def has_begun(self) -> bool:
         """Whether batches of this epoch were handed out, the first of a global batch included."""
         return self.position > 0 or (self.cursor.phase is Phase.RUNNING and self.cursor.within)
+
+    @property
+    def origin(self) -> Place:
+        """Where a rollback leads."""
+        return self.kept[0]
+
+    @property
+    def committed(self) -> State | None:
+        """The committed state; None before the first commit."""
+        return self.kept[1]
+
+    @property
+    def cursor_of_pass(self) -> Cursor:
+        """The cursor of the latest pass, even if `peek` has looked beyond its end with another one."""
+        return self.cursor.ended or self.cursor
 
     def last_given(self) -> tuple[Share | None, int]:
         """What `given` says, of the open session too."""
@@ -191,30 +208,44 @@ class Course:
         world = self.setting.world()
         return Place(epoch, position, adapter.lead(here, there, self.setting.seed(world), world))
 
-    def move(self, place: Place) -> None:
-        """Stand at `place`. The running pass, or else the next one, continues from there."""
-        cursor = self.cursor
-        self.close_session(keep=False)
+    def move(self, place: Place, ends_early: bool = False) -> None:
+        """Stand at `place`. The running pass, or else the next one, continues from there. `ends_early`: as it is then.
+
+        An exception that is thrown into this thread may interrupt it anywhere, and a rollback may follow. So the
+        session is closed last: while it is open, a rollback goes all the way again.
+        """
+        cursor = self.cursor_of_pass
+        if cursor is not self.cursor:
+            self.close_session()  # of `peek`, beyond the pass's end: it is not needed any more
+            self.cursor = cursor
         self.place, self.lost = place, ""
-        self.came, self.loaded, self.unfinished = Came.PUT, None, None
-        self.ends_early, self._kept = False, None
-        self.failed.clear()
-        self.history.clear()
-        cursor.resumed = False
         if cursor.phase is Phase.GIVEN:
             cursor.phase = Phase.RUNNING
+        cursor.resumed = False
+        self.came, self.loaded, self.unfinished = Came.PUT, None, None
+        self.ends_early, self._kept = ends_early, None
+        self.history.clear()
+        self.failed.clear()
+        self.close_session(keep=False)
 
-    def keep(self, place: Place, begins: bool = False) -> None:
+    def keep(self, place: Place, committed: State | None, begins: bool = False) -> None:
         """Let a rollback lead to `place`, where the loader stands. `begins`: the next pass begins there."""
-        self.origin = place
+        self.kept = place, committed
         if self.passes is not None:
             self.passes.keep(begins)
 
     def roll_back(self) -> None:
-        """Go back to the origin. The pass that came from there goes on: the running one, or else the next one."""
-        ends_early = self.ends_early
-        self.move(self.origin)
-        self.ends_early = ends_early
+        """Give again what was handed out since the origin. The pass that came from there goes on, or the next one."""
+        cursor = self.cursor
+        # Before an exception came between, a session may have given a batch that was not counted. So one that is open
+        # is closed, and a place is compared with its detail.
+        ended = (self.epoch, self.position) == self.origin[:2] and self.cursor_of_pass.phase is not Phase.RUNNING
+        if ended or (cursor.session is None and self.place == self.origin and not (self.failed or self.lost)):
+            if cursor.ended is not None:
+                self.close_session()
+            self.continue_pass()
+            return
+        self.move(self.origin, self.ends_early)
         if self.passes is not None:
             self.passes.roll_back()
 
@@ -235,11 +266,12 @@ class Course:
         """Give up the rest of this epoch."""
         following = self.lead(self.epoch + 1, 0)
         nothing_since = (self.epoch, self.position) == self.origin[:2] and not self.cursor.within
-        self.close_session(keep=False)
         self.place, self.lost, self.loaded, self.unfinished, self._kept = following, "", None, None, None
         if nothing_since:
-            self.keep(following, begins=True)  # what comes next is to be given again, not the rest that is given up
+            # What comes next is to be given again, not the rest that is given up.
+            self.keep(following, self.committed, begins=True)
         self.failed.clear()
+        self.close_session(keep=False)  # last, as in `move`
 
     def refuse_other_threads(self, asked: str) -> None:
         """Raise MidepochError if another thread is in `next` of a pass over this loader, or in `peek`.
@@ -289,7 +321,8 @@ class Course:
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
         if place == self.origin:
-            self.origin = place._replace(detail=detail)  # said by the source as it stands now, which reading changes
+            # As the source says it now, which reading changes.
+            self.kept = place._replace(detail=detail), self.committed
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
         try:
@@ -309,9 +342,10 @@ class Course:
         cursor = self.cursor
         if cursor.session is None:
             return
+        if keep:
+            self.place = Place(self.epoch, self.position)  # all there is if the source cannot say more
         try:
             if keep:
-                self.place = Place(self.epoch, self.position)  # all there is if the source cannot say more
                 self.place = cursor.place() if mark is None else cursor.place_of(mark)
         except SourceError:
             raise
@@ -335,7 +369,9 @@ class Course:
         if cursor.phase is not Phase.RUNNING:
             self.close_session()  # its epoch has ended; the next batch is the next epoch's first
             self.given = self.last_given()
-            cursor = self.cursor = Cursor()
+            beyond = Cursor()
+            beyond.ended = cursor
+            self.cursor = cursor = beyond
         if cursor.session is None and not self._open(cursor):
             raise StopIteration
         session = cursor.session
@@ -438,6 +474,7 @@ class Course:
             self.end_epoch()
         elif before.phase is Phase.GIVEN:
             self.close_session()
+        before.ended = None
         if before.owned:
             self.cursor = before.taken_over()
             self.cursor.resumed = before.resumed and self.came is not Came.READ
@@ -638,9 +675,16 @@ class Course:
 
     def _leave_empty(self, cursor: Cursor) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
-        in_body = self.passes is not None
-        if self.failed or (self.ends_early and not self.place.over):
-            place, world = self.place, self.setting.world()
+        in_body, place = self.passes is not None, self.place
+        unexpected = not (self.failed or self.ends_early)
+        if place.over or unexpected:
+            self._tell_of_empty()
+        if place.over or (unexpected and not self.adapter.can_seek):
+            if in_body:
+                cursor.over = place.position
+        else:
+            # Less than a global batch is left. The epoch ends where it does on a rank that was given its last batch.
+            world = self.setting.world()
             size = self.adapter.size(self.setting.seed(world), place.epoch, world, place.detail)
             if self.failed:
                 self._tell_of_failed(place.epoch, place.position, place.position if size is None else size)
@@ -651,10 +695,6 @@ class Course:
             else:
                 self.place, self.unfinished = following, None
             self.loaded = None
-        else:
-            if in_body:
-                cursor.over = self.position
-            self._tell_of_empty()
         self.came, self.ends_early = Came.READ, False
         self._exhaust(cursor)
 

@@ -37,6 +37,7 @@ class Cursor:
         phase: what the pass returns when it is asked for its next batch.
         user: the pass that uses this cursor, referred to weakly; None before one does. `peek` may create a cursor
             first; the next pass then takes it.
+        ended: the cursor of the pass whose end `peek` has looked beyond with this one, until another pass takes it.
         resumed: the pass continues from a loaded state.
         steady: the next batch can be taken at once, without the checks of `Loader._next`.
         session, world, seed: the open session, and the world and the seed it was opened with. `session` is None while
@@ -58,6 +59,7 @@ class Cursor:
         self.phase = Phase.RUNNING
         self.resumed = self.steady = False
         self.user: weakref.ref[Any] | None = None
+        self.ended: Cursor | None = None
         self.session: Session | None = None
         self.world: World | None = None
         self.seed = 0
@@ -165,8 +167,9 @@ class Cursor:
 
     def close(self) -> None:
         """Close the session. The phase stays."""
+        self.steady = False  # first: if an exception is thrown in here, the pass must not go on with this session
         session, self.session = self.session, None
-        self.steady, self.take = False, _nothing_open
+        self.take = _nothing_open
         self.peeked.clear()
         if session is not None:
             session.close()

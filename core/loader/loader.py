@@ -68,7 +68,6 @@ class Loader:
         self._witnesses = Witnesses(adapter, options)
         self._course = Course(adapter, options, self._setting, self._witnesses)
         self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
-        self._committed: State | None = None
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
                 f"on_error='next': this source ({adapter.name}) is read from its start, or from a state of its own, so "
@@ -259,7 +258,7 @@ class Loader:
         """
         if type(in_flight) is not int or in_flight < 0:
             raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
-        committed = self._committed
+        committed = self._course.committed
         if committed is not None:
             if in_flight:
                 raise MidepochError("commit() says which batches were trained on: leave in_flight out")
@@ -289,12 +288,12 @@ class Loader:
                 and what to do. The loader is unchanged.
         """
         checked, place = self._check_state(state)
-        self._move(place)
+        self._move(place, checked)
         self._course.unfinished = checked["epoch"] if checked["position"] else None
-        self._course.refusal = None
         self._setting.take_seed(checked["seed"])
         self._course.loaded = checked
         self._witnesses.load(checked["witness"])
+        self._course.refusal = None
 
     def _check_state(self, state: State) -> tuple[State, Place]:
         """A copy of `state`, if this loader can continue from it, and its place."""
@@ -302,10 +301,12 @@ class Loader:
 
     # --- going elsewhere ---
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: Place, state: State | None = None) -> None:
+        """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
+        committed = self._course.committed is not None
         self._course.move(place)
-        self._course.keep(place)
-        self._committed = None
+        self._adapter.let_go()
+        self._course.keep(place, (state or self._state_at(place)) if committed else None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
@@ -352,7 +353,7 @@ class Loader:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
         _check_user(self, sys._getframe().f_back)
         course = self._course
-        came, cursor = course.came, course.cursor
+        came, cursor = course.came, course.cursor_of_pass
         if epoch == self.epoch:
             self._ahead = 0
         elif (loaded := course.unfinished == self.epoch) or (course.passes is not None and course.passes.alone):
@@ -382,7 +383,7 @@ class Loader:
         """Share the rest of the epoch among another world, from the next batch on.
 
         Every rank that stays calls it after the same batch, with its rank in the new world. A rank that joins loads a
-        state of that place. Worker processes continue; the loader drops what they have read ahead.
+        state of that place. The worker processes of a DataLoader continue; the loader drops what they have read ahead.
 
         Raises:
             TypeError: `world` is not a World.
@@ -407,7 +408,7 @@ class Loader:
             self._course.close_session()
             adapter.reshard(world)
         self._setting.resharded, self._setting.last = world, None
-        cursor = self._course.cursor
+        cursor = self._course.cursor_of_pass
         self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
 
     def _check_reshard(self, world: World) -> None:
@@ -433,7 +434,8 @@ class Loader:
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.
 
-        The state is built here, so another thread may call `state_dict` at any time.
+        After a later `load_state_dict` or `seek`, that place counts as committed. The state is built here, so another
+        thread may call `state_dict` at any time.
 
         Raises:
             MidepochError: no batch was handed out since the last commit or load, or only a part of a global batch.
@@ -450,8 +452,7 @@ class Loader:
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        self._committed = self._state_at(place)
-        self._course.keep(place)
+        self._course.keep(place, self._state_at(place))
 
     def rollback(self) -> None:
         """Give again the batches handed out since the last commit, or since the last load if there was no commit.
@@ -463,13 +464,8 @@ class Loader:
             MidepochError: another thread is in `next` of this loader. The loader is unchanged.
         """
         self._course.refuse_other_threads("rollback()")
-        course = self._course
-        # Not `here`: a source that cannot say where it stands can go back all the same.
-        if (course.epoch, course.position) != course.origin[:2] or course.cursor.within or course.failed:
-            with self._adapter.holding():
-                course.roll_back()
-        else:
-            course.continue_pass()
+        with self._adapter.holding():
+            self._course.roll_back()
 
     # --- iteration ---
 
@@ -501,7 +497,7 @@ class Loader:
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
         twin = type(self)(self._adapter.twin(), self._options)
-        twin._ahead, twin._committed = self._ahead, self._committed
+        twin._ahead = self._ahead
         twin._setting = self._setting.of_twin(twin._adapter)
         twin._witnesses = self._witnesses.of_twin(twin._adapter)
         twin._course = Course(twin._adapter, twin._options, twin._setting, twin._witnesses)
@@ -538,13 +534,12 @@ class Loader:
 
     def _leave_body(self, epoch: int | None = None) -> bool:
         """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        course, committed = self._course, self._committed
+        course, committed = self._course, self._course.committed
         goes_on = course.leave_body(epoch)
         if committed is not None and committed["position"] == committed["size"] and not self.position:
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
                 here = course.here()
-                self._committed = self._state_at(here)
-                course.keep(here)
+                course.keep(here, self._state_at(here))
         return goes_on
 
     def _each_epoch(self, n: int) -> Iterator[int]:

@@ -418,6 +418,10 @@ class IterableLoaderAdapter(IterableAdapter):
         """Leave worker processes to the next session."""
         return self._server.holding()
 
+    def let_go(self) -> None:
+        """End the workers that were left."""
+        self._server.let_go()
+
     def close(self) -> None:
         """End persistent worker processes."""
         self._server.close()

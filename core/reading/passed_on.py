@@ -90,6 +90,10 @@ class PassedOnAdapter(Adapter):
         """Leave worker processes to the next session."""
         return self._way.holding()
 
+    def let_go(self) -> None:
+        """End the workers that were left."""
+        self._way.let_go()
+
     def close(self) -> None:
         """End what the way in use keeps."""
         self._way.close()

@@ -165,11 +165,15 @@ class Server:
             persistent_workers=theirs.persistent_workers,
         )
 
+    def let_go(self) -> None:
+        """End the workers of a session that was closed in `holding`, unless all sessions share them."""
+        held, self._held = self._held, None
+        if held is not None and held.here[0] == os.getpid() and not self._loader.persistent_workers:
+            held.close()
+
     def close(self) -> None:
         """End worker processes that outlive a session."""
-        held, self._held = self._held, None
-        if held is not None and held.here[0] == os.getpid():
-            held.close()
+        self.let_go()
         for (process, _), ours in self._persistent.items():
             if process == os.getpid():
                 shut_down(kept_iterator(ours))
