@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import sys
 import threading
 import warnings
 import weakref
@@ -60,6 +59,7 @@ class Course:
         retries: a batch that fails is given again, where nothing was stated.
         refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         passes: those of the body of an `epochs` loop; None outside.
+        taken_by: the thread that is in `next` of a pass, or in `peek`; 0 if none is.
         kept: where a rollback leads, and the committed state; None before the first commit. Both are one object, so an
             exception that is thrown into this thread cannot come between them.
         given: of the batch that was handed out last, if its session is not the one that is open: that session's share,
@@ -82,12 +82,13 @@ class Course:
         self.refusal: tuple[type[BaseException], str] | None = None
         self.passes: Passes | None = None
         self.given: tuple[Share | None, int] = (None, 0)
+        self.taken_by = 0
         self._told_of_one = self._had_bodies = False
         self._kept: weakref.WeakSet[Any] | None = None  # as in Passes, of a body that had read none of them
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
-        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": [], "_kept": None}
+        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": [], "_kept": None, "taken_by": 0}
         del attributes["cursor"], attributes["history"], attributes["_then"]
         return attributes
 
@@ -276,18 +277,13 @@ class Course:
     def refuse_other_threads(self, asked: str) -> None:
         """Raise MidepochError if another thread is in `next` of a pass over this loader, or in `peek`.
 
-        `asked`: what cannot be done meanwhile. The other threads' frames tell, so a batch is not told anything.
+        `asked`: what cannot be done meanwhile.
         """
-        here, calls = threading.get_ident(), (Pass.__next__.__code__, Course.peek.__code__)
-        for thread, innermost in sys._current_frames().items():
-            frame = None if thread == here else innermost
-            while frame is not None:
-                if frame.f_code in calls and self in (user := frame.f_locals["self"], getattr(user, "_course", None)):
-                    raise MidepochError(
-                        f"{asked} while another thread waits for a batch of this loader: call it in the thread that "
-                        "iterates, between two batches"
-                    )
-                frame = frame.f_back
+        if self.taken_by not in (0, threading.get_ident()):
+            raise MidepochError(
+                f"{asked} while another thread waits for a batch of this loader: call it in the thread that iterates, "
+                "between two batches"
+            )
 
     # --- sessions ---
 
@@ -363,32 +359,36 @@ class Course:
         Raises:
             StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
         """
-        cursor = self.cursor
-        if cursor.peeked:
-            return cursor.peeked[0][0]
-        if cursor.phase is not Phase.RUNNING:
-            self.close_session()  # its epoch has ended; the next batch is the next epoch's first
-            self.given = self.last_given()
-            beyond = Cursor()
-            beyond.ended = cursor
-            self.cursor = cursor = beyond
-        if cursor.session is None and not self._open(cursor):
-            raise StopIteration
-        session = cursor.session
-        assert session is not None  # _open has opened it
-        mark = session.mark() if cursor.steps else None
+        self.taken_by = threading.get_ident()
         try:
-            batch = cursor.take()
-            if not cursor.steps:
-                self._witnesses.see(cursor)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.close_session(mark)
-            raise
-        cursor.peeked.append((batch, mark))
-        cursor.steady = False
-        return batch
+            cursor = self.cursor
+            if cursor.peeked:
+                return cursor.peeked[0][0]
+            if cursor.phase is not Phase.RUNNING:
+                self.close_session()  # its epoch has ended; the next batch is the next epoch's first
+                self.given = self.last_given()
+                beyond = Cursor()
+                beyond.ended = cursor
+                self.cursor = cursor = beyond
+            if cursor.session is None and not self._open(cursor):
+                raise StopIteration
+            session = cursor.session
+            assert session is not None  # _open has opened it
+            mark = session.mark() if cursor.steps else None
+            try:
+                batch = cursor.take()
+                if not cursor.steps:
+                    self._witnesses.see(cursor)
+            except StopIteration:
+                raise
+            except BaseException:
+                self.close_session(mark)
+                raise
+            cursor.peeked.append((batch, mark))
+            cursor.steady = False
+            return batch
+        finally:
+            self.taken_by = 0
 
     def close(self) -> None:
         """Stop worker processes and threads. The state stays; iterating again starts them again."""
@@ -727,15 +727,19 @@ class Pass:
 
     def __next__(self) -> Any:
         course, cursor = self._course, self.cursor
-        if cursor is None or not cursor.steady or cursor is not course.cursor:
-            return course.next_batch(self)
-        mark = cursor.mark() if cursor.marks else None
+        course.taken_by = threading.get_ident()
         try:
-            batch = cursor.take()
-        except BaseException as error:
-            course.goes_on(cursor, error, mark)
-            raise
-        cursor.handed_out(course.history, mark)
-        if cursor.steps == cursor.last_step:
-            course.roll(cursor)
-        return batch
+            if cursor is None or not cursor.steady or cursor is not course.cursor:
+                return course.next_batch(self)
+            mark = cursor.mark() if cursor.marks else None
+            try:
+                batch = cursor.take()
+            except BaseException as error:
+                course.goes_on(cursor, error, mark)
+                raise
+            cursor.handed_out(course.history, mark)
+            if cursor.steps == cursor.last_step:
+                course.roll(cursor)
+            return batch
+        finally:
+            course.taken_by = 0
