@@ -35,6 +35,16 @@ __all__ = ["Came", "Course", "Pass"]
 _logger = logging.getLogger("midepoch")
 
 
+class _Here(threading.local):
+    """The number of the thread that asks: an attribute of each thread, since a batch may cost no call."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+_here = _Here()
+
+
 class Came(enum.Enum):
     """How the loader got to its place, which decides where a new pass begins. docs/design.md has a table."""
 
@@ -279,7 +289,7 @@ class Course:
 
         `asked`: what cannot be done meanwhile.
         """
-        if self.taken_by not in (0, threading.get_ident()):
+        if self.taken_by not in (0, _here.thread):
             raise MidepochError(
                 f"{asked} while another thread waits for a batch of this loader: call it in the thread that iterates, "
                 "between two batches"
@@ -359,7 +369,7 @@ class Course:
         Raises:
             StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
         """
-        self.taken_by = threading.get_ident()
+        self.taken_by = _here.thread
         try:
             cursor = self.cursor
             if cursor.peeked:
@@ -727,7 +737,7 @@ class Pass:
 
     def __next__(self) -> Any:
         course, cursor = self._course, self.cursor
-        course.taken_by = threading.get_ident()
+        course.taken_by = _here.thread
         try:
             if cursor is None or not cursor.steady or cursor is not course.cursor:
                 return course.next_batch(self)
