@@ -284,7 +284,8 @@ def main() -> None:
     print(
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, DALI "
         f"{nvidia.dali.__version__}, {os.cpu_count()} cores, "
-        f"{'a GPU' if torch.cuda.is_available() else 'no GPU'}; medians of {options.rounds} alternated rounds.\n"
+        f"{'a GPU' if torch.cuda.is_available() else 'no GPU'}"
+        f"{'' if options.inside else f'; medians of {options.rounds} alternated rounds'}.\n"
     )
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
