@@ -309,7 +309,12 @@ class Feed:
             if highest + behind == _MOST:
                 raise self._elsewhere("groups")
             # All processes of the group that is behind are at this step, so the next quorum heals them.
-            manager.report_error(MidepochError(f"a group is at step {_MOST - behind}, others are at {highest}"))
+            manager.report_error(
+                MidepochError(
+                    f"a group is at step {_MOST - behind}, others are at {highest}: this step is given again in the next "
+                    "quorum, which heals that group"
+                )
+            )
         self._agreed = quorum if manager.errored() is None else None
 
     def _same_in_group(self, about: str, value: int, step: int) -> bool:

@@ -210,7 +210,6 @@ class Streams:
             self._saved = [] if self._saved is None else self._saved
         if self._drawn or self._owned:  # `unused` will be false
             return self.start
-        self._globals.watch()
         return self._start_watched
 
     def start(self, key: int) -> None:
@@ -402,10 +401,12 @@ class Streams:
         _current.streams, self.key, self.generator, self.asked, self.watches = self, None, None, False, False
         if borrows:
             self._globals.borrow()
+            if self._devices is not None:
+                self._devices.borrow()
         else:
             self._globals.retake()
-        if self._devices is not None:
-            self._devices.borrow() if borrows else self._devices.watch()
+            if self._devices is not None:
+                self._devices.watch()
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.
