@@ -311,8 +311,8 @@ class Feed:
             # All processes of the group that is behind are at this step, so the next quorum heals them.
             manager.report_error(
                 MidepochError(
-                    f"a group is at step {_MOST - behind}, others are at {highest}: this step is given again in the next "
-                    "quorum, which heals that group"
+                    f"a group is at step {_MOST - behind}, others are at {highest}: this step is given again in the "
+                    "next quorum, which heals that group"
                 )
             )
         self._agreed = quorum if manager.errored() is None else None
