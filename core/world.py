@@ -81,10 +81,10 @@ class World:
         """
         environment = _from_environment(os.environ)
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
+            missing = {"RANK", "WORLD_SIZE"} - environment.keys()
             if len(missing) == 1 and environment.get("WORLD_SIZE") != 1:
                 raise MidepochError(
-                    f"the environment sets a world but not {missing[0]} ({_shown(environment)}): set both RANK and "
+                    f"the environment sets a world but not {missing.pop()} ({_shown(environment)}): set both RANK and "
                     "WORLD_SIZE (torchrun does), call torch.distributed.init_process_group before the first "
                     "batch, or pass world=midepoch.World(rank, world_size)"
                 )

@@ -144,7 +144,7 @@ class Seen:
 
     Attributes:
         index: of the first sample of the epoch; None if no single sample was looked at.
-        look: what this sample looked like before the first batch; None if it could not be read.
+        look: what this sample looked like when it was first read; None if it could not be read.
         again: the same, after the first batch; None if not asked for.
         expected: what the sample of the run's `expects` looks like; None if it could not be read.
         error: why a sample could not be read; empty if it was read.

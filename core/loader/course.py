@@ -326,9 +326,10 @@ class Course:
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
-        if place == self.origin:
+        origin, committed = self.kept
+        if place == origin:
             # As the source says it now, which reading changes.
-            self.kept = place._replace(detail=detail), self.committed
+            self.kept = place._replace(detail=detail), committed
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
         try:

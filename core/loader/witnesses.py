@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 from midepoch.errors import MidepochWarning
-from midepoch.state.witness import LONGEST, Witness
+from midepoch.state.witness import LONGEST, Look, Witness
 
 from .adapter import Adapter, Options
 from .cursor import Cursor
@@ -25,7 +26,8 @@ class Witnesses:
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter, self._options = adapter, options
         self.expected: Witness | None = None
-        self._known: dict[int, str] = {}  # by epoch: of the last two from which was read
+        # By epoch, of the last two from which was read. A text is made when a state asks for it.
+        self._known: dict[int, str | tuple[Any, Look, frozenset[str]]] = {}
         # Names of parts that differ from one read to the next. Their numbers vary where samples have lists in them.
         self._left_out: frozenset[str] = frozenset()
         # A state with an identity of the user's own stays below 512 bytes, too.
@@ -40,7 +42,12 @@ class Witnesses:
 
     def text(self, epoch: int) -> str:
         """The witness of an epoch, for a state; empty if it is not known."""
-        return self._known.get(epoch, "")
+        every = self._known
+        known = every.get(epoch, "")
+        if isinstance(known, tuple):
+            index, look, left_out = known
+            known = every[epoch] = Witness.of(epoch, index, look, look.numbers(left_out)).text(self._longest)
+        return known
 
     def load(self, text: str) -> None:
         """Expect a loaded state's witness."""
@@ -73,9 +80,8 @@ class Witnesses:
             self._adapter.cannot_see(look.unseen)
         if seen.again is not None:
             self._tried = True
-            differing = look.differing(seen.again)
-            self._left_out = look.named(differing)
-            if differing:
+            if differing := look.differing(seen.again):
+                self._left_out = look.named(differing)
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
                 self._adapter.found(why, look.holds_most(differing))
                 warnings.warn(
@@ -100,7 +106,8 @@ class Witnesses:
             self._adapter.believes(f"threads were started while the first batch was read ({names}), and may draw")
         if seen.collate is not None:
             self._adapter.judge("the collate function", "the same samples", seen.collate)
-        self._known = {
-            **{each: text for each, text in self._known.items() if each == epoch - 1},
-            epoch: Witness.of(epoch, seen.index, look, look.numbers(self._left_out)).text(self._longest),
-        }
+        known, before = {}, self._known.get(epoch - 1)
+        if before is not None:
+            known[epoch - 1] = before
+        known[epoch] = seen.index, look, self._left_out
+        self._known = known

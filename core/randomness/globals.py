@@ -45,6 +45,11 @@ class LentGlobals:
 
     Args:
         by_memory: False: use only public calls.
+
+    Attributes:
+        python: python's generator.
+        seed_python, seed_numpy, seed_torch: seed one of them. numpy's takes 32 bits: give it the upper half of a key,
+            because torch seeds a generator of the same kind with the lower one, and the numbers would be equal.
     """
 
     def __init__(self, by_memory: bool = True) -> None:
@@ -55,16 +60,19 @@ class LentGlobals:
         self._torch_pair_stamp: _Stamp
         # Looked up once: the path of every batch leads through here.
         self._get_numpy, self._set_numpy = np.random.get_bit_generator, np.random.set_bit_generator
-        self._generator: Any = random._inst
-        self._set_python = super(random.Random, self._generator).setstate  # without what is done for old versions
+        self.python: Any = random._inst
+        self._set_python = super(random.Random, self.python).setstate  # without what is done for old versions
+        self.seed_python = super(random.Random, self.python).seed  # without the argument handling of random.seed
+        self.seed_numpy: Callable[[int], None] = np.random.mtrand._rand.seed
         self._torch = torch.default_generator
+        self.seed_torch = self._torch.manual_seed
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = np.random.MT19937(0)
         self._python_stamp, self._numpy_stamp, self._pair_stamp = _PythonState(), _NumpyState(self._ours), _Pair()
         self._torch_stamp, self._torch_pair_stamp = _TorchState(self._torch), memoryview(b"")
         pair, engine = _offset_of_pair(), _offset_of_engine()
         if by_memory and _python_is_known():
-            self._python_stamp = _python_stamp(self._generator)
+            self._python_stamp = _python_stamp(self.python)
         if by_memory and _numpy_is_known():
             self._numpy_stamp = _numpy_stamp(self._ours)
         if by_memory and pair is not None:
@@ -83,7 +91,7 @@ class LentGlobals:
         """Save the caller's states. From now on, `touched` reports whether a generator was used."""
         self._stamps = stamps = (
             self._python_stamp.tobytes(),
-            self._generator.gauss_next,
+            self.python.gauss_next,
             self._torch_stamp.tobytes(),
             self._torch_pair_stamp.tobytes(),
         )
@@ -115,12 +123,20 @@ class LentGlobals:
         self._set_numpy(self._numpy_saved)
         if self._pair_saved is not None:
             np.random.set_state(self._pair_saved)
-        if not touched or (stamps := self._look()) == (saved := self._saved_at):
+        if not touched:
+            return _NONE
+        saved, stamps = self._saved_at, (  # as `_look`: written out where batches lead through
+            self._python_stamp.tobytes(),
+            self.python.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )  # fmt: skip
+        if stamps == saved:
             return _NUMPY if numpy else _NONE
         assert saved is not None  # borrow has saved
         python, engine = stamps[:2] != saved[:2], stamps[2:] != saved[2:]
         if python:
-            _, words, self._generator.gauss_next = self._python_saved
+            _, words, self.python.gauss_next = self._python_saved
             self._set_python(words)
         if engine:
             self._torch.set_state(self._torch_saved)
@@ -136,7 +152,7 @@ class LentGlobals:
             current: of each thread.
         """
         python, engine, normals = self._python_stamp.tobytes, self._torch_stamp.tobytes, self._torch_pair_stamp.tobytes
-        pair, numpy, generator = self._pair_stamp.tobytes, self._numpy_stamp.tobytes, self._generator
+        pair, numpy, generator = self._pair_stamp.tobytes, self._numpy_stamp.tobytes, self.python
         get_numpy, set_numpy, ours = self._get_numpy, self._set_numpy, self._ours
         untouched = numpy()  # for good: nobody else has ours
 
@@ -178,7 +194,7 @@ class LentGlobals:
         self._numpy_at = self._numpy_stamp.tobytes()
         self._stamps = (  # as `watch`: written out where batches lead through
             self._python_stamp.tobytes(),
-            self._generator.gauss_next,
+            self.python.gauss_next,
             self._torch_stamp.tobytes(),
             self._torch_pair_stamp.tobytes(),
         )
@@ -188,10 +204,34 @@ class LentGlobals:
         self._numpy_at = self._numpy_stamp.tobytes()
         self._stamps = (
             self._python_stamp.tobytes(),
-            self._generator.gauss_next,
+            self.python.gauss_next,
             self._torch_stamp.tobytes(),
             self._torch_pair_stamp.tobytes(),
         )
+
+    def seed_watched(self, key: int) -> bool:
+        """Seed all with `key`, then `watch`. Returns what `touched` would have returned before.
+
+        Each sample of a pass's first batch leads through it, so it is written out.
+        """
+        touched = self._numpy_stamp.tobytes() != self._numpy_at or self._stamps != (
+            self._python_stamp.tobytes(),
+            self.python.gauss_next,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
+        self.seed_python(key)
+        self.python.gauss_next = None
+        self.seed_numpy(key >> 32)
+        self.seed_torch(key)
+        self._numpy_at = self._numpy_stamp.tobytes()
+        self._stamps = (
+            self._python_stamp.tobytes(),
+            None,
+            self._torch_stamp.tobytes(),
+            self._torch_pair_stamp.tobytes(),
+        )
+        return touched
 
     def touched_each(self) -> Touched:
         """As `touched`, for each generator."""
@@ -203,7 +243,7 @@ class LentGlobals:
         """Whether a generator was used or seeded since `borrow` or `watch`."""
         return self._numpy_stamp.tobytes() != self._numpy_at or self._stamps != (
             self._python_stamp.tobytes(),
-            self._generator.gauss_next,
+            self.python.gauss_next,
             self._torch_stamp.tobytes(),
             self._torch_pair_stamp.tobytes(),
         )
@@ -211,7 +251,7 @@ class LentGlobals:
     def _look(self) -> _Stamps:  # written out where samples lead through
         return (
             self._python_stamp.tobytes(),
-            self._generator.gauss_next,
+            self.python.gauss_next,
             self._torch_stamp.tobytes(),
             self._torch_pair_stamp.tobytes(),
         )
@@ -250,10 +290,10 @@ class _Pair:
 
 class _TorchState:
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self.python = generator
 
     def tobytes(self) -> bytes:
-        return bytes(self._generator.get_state().numpy().tobytes())
+        return bytes(self.python.get_state().numpy().tobytes())
 
 
 def _memory(address: int, size: int) -> memoryview:

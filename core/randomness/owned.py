@@ -39,6 +39,7 @@ _GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerato
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.ndarray, torch.Tensor,
           torch.dtype, torch.device, range, memoryview, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
+# Large packages that use no generators of their own.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
 _MASK_32 = (1 << 32) - 1
 _ANY = "*"  # in a path: members without a name, such as those of a set; they share a stream
@@ -67,7 +68,9 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     found: list[OwnedGenerator] = []
     hopeless: list[str] = []
     paths: set[str] = set()
-    queue: deque[tuple[str, Any]] = deque((type(root).__name__, root) for root in roots)
+    queue: deque[tuple[str, Any]] = deque()
+    for root in roots:
+        queue.append((type(root).__name__, root))
     seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is used twice
     # Compare types: `isinstance` may run the object's own code (`__class__`), which may import a module.
     while queue and len(seen) < MOST_OBJECTS:
@@ -109,8 +112,7 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
     elif kind is types.BuiltinMethodType:
         steps = [(".__self__", value.__self__)]
     elif kind is types.FunctionType:
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        steps = [(f".{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        steps = _closed_over(value) if value.__closure__ else []
         yield from _top_of_module(value.__module__, seen)
     elif issubclass(kind, type):
         steps = []
@@ -126,6 +128,11 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
     for step, child in steps:
         if not issubclass(type(child), _ATOMS) or type(child) is types.BuiltinMethodType:
             yield path + step, child
+
+
+def _closed_over(function: types.FunctionType) -> list[tuple[str, Any]]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    return [(f".{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -160,7 +167,9 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         attributes = {}
-    found = [(f".{name}", child) for name, child in list(attributes.items())] if isinstance(attributes, dict) else []
+    found: list[tuple[str, Any]] = []
+    for name, child in list(attributes.items()) if isinstance(attributes, dict) else ():
+        found.append((f".{name}", child))
     for name, slot in _slots(kind):
         try:
             found.append((f".{name}", slot.__get__(value)))
@@ -179,7 +188,7 @@ def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]
     if ~id(kind) in seen:  # its own key: as a value, a class may have been visited before
         return
     for base in kind.__mro__:
-        if ~id(base) not in seen and not _is_library(base.__module__):
+        if ~id(base) not in seen and (base.__module__ or "").partition(".")[0] not in _LIBRARIES:
             for name, member in list(vars(base).items()):
                 if issubclass(type(member), (staticmethod, classmethod)):
                     member = member.__func__
@@ -192,8 +201,9 @@ def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    module = sys.modules.get(name or "")
-    if module is None or id(module) in seen or _is_library(name):
+    name = name or ""
+    module = sys.modules.get(name)
+    if module is None or id(module) in seen or name.partition(".")[0] in _LIBRARIES:
         return
     seen[id(module)] = module
     for attribute, member in list(vars(module).items()):
@@ -204,12 +214,6 @@ def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str
 def _prefix(module: str | None) -> str:
     """The prefix for what a module holds. Empty for the program itself, whose name differs between processes."""
     return f"{module}." if module not in (None, "__main__", "__mp_main__") else ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(module: str | None) -> bool:
-    """Whether a module is of a large package that uses no generator of its own."""
-    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def global_generators() -> tuple[Any, ...]:

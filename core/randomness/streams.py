@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -119,12 +118,10 @@ class Streams:
         self._first = False  # no batch of this pass has been read
         self._warned: set[str] = set()  # paths
         self._devices = LentDevices() if devices else None
-        self._globals = LentGlobals()
-        # Looked up once: these are called for every sample. python's without the argument handling of random.seed.
-        self._python_generator: Any = random._inst
-        self._seed_python = super(random.Random, self._python_generator).seed
-        self._start_numpy = np.random.mtrand._rand.seed
-        self._start_torch = torch.default_generator.manual_seed
+        self._globals = lent = LentGlobals()
+        # Looked up once: these are called for every sample.
+        self._python: Any = lent.python
+        self._seed_python, self._seed_numpy, self._seed_torch = lent.seed_python, lent.seed_numpy, lent.seed_torch
         self._saved: list[Any] | None = None
         self._lent = False  # True in a worker process, for good
         self._outer: Streams | None = None
@@ -160,10 +157,11 @@ class Streams:
         if not self._first:
             return False
         self._first = False
-        before = self._owned or []
+        before, late = self._owned or [], []
         self._search(more)
-        known = {id(each.generator) for each in before}
-        late = [each for each in self._owned or () if id(each.generator) not in known]
+        if self._owned:
+            known = {id(each.generator) for each in before}
+            late = [each for each in self._owned if id(each.generator) not in known]
         # Known generators keep their path for this pass, even if samples have moved them.
         self._owned = [*before, *late]
         self.unused = not self._drawn and not self._owned
@@ -198,8 +196,15 @@ class Streams:
 
     # --- seeding ---
 
-    def begin(self) -> Callable[[int], None]:
-        """Take over the generators. Returns a function that seeds all of them with a 64-bit key."""
+    def begin(self, notes: bool = False) -> Callable[[int], None]:
+        """Take over the generators.
+
+        Args:
+            notes: `noted` is to tell after each seeding whether code has drawn since.
+
+        Returns:
+            A function that seeds all of them with a 64-bit key.
+        """
         if self._owned is None:
             self._search(())
         self._enter(borrows=not self._lent)
@@ -208,7 +213,7 @@ class Streams:
             self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
         else:
             self._saved = [] if self._saved is None else self._saved
-        if self._drawn or self._owned:  # `unused` will be false
+        if (self._drawn or self._owned) and not notes:  # `unused` will be false
             return self.start
         return self._start_watched
 
@@ -216,10 +221,9 @@ class Streams:
         """Seed every generator with `key`."""
         self.key, self.generator = key, None
         self._seed_python(key)
-        self._python_generator.gauss_next = None
-        # The upper half: torch seeds a generator of the same kind with the lower one. The numbers would be equal.
-        self._start_numpy(key >> 32)
-        self._start_torch(key)
+        self._python.gauss_next = None
+        self._seed_numpy(key >> 32)
+        self._seed_torch(key)
         if self._devices is not None:
             self._devices.start(key)
         if self._owned:
@@ -227,20 +231,25 @@ class Streams:
                 each.start(derive_key(key, each.salt))
 
     def _start_watched(self, key: int) -> None:
-        lent, devices = self._globals, self._devices
-        self._drawn = self._drawn or self.asked or lent.touched() or (devices is not None and devices.touched())
-        self.start(key)
-        lent.watch()
+        devices, touched = self._devices, self._globals.seed_watched(key)
         if devices is not None:
+            touched = touched or devices.touched()
+            devices.start(key)
             devices.watch()
+        self._drawn = self._drawn or self.asked or touched
+        self.key, self.generator = key, None
+        if self._owned:
+            for each in self._owned:
+                each.start(derive_key(key, each.salt))
 
-    def end(self) -> None:
+    def end(self, *error: object) -> None:
         """Restore the caller's generators as `begin` found them. May be called twice."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
         if not (self._drawn or self._owned):
-            self._drawn = self.noted()
+            devices = self._devices
+            self._drawn = self.asked or self._globals.touched() or (devices is not None and devices.touched())
             self.unused = self.unused and not self._drawn
             if self._drawn:
                 self._used = self._globals.touched_each()
@@ -256,11 +265,7 @@ class Streams:
         for each, state in zip(self._owned or (), saved, strict=False):
             each.restore(state)
 
-    def __enter__(self) -> Callable[[int], None]:
-        return self.begin()
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
+    __enter__, __exit__ = begin, end
 
     def begin_used(self, key: int) -> None:
         """Take over the generators, and seed those with `key` that the code has used before. Then call `end_used`."""
@@ -273,11 +278,11 @@ class Streams:
         python, numpy, of_torch = self._used
         if python:
             self._seed_python(key)
-            self._python_generator.gauss_next = None
+            self._python.gauss_next = None
         if numpy:
-            self._start_numpy(key >> 32)
+            self._seed_numpy(key >> 32)
         if of_torch:
-            self._start_torch(key)
+            self._seed_torch(key)
         if self._devices is not None and self._devices.held:
             self._devices.start(key)
         if self._owned:

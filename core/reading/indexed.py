@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -233,7 +234,7 @@ def map_requests(
     share = run.share
     assert share is not None  # what can be indexed has a size
     seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
-    look = _look_request(run, order, listed_batches) if run.looks and size else None
+    looks = bool(run.looks and size)
     # Several are made in a row: between two batches of a loader with workers, code and data leave the processor's
     # caches, and each line takes ten times as long.
     every, count = spans(share), 1
@@ -244,50 +245,23 @@ def map_requests(
             for position in range(max(start, size), stop):
                 indices.extend(as_list(order[position % size : position % size + 1]))
             left -= 1
+            look = None
+            if looks:
+                first = indices[0] if start == 0 else as_list(order[0:1])[0]
+                if listed_batches:  # looks at nothing where the first one is empty
+                    first = next(iter(first), None)
+                look, looks = None if first is None else LookRequest.of(run, first), False
             batch = list(indices[0]) if listed_batches else indices
             requests.append(MapRequest(seed, epoch, start, size, batch, session, left, look))
-            look = None
         for request in requests:
             unchanged()
             yield request
         count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
 
 
-def _look_request(run: Run, order: EpochOrder | ListedEpoch, listed_batches: bool) -> LookRequest | None:
-    first = as_list(order[0:1])[0]
-    if listed_batches:
-        batch = list(first)
-        if not batch:
-            return None
-        first = batch[0]
-    return LookRequest.of(run, first)
-
-
 def as_list(indices: Any) -> list[Any]:
     """A slice of an order as a list of Python objects."""
     return indices if isinstance(indices, list) else list(indices.tolist())
-
-
-class _LookedAt:
-    """Takes the place of a dataset for one batch, to look at the first sample as soon as it is read.
-
-    Not at one whose own code would run meanwhile: it may draw when it is asked for its content, or give it only once.
-
-    Attributes:
-        look: at the sample; None if it was not looked at.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.look: Look | None = None
-        self._dataset, self._begun = dataset, False
-
-    def __getitem__(self, index: Any) -> Any:
-        """The dataset's."""
-        sample = self._dataset[index]
-        if not self._begun:
-            self._begun = True
-            self.look = look_at(sample) if is_inert(sample) else None
-        return sample
 
 
 class MapReader:
@@ -358,64 +332,60 @@ class MapReader:
         return first._replace(seen=replace(first.seen, threads=tuple(dict.fromkeys(names))))
 
     def _looked(self, request: MapRequest, look: LookRequest) -> First:
-        streams = self._streams
-        plain = request._replace(look=None)
-        if streams is not None:
-            self._begin(request, streams)
-        if not look.twice and request.start == 0 and not self._whole:  # the batch begins with the sample to look at
-            return self._looked_on_the_way(plain, look)
-        one, _ = self._look(request.seed, request.epoch, look.index)
-        drew = self._drew
-        collate = self._collate
-        trial = CollateTrial(collate, self._single) if look.twice and not keeps_nothing(collate) else None
+        streams, collate = self._streams, self._collate
+        assert streams is not None  # nothing is looked at without
+        self._begin(request, streams)
+        key = self._key_at(self._batch_key if self._whole else self._sample_key)
+        keeps = not keeps_nothing(collate)
+        trial = CollateTrial(collate, self._single) if look.twice and keeps else None
         self._collate = trial or collate
         try:
-            batch = self(plain) if streams is None else self._read_under(plain, streams)
-            if streams is not None and streams.made_late():
-                # Before, what the sample drew came from generators without a stream.
-                one, _ = self._look(request.seed, request.epoch, look.index)
-                drew = self._drew
-                batch = self._read_under(plain, streams)
+            batch, one, drew = self._read_looking(request, streams, look.index, key)
+            if streams.made_late():
+                # Before, what the samples drew came from generators without a stream.
+                batch, one, drew = self._read_looking(request, streams, look.index, key)
         finally:
             self._collate = collate
-        key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
-        repeat = None if trial is None else trial.result(key)
+        repeat = trial.result(derive_key(Purpose.TRIAL, request.seed, request.epoch)) if trial is not None else None
 
         def see() -> Seen:
-            again = self._look(request.seed, request.epoch, look.index)[0] if look.twice and one is not None else None
-            keeps = again is not None and drew and not self._drew
-            return self._seen(request, look, one, again=again, collate=repeat, keeps=keeps)
+            """Reads the dataset."""
+            first = self._look(key, look.index)[0] if one is None else one
+            again = self._look(key, look.index)[0] if look.twice and first is not None else None
+            kept = again is not None and drew and not self._drew
+            return self._seen(request, look, first, again=again, collate=repeat, keeps=kept)
 
-        return self._answered(batch, see)
-
-    def _looked_on_the_way(self, request: MapRequest, look: LookRequest) -> First:
-        """The same without reading that sample a second time, unless code of its own would run at a look."""
-        streams, dataset = self._streams, self.dataset
-        self.dataset = looked_at = _LookedAt(dataset)
-        try:
-            batch = self(request) if streams is None else self._read_under(request, streams)
-            if streams is not None and streams.made_late():
-                self.dataset = looked_at = _LookedAt(dataset)
-                batch = self._read_under(request, streams)
-        finally:
-            self.dataset = dataset
-
-        def see() -> Seen:
-            one = looked_at.look or self._look(request.seed, request.epoch, look.index)[0]
-            return self._seen(request, look, one)
-
-        return self._answered(batch, see)
-
-    def _answered(self, batch: Any, see: Callable[[], Seen]) -> First:
-        """The batch, and what `see` says, which reads the dataset."""
-        if not self._single and keeps_nothing(self._collate):  # the samples were copied
+        if not self._single and not keeps:  # the samples were copied
             return First(batch, see())
         return First(*undisturbed(batch, see))
+
+    def _read_looking(
+        self, request: MapRequest, streams: Streams, index: Any, key: int
+    ) -> tuple[Any, Look | None, bool]:
+        """A session's first batch, what the epoch's first sample looks like, and whether it drew.
+
+        If the batch begins with that sample, it is looked at on the way; else it is read before. A sample whose own
+        code would run at a look is not looked at on the way: it may draw then, or give its content only once.
+        """
+        if request.start or self._whole:
+            look = self._look(key, index)[0]
+            return self._read_under(request, streams), look, self._drew
+        looks: list[Look] = []
+
+        def see(sample: Any) -> None:
+            self._drew = streams.noted()
+            if is_inert(sample):
+                looks.append(look_at(sample))
+
+        batch = self._read_under(request, streams, see)
+        return batch, looks[0] if looks else None, self._drew
 
     def _seen(self, request: MapRequest, look: LookRequest, one: Look | None, **more: Any) -> Seen:
         if look.expected is None:
             return Seen(look.index, one, expected=one, **more)
-        expected, error = self._look(request.seed, *look.expected)
+        epoch, index = look.expected
+        purpose = Purpose.BATCH if self._whole else Purpose.SAMPLE
+        expected, error = self._look(self._key_at(derive_key(purpose, request.seed, epoch)), index)
         text = "" if error is None else f"{type(error).__name__}: {error}"
         renews, missing = _is_told_the_epoch(self.dataset), isinstance(error, IndexError)
         return Seen(look.index, one, expected=expected, error=text, missing=missing, renews=renews, **more)
@@ -424,32 +394,37 @@ class MapReader:
         """The samples of an epoch, one by one, as this reader reads them."""
         if self._streams is not None:
             self._streams.begin_pass()
-        return Samples(order, self._listed_batches, functools.partial(self._look_alone, seed, epoch))
+        key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
+        return Samples(order, self._listed_batches, functools.partial(self._look_alone, key))
 
-    def _look_alone(self, seed: int, epoch: int, index: Any, position: int, place: int) -> Look | None:
-        look, _ = self._look(seed, epoch, index, position, place)
+    def _look_alone(self, key: int, index: Any, position: int, place: int) -> Look | None:
+        key = self._key_at(key, position, place)
+        look, _ = self._look(key, index)
         if self._streams is not None and self._streams.made_late():
-            look, _ = self._look(seed, epoch, index, position, place)
+            look, _ = self._look(key, index)
         return look
 
-    def _look(
-        self, seed: int, epoch: int, index: Any, position: int = 0, place: int = 0
-    ) -> tuple[Look | None, Exception | None]:
-        """What the sample at a position of an epoch looks like, or why it could not be read.
-
-        `place`: of the sample in its batch, if the position is a batch's.
-        """
-        key = extend_key(derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch), position)
+    def _key_at(self, key: int, position: int = 0, place: int = 0) -> int:
+        """Of a sample's stream. `key`: of the epoch's; `place`: in its batch, if the position is a batch's."""
+        key = extend_key(key, position)
         if self._listed_batches and not self._whole:
-            key = int(derive_keys(key, np.arange(place + 1))[place])
+            return int(derive_keys(key, np.arange(place + 1))[place])
+        return key
+
+    def _look(self, key: int, index: Any) -> tuple[Look | None, Exception | None]:
+        """What a sample looks like under the stream of `key`, or why it could not be read."""
+        streams = self._streams
         try:
-            with contextlib.nullcontext() if self._streams is None else self._streams as start:
-                if start is not None and self._streams is not None:
+            start = None if streams is None else streams.begin(notes=True)
+            try:
+                if start is not None:
                     start(key)
-                    self._streams.note()
                 sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
-                self._drew = self._streams is not None and self._streams.noted()
+                self._drew = streams is not None and streams.noted()
                 return look_at(sample), None
+            finally:
+                if streams is not None:
+                    streams.end()
         except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch
             return None, error
 
@@ -462,10 +437,10 @@ class MapReader:
         self._key_block = []
         streams.begin_pass()
 
-    def _read_under(self, request: MapRequest, streams: Streams) -> Any:
-        """Read the batch, with all generators seeded for each sample."""
-        dataset = self.dataset
-        with streams as start:
+    def _read_under(self, request: MapRequest, streams: Streams, see: Callable[[Any], None] | None = None) -> Any:
+        """Read the batch, with all generators seeded for each sample. `see`: called with the first sample, as read."""
+        dataset, start = self.dataset, streams.begin(see is not None)
+        try:
             if self._whole:
                 start(extend_key(self._batch_key, request.start))
                 samples = dataset.__getitems__(request.indices)
@@ -474,9 +449,14 @@ class MapReader:
                 for key, index in zip(self._keys(request), request.indices, strict=True):
                     start(key)
                     samples.append(dataset[index])
+                    if see is not None:
+                        see(samples[0])
+                        see = None
             if not self._plain_collate:
                 start(extend_key(self._batch_key, request.start, Purpose.BATCH))
             return self._collate(samples[0] if self._single else samples)
+        finally:
+            streams.end()
 
     def _read(self, indices: list[Any]) -> Any:
         """Read the batch with the generators as they are."""
@@ -534,7 +514,8 @@ def draws_nothing(collate: Callable[[Any], Any]) -> bool:
     """Whether `collate` is one of torch's own functions, and no unknown function is registered with it."""
     if collate is default_convert:
         return True
-    return collate is default_collate and {each.__module__ for each in default_collate_fn_map.values()} <= _drawless
+    modules = map(operator.attrgetter("__module__"), default_collate_fn_map.values())
+    return collate is default_collate and _drawless.issuperset(modules)
 
 
 def reads_whole_batches(dataset: Any) -> bool:

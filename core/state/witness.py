@@ -12,12 +12,13 @@ of a dict no keys, and of long containers not all members. It is compared with w
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -41,6 +42,7 @@ _LARGEST_NUMBER = 1 << 16  # of a part that is told or left out
 _SAMPLED = 1 << 16  # elements of an array from which the coarse numbers are made
 _FEW = 64  # 8-bit and 16-bit arrays of fewer elements are labels or masks rather than measured values
 
+_NUMBERS = {int, bool, float, complex, type(None)}
 _INERT = {str, bytes, int, float, complex, bool, type(None), torch.Tensor}
 
 _TEXT = re.compile(
@@ -109,6 +111,8 @@ class Look:
 
     def differing(self, other: Look) -> frozenset[int]:
         """The numbers of the parts whose bits differ."""
+        if self.parts == other.parts:
+            return frozenset()
         pairs = enumerate(itertools.zip_longest(self.parts, other.parts))
         return frozenset(number for number, (one, two) in pairs if one is None or two is None or not _alike(one, two))
 
@@ -301,9 +305,10 @@ def _same(saved: _Part, now: _Part) -> bool:
 
 def look_at(sample: object) -> Look:
     """What a sample looks like. Its whole content is read once; nothing of it is kept."""
+    parts: list[_Part] = []
     unseen: dict[str, None] = {}
-    parts = tuple(_parts(sample, "", 0, unseen))
-    return Look(parts, tuple(unseen))
+    _look_into(sample, "", 0, parts, unseen)
+    return Look(tuple(parts), tuple(unseen))
 
 
 def is_inert(sample: object, depth: int = 0) -> bool:
@@ -321,24 +326,27 @@ def is_inert(sample: object, depth: int = 0) -> bool:
     return all(is_inert(each, depth + 1) for each in members)
 
 
-def _parts(item: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
-    value = plain(item)
+def _look_into(item: Any, name: str, depth: int, parts: list[_Part], unseen: dict[str, None]) -> None:
+    """Append the parts of `item` to `parts`, and the types whose content cannot be seen to `unseen`."""
     kind = type(item).__name__
-    if has_more_rows(item):
+    value = item if type(item) in _NUMBERS else plain(item)
+    if value is not item and has_more_rows(item):
         unseen[f"{kind} after its first {MOST_ITEMS} rows"] = None
     if isinstance(value, Unseen) or depth > _DEEPEST:
         seen = value.kind if isinstance(value, Unseen) else kind
         unseen[seen] = None
-        yield _Part(name, 1, _letters(seen), _letters(""), None, 0)
+        parts.append(_Part(name, 1, _letters(seen), _NO_SHAPE, None, 0))
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield _array(value, name)
+        parts.append(_array(value, name))
     elif isinstance(value, np.ndarray | list | dict):
-        yield from _members(item, value, name, depth, unseen)
+        _look_into_members(item, value, name, depth, parts, unseen)
     else:
-        yield _single(value, name, isinstance(item, os.PathLike))
+        parts.append(_single(value, name, isinstance(item, os.PathLike)))
 
 
-def _members(item: Any, value: Any, name: str, depth: int, unseen: dict[str, None]) -> Iterator[_Part]:
+def _look_into_members(
+    item: Any, value: Any, name: str, depth: int, parts: list[_Part], unseen: dict[str, None]
+) -> None:
     kind = type(item).__name__
     members: list[tuple[str, Any]]
     rest: list[Any]
@@ -349,22 +357,25 @@ def _members(item: Any, value: Any, name: str, depth: int, unseen: dict[str, Non
     else:
         rows = value.reshape(-1) if isinstance(value, np.ndarray) else value
         if len(rows) > MOST_ITEMS and all(type(each) in (int, float) for each in rows):
-            yield _array(np.asarray(rows, dtype=float if any(type(each) is float for each in rows) else object), name)
+            dtype = float if any(type(each) is float for each in rows) else object
+            parts.append(_array(np.asarray(rows, dtype=dtype), name))
             return
         half = MOST_ITEMS // 2
         chosen = rows if len(rows) <= MOST_ITEMS else [*rows[:half], *rows[-half:]]
         members = [(f"{name}[{number}]", each) for number, each in enumerate(chosen)]
         rest = list(rows[half:-half]) if len(rows) > MOST_ITEMS else []
-    untold = [part for each in rest for part in _parts(each, "", depth + 1, unseen)]
-    yield _container(item, kind, len(value), name, untold)
+    untold: list[_Part] = []
+    for each in rest:
+        _look_into(each, "", depth + 1, untold, unseen)
+    parts.append(_container(item, kind, len(value), name, untold))
     for path, each in members:
-        yield from _parts(each, path, depth + 1, unseen)
+        _look_into(each, path, depth + 1, parts, unseen)
 
 
 def _container(item: Any, kind: str, count: int, name: str, rest: list[_Part]) -> _Part:
     """The container itself: its type, how much it holds, and its keys. `rest`: of its members, which count as bits."""
     text = f"{kind}{count}"
-    former = _Part(name, 1, _letters(kind), _letters(""), _letters(text, 4), zlib.crc32(text.encode()))
+    former = _Part(name, 1, _letters(kind), _NO_SHAPE, _letters(text, 4), zlib.crc32(text.encode()))
     keys: list[str] = []
     if isinstance(item, Mapping):
         keys = [_key_text(key) for key in item]
@@ -393,20 +404,17 @@ def _single(value: Any, name: str, is_path: bool) -> _Part:
     if not isinstance(value, str):
         return _exact(value, name, kind)
     identity, seen = _behind_mount(value) if is_path or _is_path(value) else (value, value)
-    part = _exact(identity, name, kind)._replace(bits=zlib.crc32(_bytes_of(seen)))
+    part = _exact(identity, name, kind)._replace(bits=zlib.crc32(f"{seen!r}".encode("utf-8", "surrogatepass")))
     is_cut = "/" in value and "\n" not in value
     former = _exact(value.rstrip("/").rpartition("/")[2] if is_cut else value, name, kind)
     return part if former == part else part._replace(former=former)
 
 
 def _exact(value: Any, name: str, kind: str) -> _Part:
-    data = _bytes_of(value)
+    data = value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
     size = 8 if isinstance(value, int | complex | np.generic) else len(data)
-    return _Part(name, max(size, 1), _letters(kind), _letters(""), _letters(data, 4), zlib.crc32(data))
-
-
-def _bytes_of(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else f"{value!r}".encode("utf-8", "surrogatepass")
+    crc = zlib.crc32(data)
+    return _Part(name, max(size, 1), _letters(kind), _NO_SHAPE, _letters_of(crc, 4), crc)
 
 
 # Longer text is none: a picture as base64 may begin with a slash, and end as any other picture does.
@@ -483,14 +491,18 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 _PAIRS = [low + high for high in _ALPHABET for low in _ALPHABET]
 
 
-def _letters(data: str | bytes, count: int = 2) -> str:
-    """A checksum as `count` letters, 2 or 4, of six bits each."""
-    return _letters_of(zlib.crc32(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data), count)
+@functools.lru_cache(maxsize=4096)
+def _letters(text: str, count: int = 2) -> str:
+    """A checksum as `count` letters, 2 or 4, of six bits each. For names and shapes, which recur."""
+    return _letters_of(zlib.crc32(text.encode("utf-8", "surrogatepass")), count)
 
 
 def _letters_of(crc: int, count: int) -> str:
     pair = _PAIRS[crc & 0xFFF]
     return pair if count == 2 else pair + _PAIRS[crc >> 12 & 0xFFF]
+
+
+_NO_SHAPE = _letters("")
 
 
 def _part_text(number: int, part: _Part) -> str:
