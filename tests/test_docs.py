@@ -194,6 +194,15 @@ def test_the_program_of_the_front_page_is_killed_and_goes_on(tmp_path: Path) -> 
     assert len(set(outputs)) == 1
 
 
+def test_the_first_programs_train_only_as_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `midepoch check` can import them."""
+    monkeypatch.chdir(tmp_path)
+    imports, program = blocks(ROOT / "docs" / "start.md", "python")[:2]
+    for code in (*blocks(ROOT / "README.md", "python"), f"{imports}\n{entries()['DataLoader']}\n{program}"):
+        exec(code, {"__name__": "train", "print": lambda *_: pytest.fail("it trains")})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_front_page_has_the_figures_of_the_page_on_costs() -> None:
     """Rounded; a page that was measured anew needs another front page."""
     rows = re.findall(
