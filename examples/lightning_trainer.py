@@ -44,9 +44,7 @@ class Module(LightningModule):
 
 
 # On this machine. Lightning takes settings of the Trainer that are not given from these.
-os.environ.update(
-    PL_TRAINER_ACCELERATOR="cpu", PL_TRAINER_LOGGER="False", PL_TRAINER_ENABLE_PROGRESS_BAR="False"
-)  # fmt: skip
+os.environ.update(PL_TRAINER_ACCELERATOR="cpu", PL_TRAINER_LOGGER="False", PL_TRAINER_ENABLE_PROGRESS_BAR="False")
 torch.manual_seed(0)
 folder = sys.argv[1]
 loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
