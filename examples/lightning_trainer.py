@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -42,15 +42,14 @@ class Module(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
-    def train_dataloader(self) -> Any:
-        return midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
 
-
+# On this machine. Lightning takes settings of the Trainer that are not given from these.
+os.environ.update(PL_TRAINER_ACCELERATOR="cpu", PL_TRAINER_LOGGER="False", PL_TRAINER_ENABLE_PROGRESS_BAR="False")
 torch.manual_seed(0)
-every_third = ModelCheckpoint(sys.argv[1], every_n_train_steps=3)
-on_this_machine: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-trainer = Trainer(max_epochs=2, callbacks=[every_third, ExactResume()], **on_this_machine)
+folder = sys.argv[1]
+loader = midepoch.wrap(DataLoader(Noisy(), batch_size=4, shuffle=True), seed=0)
 # Not one that was being written: Lightning makes a file in TMPDIR, and moves it.
-whole = [path for path in Path(sys.argv[1]).glob("*.ckpt") if zipfile.is_zipfile(path)]
+whole = [path for path in Path(folder).glob("*.ckpt") if zipfile.is_zipfile(path)]
 newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
-trainer.fit(Module(), ckpt_path=newest)
+trainer = Trainer(max_epochs=2, callbacks=[ModelCheckpoint(folder, every_n_train_steps=3), ExactResume()])
+trainer.fit(Module(), loader, ckpt_path=newest)
