@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import math
+import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
+
+
+def processor() -> str:
+    """Its model, as the system names it; empty if it does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 class Interval(NamedTuple):
