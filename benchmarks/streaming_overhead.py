@@ -60,7 +60,7 @@ def throughput(folder: Path, rounds: int) -> None:
             taken = milliseconds(loaders[name])
             if turn:
                 times[name].append(taken)
-    print("| | ms a batch | of the bare loaders' throughput (95 %) |\n|---|---|---|")
+    print("| | ms a batch | throughput, relative to the mean of the two bare runs (95 %) |\n|---|---|---|")
     base = [math.sqrt(a * b) for a, b in zip(times["bare"], times["bare once more"], strict=True)]
     for name, values in times.items():
         ratios = [theirs / mine for theirs, mine in zip(base, values, strict=True)]
