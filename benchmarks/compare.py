@@ -3,8 +3,8 @@
 Run ``python benchmarks/compare.py``: figures, Markdown and plots go to docs/benchmarks/. With ``--only`` or
 ``--question`` part of it is measured and, unless ``--output`` says where, only printed; in a folder with results of the
 same versions, machine and plan, the answers to other questions and the rows of other peers stay. ``--render`` writes
-the page and the plots again from results.json. ``--check`` measures midepoch's ratios again and compares them with those
-in results.json. benchmarks/peers.py has the peers, each of which runs in a process of its own.
+the page and the plots again from results.json. ``--check`` measures midepoch's ratios again, and compares them with
+those in results.json. benchmarks/peers.py has the peers, each of which runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -578,7 +578,7 @@ def duration(seconds: float) -> str:
 
 
 def label(name: str, resumed: bool = False) -> str:
-    """A peer as tables and plots call it; in those about a resume, with how it is resumed if it does not do so itself."""
+    """A peer as tables and plots call it; in those about a resume with how it is resumed, if not by itself."""
     peer = PEERS[name]
     return ", ".join(filter(None, (peer.label or name, peer.by if resumed else "")))
 
@@ -632,8 +632,8 @@ def told_first(results: Row) -> str:
     if rows := [row for row in results.get("overhead", []) if row["peer"] == OURS]:
         most = max(rows, key=lambda row: float(row["ratio"]))
         said.append(
-            f"Of the loads below, it costs most with `{most['work']}` and {most['workers']} workers: {most['ratio']:.1f} "
-            "times the plain DataLoader's time for a batch."
+            f"Of the loads below, it costs most with `{most['work']}` and {most['workers']} workers: "
+            f"{most['ratio']:.1f} times the plain DataLoader's time for a batch."
         )
     return " ".join(said)
 
@@ -659,8 +659,9 @@ def told_overhead(rows: Sequence[Row]) -> str:
         base = compared(name)
         lines.append([label(name), *cells, "–" if base is None else label(base)])
     groups = (
-        "The DataLoaders, torchdata, Accelerate and Grain read from memory. LitData, Streaming, DALI, FFCV and WebDataset "
-        "read files. Compare only rows of the same group. The ratios of midepoch's rows say what wrapping costs.\n\n"
+        "The DataLoaders, torchdata, Accelerate and Grain read from memory. LitData, Streaming, DALI, FFCV and "
+        "WebDataset read files. Compare only rows of the same group. The ratios of midepoch's rows say what wrapping "
+        "costs.\n\n"
     )
     title = (
         "µs a batch of 32: median (lowest to highest of the rounds); ratio (95 %) to what it is compared with, in the "
@@ -731,8 +732,8 @@ def told_exactness(rows: Sequence[Row], samples: int) -> str:
     title = f"What becomes of an epoch of {samples:,} samples, cut at 40 % and continued"
     return table(
         title, ["peer", *QUESTIONS.values()], labelled(lines), "exactness",
-        "Grain's `ElasticIterator` is made for other numbers of ranks. It is not in this table; see [sources with a state "
-        "of their own](../own_states.md). Accelerate's `use_stateful_dataloader=True` was not measured.",
+        "Grain's `ElasticIterator` is made for other numbers of ranks. It is not in this table; see [sources with a "
+        "state of their own](../own_states.md). Accelerate's `use_stateful_dataloader=True` was not measured.",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -18,6 +19,11 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def machine() -> str:
+    """How many cores of what."""
+    return f"{os.cpu_count()} cores" + (f" of {model}" if (model := processor()) else "")
 
 
 class Interval(NamedTuple):

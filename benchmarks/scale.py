@@ -282,10 +282,11 @@ def page(report: dict[str, Any]) -> str:
         f"{min(milliseconds):.2f} to {max(milliseconds):.2f} ms, from {sizes[0]:,} to {sizes[-1]:,} samples.\n",
         "`make bench` wrote this page; `python benchmarks/scale.py` prints it.\n",
         f"{facts['date']}: Python {facts['python']}, torch {facts['torch']}, numpy {facts['numpy']}, midepoch "
-        f"{facts['midepoch']}; {facts['machine']}{model}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of memory",
+        f"{facts['midepoch']}; {facts['machine']}{model}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of "
+        "memory",
         f"\n## Cost\n\nShuffled, {cost['indices']:,} indices in each of {len(costs[sizes[0], 1]['nanoseconds'])} "
-        f"alternated rounds, batches of {BATCH_SIZE}. Medians, in brackets the quartiles. Memory is what Python and numpy "
-        f"held at most, over a sampler of {SMALL:,} samples.",
+        f"alternated rounds, batches of {BATCH_SIZE}. Medians, in brackets the quartiles. Memory is what Python and "
+        f"numpy held at most, over a sampler of {SMALL:,} samples.",
         "\n| samples | ns an index | first index at 0 %, ms | at 90 %, ms | memory, KiB more |\n|---|---|---|---|---|",
     ]
     for size in sizes:
@@ -300,16 +301,16 @@ def page(report: dict[str, Any]) -> str:
     large, small = coverage["windows"], coverage["small"]
     *batch_sizes, last = map(str, small["batch_sizes"])
     lines.append(
-        f"\n## Coverage\n\nAt {large['size']:,} samples and {large['ranks']:,} ranks, {large['windows']} windows of {STEPS} "
-        f"steps of {BATCH_SIZE} were checked, among them the beginning and the end, padded and dropped. In each window, "
-        f"the ranks together got exactly the expected stretch of the order. The {large['indices']:,} indices were "
-        "distinct within each window, and the inverse led each back to its position."
+        f"\n## Coverage\n\nAt {large['size']:,} samples and {large['ranks']:,} ranks, {large['windows']} windows of "
+        f"{STEPS} steps of {BATCH_SIZE} were checked, among them the beginning and the end, padded and dropped. In "
+        f"each window, the ranks together got exactly the expected stretch of the order. The {large['indices']:,} indices "
+        "were distinct within each window, and the inverse led each back to its position."
     )
     lines.append(
         f"\nFor every size up to {small['sizes']}, every world size up to {small['world_sizes']}, batch sizes "
         f"{', '.join(batch_sizes)} and {last}, and both tails: {small['epochs']:,} whole epochs, and "
-        f"{small['resumed']:,} cut and continued on another world size. Each gave every sample exactly once, except for "
-        "samples that the tail repeats or drops."
+        f"{small['resumed']:,} cut and continued on another world size. Each gave every sample exactly once, except "
+        "for samples that the tail repeats or drops."
     )
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from measuring import between, median_between, processor
+from measuring import between, machine, median_between
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -109,7 +109,8 @@ def looping(folder: Path, rounds: int) -> None:
     if distributed and torch.distributed.get_rank():
         return
     processes = torch.distributed.get_world_size() if distributed else 1
-    print(f"\n| a step, {processes} process{'es' * (processes > 1)} | µs | ratio to a loop without `step()` (95 %) |\n|---|---|---|")
+    head = f"| a step, {processes} process{'es' * (processes > 1)} | µs | ratio to a loop without `step()` (95 %) |"
+    print(f"\n{head}\n|---|---|---|")
     base = [(one * two) ** 0.5 for one, two in zip(times["without"], times["without, once more"], strict=True)]
     for name, values in times.items():
         ratio = between([mine / plain for mine, plain in zip(values, base, strict=True)])
@@ -117,8 +118,8 @@ def looping(folder: Path, rounds: int) -> None:
     step = statistics.median(base)
     if distributed:
         print(f"| time inside `step()` | {share * step * 1e3:.1f} | {share:.4f} of it |")
-        # Some two a second, so this share of a second.
-        print(f"| one exchange between the processes, twice a second | {agreement * 1e3:.0f} | {agreement * 2e-3:.4f} more |")
+        more = agreement * 2e-3  # some two a second, so this share of a second
+        print(f"| one exchange between the processes, twice a second | {agreement * 1e3:.0f} | {more:.4f} more |")
     else:
         print(f"| `step()` by itself | {alone * 1e3:.2f} | {alone / step:.5f} more |")
     sys.stdout.flush()
@@ -132,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         print(
             f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, "
-            f"{os.cpu_count()} cores of {processor()}; medians of {options.rounds} alternated rounds\n"
+            f"{machine()}; medians of {options.rounds} alternated rounds\n"
         )
         saving(Path(folder), options.rounds)
         looping(Path(folder), options.rounds)

@@ -217,8 +217,9 @@ process, under other global seeds, continues from each state, and must give the 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
 - **1 -> 2 ranks**: two ranks continue what one had begun, where `capabilities` promises that.
-- **-**: not promised by `capabilities`, not tried (loaders without an end), or there is nothing to compare with. Grain's
-  `ElasticIterator` continues on [other numbers of ranks](own_states.md#other-numbers-of-ranks), but is built for one here.
+- **-**: not promised by `capabilities`, not tried (loaders without an end), or there is nothing to compare with.
+  Grain's `ElasticIterator` continues on [other numbers of ranks](own_states.md#other-numbers-of-ranks), but is built
+  for one here.
 
 | loader | outcome | same samples | 1 -> 2 ranks |
 |---|---|---|---|
