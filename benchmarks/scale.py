@@ -303,8 +303,8 @@ def page(report: dict[str, Any]) -> str:
     lines.append(
         f"\n## Coverage\n\nAt {large['size']:,} samples and {large['ranks']:,} ranks, {large['windows']} windows of "
         f"{STEPS} steps of {BATCH_SIZE} were checked, among them the beginning and the end, padded and dropped. In "
-        f"each window, the ranks together got exactly the expected stretch of the order. The {large['indices']:,} indices "
-        "were distinct within each window, and the inverse led each back to its position."
+        f"each window, the ranks together got exactly the expected stretch of the order. The {large['indices']:,} "
+        "indices were distinct within each window, and the inverse led each back to its position."
     )
     lines.append(
         f"\nFor every size up to {small['sizes']}, every world size up to {small['world_sizes']}, batch sizes "

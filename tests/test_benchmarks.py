@@ -137,9 +137,9 @@ def test_tables_about_a_resume_say_who_is_resumed_by_hand() -> None:
 
 def test_a_page_says_how_grain_read() -> None:
     grain = overhead_row("Grain MapDataset")
-    assert "16 threads" not in compare.told_overhead([overhead_row(PLAIN)])
-    assert "Grain read with its default, 16 threads." in compare.told_overhead([overhead_row(PLAIN), grain])
-    assert "Grain reads integers without threads" in compare.told_overhead([overhead_row(PLAIN), compare.settled(grain)])
+    assert "threads" not in compare.told_overhead([overhead_row(PLAIN)])
+    assert "Grain read with its default, 16 threads." in compare.told_overhead([grain])
+    assert "Grain reads integers without threads" in compare.told_overhead([compare.settled(grain)])
     assert compare.settled(overhead_row(PLAIN)) == overhead_row(PLAIN)
 
 
