@@ -8,13 +8,13 @@ holds its output with the date.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import statistics
 import time
 from typing import Any
 
 import torch
+from measuring import machine
 
 import midepoch
 
@@ -65,7 +65,7 @@ def main() -> None:
     options = arguments.parse_args()
     print(
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{os.cpu_count()} cores; medians of {options.rounds} alternated rounds of {options.batches} batches a part\n"
+        f"{machine()}; medians of {options.rounds} alternated rounds of {options.batches} batches a part\n"
     )
     print("| mode | parts | µs a batch | over its parts |\n|---|---|---|---|")
     for name, case in CASES.items():

@@ -2,8 +2,9 @@
 
 Run ``python benchmarks/compare.py``: figures, Markdown and plots go to docs/benchmarks/. With ``--only`` or
 ``--question`` part of it is measured and, unless ``--output`` says where, only printed; in a folder with results of the
-same versions, machine and plan, the answers to other questions stay. ``--check`` measures midepoch's ratios again and
-compares them with those in results.json. benchmarks/peers.py has the peers, each of which runs in a process of its own.
+same versions, machine and plan, the answers to other questions and the rows of other peers stay. ``--render`` writes
+the page and the plots again from results.json. ``--check`` measures midepoch's ratios again, and compares them with
+those in results.json. benchmarks/peers.py has the peers, each of which runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measuring import Interval, between
+from measuring import Interval, between, processor
 from peers import PEERS, Peer
 
-PLAIN = "plain DataLoader"
+PLAIN, OURS = "plain DataLoader", "midepoch DataLoader"
 OUTPUT = Path(__file__).parents[1] / "docs" / "benchmarks"
 NOT_WRITTEN = "not written"
 """Of a data set in files that is larger than those that were made."""
@@ -252,16 +253,17 @@ def overhead(names: Sequence[str], plan: Plan) -> list[Row]:
                         turns[work, workers, name].append(microseconds)
     rows: list[Row] = []
     for (work, workers, name), taken in turns.items():
-        base = PEERS[name].base
-        if base not in peers:
+        if name not in names:
             continue  # nobody asked for this one: another is compared with it
-        pairs = zip(taken, turns[work, workers, base], strict=True)
-        # What disturbs the machine for a moment disturbs both stretches of a turn, or is no median.
-        ratio = between([statistics.median(map(operator.truediv, mine, theirs)) for mine, theirs in pairs])
         times = [statistics.median(each) for each in taken]
-        rows.append({"peer": name, "work": work, "workers": workers, "microseconds": statistics.median(times),
-                     "lowest": min(times), "highest": max(times), "base": base, "ratio": ratio.middle,
-                     "low": ratio.low, "high": ratio.high})  # fmt: skip
+        row: Row = {"peer": name, "work": work, "workers": workers, "microseconds": statistics.median(times),
+                    "lowest": min(times), "highest": max(times)}  # fmt: skip
+        if (base := PEERS[name].base) is not None:
+            pairs = zip(taken, turns[work, workers, base], strict=True)
+            # What disturbs the machine for a moment disturbs both stretches of a turn, or is no median.
+            ratio = between([statistics.median(map(operator.truediv, mine, theirs)) for mine, theirs in pairs])
+            row |= {"base": base, "ratio": ratio.middle, "low": ratio.low, "high": ratio.high}
+        rows.append(row)
     return rows
 
 
@@ -575,44 +577,97 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], question: str) -> str:
+def label(name: str, resumed: bool = False) -> str:
+    """A peer as tables and plots call it; in those about a resume with how it is resumed, if not by itself."""
+    peer = PEERS[name]
+    return ", ".join(filter(None, (peer.label or name, peer.by if resumed else "")))
+
+
+def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], question: str, *notes: str) -> str:
     rows = [head, ["---"] * len(head), *lines]
     drawn = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f'{title}:\n\n{drawn}\n\nOne row: `python benchmarks/compare.py --question {question} --only "NAME"`\n'
+    again = f'One row: `python benchmarks/compare.py --question {question} --only "{OURS}"`'
+    return "\n\n".join([f"{title}:", drawn, *filter(None, notes), again]) + "\n"
+
+
+def told_reading(rows: Sequence[Row]) -> str:
+    """How Grain read, which earlier rows do not say."""
+    grain = [row for row in rows if row["peer"].startswith("Grain")]
+    if not grain:
+        return ""
+    if all("settings" in row for row in grain):
+        return "Grain reads integers without threads, as it recommends for data in memory, and decodes pictures in 16."
+    return "Grain read with its default, 16 threads. For data in memory, it recommends none (`num_threads=0`)."
 
 
 def pivot(
     rows: Sequence[Row], columns: Sequence[Any], column: Callable[[Row], Any], cell: Callable[[Row], str]
 ) -> list[list[str]]:
-    """A line for each peer; "-" where nothing was measured."""
+    """A line for each peer, under its name; "-" where nothing was measured."""
     found: dict[str, dict[Any, str]] = {}
     for row in rows:
         found.setdefault(row["peer"], {})[column(row)] = cell(row)
     return [[name, *(cells.get(each, "-") for each in columns)] for name, cells in found.items()]
 
 
+def labelled(lines: Sequence[Sequence[str]], resumed: bool = True) -> list[list[str]]:
+    return [[label(name, resumed), *rest] for name, *rest in lines]
+
+
 def narrow(interval: Interval) -> bool:
-    """Whether a ratio is known to 5 % either way; the tables leave out what is not."""
+    """Whether a ratio is known to 5 % either way."""
     return interval.high / interval.middle <= 1.05
+
+
+def told_first(results: Row) -> str:
+    """The page in two sentences."""
+    said = []
+    first = {row["progress"]: row for row in at_progress(results.get("first_batch", [])) if row["peer"] == OURS}
+    if first and all(row["seconds"] for row in first.values()):
+        start, end = first[min(first)], first[max(first)]
+        said.append(
+            f"A wrapped DataLoader gives its first batch {duration(start['seconds'])} after a start, and "
+            f"{duration(end['seconds'])} after a resume at {end['progress']:.0%} of {end['size']:,} samples."
+        )
+    if rows := [row for row in results.get("overhead", []) if row["peer"] == OURS]:
+        most = max(rows, key=lambda row: float(row["ratio"]))
+        said.append(
+            f"Of the loads below, it costs most with `{most['work']}` and {most['workers']} workers: "
+            f"{most['ratio']:.1f} times the plain DataLoader's time for a batch."
+        )
+    return " ".join(said)
 
 
 def told_overhead(rows: Sequence[Row]) -> str:
     def column(row: Row) -> tuple[str, int]:
         return row["work"], row["workers"]
 
+    def compared(name: str) -> str | None:
+        return PEERS[name].base if PEERS[name].base != name else None
+
     def cell(row: Row) -> str:
-        interval = Interval(row["ratio"], row["low"], row["high"])
-        ratio = f"; {interval}" if row["peer"] != row["base"] and narrow(interval) else ""
+        ratio = ""
+        if compared(row["peer"]) is not None:
+            interval = Interval(row["ratio"], row["low"], row["high"])
+            ratio = f"; {'' if narrow(interval) else '~'}{interval}"
         return f"{row['microseconds']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f}){ratio}"
 
     columns = list(dict.fromkeys(map(column, rows)))
     head = ["peer", *(f"{work}, {workers} workers" for work, workers in columns), "compared with"]
-    lines = [[*line, PEERS[line[0]].base] for line in pivot(rows, columns, column, cell)]
+    lines = []
+    for name, *cells in pivot(rows, columns, column, cell):
+        base = compared(name)
+        lines.append([label(name), *cells, "–" if base is None else label(base)])
+    groups = (
+        "The DataLoaders, torchdata, Accelerate and Grain read from memory. LitData, Streaming, DALI, FFCV and "
+        "WebDataset read files. Compare only rows of the same group. The ratios of midepoch's rows say what wrapping "
+        "costs.\n\n"
+    )
     title = (
         "µs a batch of 32: median (lowest to highest of the rounds); ratio (95 %) to what it is compared with, in the "
-        "same round, where it is known to 5 % either way"
+        "same round. `~` marks a ratio that is not known to 5 % either way"
     )
-    return table(title, head, lines, "overhead")
+    return groups + table(title, head, lines, "overhead", told_reading(rows))
 
 
 def first_batch_cell(row: Row) -> str:
@@ -635,12 +690,12 @@ def told_resume(rows: Sequence[Row]) -> str:
     lines = [[line[0], samples[line[0]], *line[1:]] for line in lines]
     first = table(
         "Time to the first batch after a resume, at so much of the epoch",
-        ["peer", "samples", *(f"{each:.0%}" for each in progress)], lines, "resume",
+        ["peer", "samples", *(f"{each:.0%}" for each in progress)], labelled(lines), "resume", told_reading(rows),
     )  # fmt: skip
     second = table(
         "The same at 90 %, of so many samples",
         ["peer", *(f"{each:,}" for each in sizes)],
-        pivot(at_90, sizes, lambda row: row["size"], first_batch_cell),
+        labelled(pivot(at_90, sizes, lambda row: row["size"], first_batch_cell)),
         "resume",
     )
     pictures = [row for row in rows if row["work"] == "jpeg"]
@@ -648,7 +703,7 @@ def told_resume(rows: Sequence[Row]) -> str:
     third = table(
         f"The same with {pictures[0]['size']:,} pictures that are decoded",
         ["peer", *(f"{progress:.0%}, {workers} workers" for workers, progress in columns)],
-        pivot(pictures, list(columns), lambda row: (row["workers"], row["progress"]), first_batch_cell),
+        labelled(pivot(pictures, list(columns), lambda row: (row["workers"], row["progress"]), first_batch_cell)),
         "resume",
     )
     return f"{first}\n{second}\n{third}"
@@ -659,21 +714,27 @@ def told_state(rows: Sequence[Row]) -> str:
     head = ["peer", "bytes", "as", "µs to save", *(f"MiB more at {int(size):,}" for size in sizes)]
     lines = []
     for row in rows:
-        measured = [f"{row['bytes']:,}", row["form"], f"{row['microseconds']:.3g}"] if row["form"] else [row["why"]] * 3
-        more = [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else row["why"] for size in sizes]
-        lines.append([row["peer"], *measured, *more])
+        why = row["why"] if row["why"] == NOT_WRITTEN else f"not measured: {row['why']}"
+        measured = [f"{row['bytes']:,}", row["form"], f"{row['microseconds']:.3g}"] if row["form"] else [why] * 3
+        more = [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else why for size in sizes]
+        lines.append([label(row["peer"], resumed=True), *measured, *more])
     return table(
-        "A state, and peak memory beyond that with the smallest data set, at so many samples",
+        "Size of a state, time to save it, and extra peak memory compared with the smallest data set",
         head,
         lines,
         "state",
+        "Accelerate writes its files, generators included. The others return an object.",
     )
 
 
 def told_exactness(rows: Sequence[Row], samples: int) -> str:
     lines = pivot(rows, list(QUESTIONS), lambda row: row["question"], lambda row: str(row["verdict"]))
     title = f"What becomes of an epoch of {samples:,} samples, cut at 40 % and continued"
-    return table(title, ["peer", *QUESTIONS.values()], lines, "exactness")
+    return table(
+        title, ["peer", *QUESTIONS.values()], labelled(lines), "exactness",
+        "Grain's `ElasticIterator` is made for other numbers of ranks. It is not in this table; see [sources with a "
+        "state of their own](../own_states.md). Accelerate's `use_stateful_dataloader=True` was not measured.",
+    )  # fmt: skip
 
 
 def told_boring(rows: list[Row]) -> str:
@@ -694,36 +755,57 @@ def told_plan(made: Row) -> str:
     )
 
 
-def markdown(results: Row) -> str:
-    made = results["made"]
+COMMANDS = f"""```bash
+make bench                                                                    # writes this page
+python benchmarks/compare.py --render                                         # writes it again from results.json
+python benchmarks/compare.py --question resume --only "{OURS}"    # measures one row of a table
+```
+"""
+
+
+def told_made(made: Row) -> str:
+    """With what, when, from which commit and by which plan each question was measured."""
     some = next(iter(made.values()))
     versions = {name: version for each in made.values() for name, version in each["versions"].items()}
-    machine = some["machine"]
-    lines = [
-        f"| {question} | {each['date']} | {each['commit']} | {told_plan(each)} |" for question, each in made.items()
-    ]
+    machine: Row = {name: value for each in made.values() for name, value in each["machine"].items()}
+    model = f"{machine['processor']}, " if machine.get("processor") else ""
+    lines = []
+    for question, each in made.items():
+        lines.append(f"| {question} | {each['date']} | {each['commit']} | {told_plan(each)} |")
+        lines += [
+            f"| {question}, {label(name)} | {later['date']} | {later['commit']} | the same |"
+            for name, later in each.get("later", {}).items()
+        ]
     said = [
-        "# Beside its peers\n\n`make bench` writes this page. The [first page](index.md) says how it is measured.\n",
-        f"Measured with Python {some['python']}, "
+        f"Python {some['python']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; {machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.\n",
-        "\n".join(["| question | on | at commit | plan |", "| --- | --- | --- | --- |", *lines]) + "\n",
+        + f"; {model}{machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}. "
+        + "The [first page](index.md) says how it is measured.",
+        "\n".join(["| question | on | at commit | plan |", "| --- | --- | --- | --- |", *lines]),
+        f"`--only` takes these names, with commas between them: {', '.join(PEERS)}.",
     ]
+    return "\n\n".join(said) + "\n"
+
+
+def markdown(results: Row) -> str:
+    made = {question: results["made"][question] for question in MEASURED if question in results["made"]}
+    said = ["# Comparison with other loaders\n", *(f"{each}\n" for each in [told_first(results)] if each), COMMANDS]
     if rows := results.get("overhead"):
-        said += [told_overhead(rows), "![What a batch costs](overhead.png)\n"]
+        said += ["## What a batch costs\n", told_overhead(rows), "![What a batch costs](overhead.png)\n"]
     if rows := results.get("first_batch"):
         said += [
+            "## Time to the first batch\n",
             told_resume(rows),
             "![Time to the first batch against progress](first_batch_progress.png)\n",
             "![Time to the first batch against the number of samples](first_batch_size.png)\n",
         ]
     if rows := results.get("state"):
-        said.append(told_state(rows))
+        said += ["## States\n", told_state(rows)]
     if rows := results.get("exactness"):
-        said.append(told_exactness(rows, made["exactness"]["plan"]["samples"]))
+        said += ["## Exactness\n", told_exactness(rows, made["exactness"]["plan"]["samples"])]
     if rows := results.get("boring"):
-        said.append(told_boring(rows))
-    return "\n".join(said)
+        said += ["## Lightning's BoringModel\n", told_boring(rows)]
+    return "\n".join([*said, "## How it was measured\n", told_made(made)])
 
 
 def is_ours(name: str) -> bool:
@@ -741,7 +823,7 @@ def style(names: Sequence[str]) -> dict[str, Row]:
     markers = dict(zip(PEERS, "os^v<>PX^*Dpvho", strict=True))
     strong = {"color": "#c2185b", "linewidth": 2.5, "zorder": 3, "markersize": 8, "markerfacecolor": "white"}
     return {
-        name: {"marker": markers[name], "label": name}
+        name: {"marker": markers[name], "label": label(name, resumed=True)}
         | (strong if is_ours(name) else {"color": next(pale), "linewidth": 1.2, "markersize": 5, "alpha": 0.7})
         for name in names
     }
@@ -800,7 +882,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
             xlabel="µs a batch of 32",
             title=f"{work} (above: no workers; below, pale: 2)",
         )
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), map(label, names))
         axes.xaxis.set_minor_formatter("")
         axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=150)
@@ -891,6 +973,7 @@ def conditions(question: str, names: Sequence[str], plan: Plan) -> Row:
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "gpu": "a GPU" if shutil.which("nvidia-smi") else "no GPU",
+            "processor": processor(),
         },
         "plan": {name: getattr(plan, name) for name in MEASURED[question].plan},
     }
@@ -911,13 +994,31 @@ def measure(names: Sequence[str], questions: Sequence[str], plan: Plan) -> Row:
     results: Row = {"made": {}}
     for question in (each for each in MEASURED if each in questions):
         when = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
-        results[MEASURED[question].key] = MEASURED[question].measure(names, plan)
+        results[MEASURED[question].key] = [settled(row) for row in MEASURED[question].measure(names, plan)]
         results["made"][question] = when | conditions(question, names, plan)
     return results
 
 
+def settled(row: Row) -> Row:
+    """A row, with the settings of its peer that are not the peer's defaults."""
+    settings = PEERS[row["peer"]].settings if row["peer"] in PEERS else ""
+    return row | {"settings": settings} if settings else row
+
+
 class Unlike(Exception):  # noqa: N818  # an answer
     """What lies in a folder was not measured as what is to be measured now; says which, and in what they differ."""
+
+
+def differing(made: Row, now: Row) -> list[str]:
+    """In what two answers differ. Of versions and machines, what both name is compared: an older answer names less."""
+
+    def alike(what: str) -> bool:
+        mine, theirs = now[what], made.get(what)
+        if what in ("versions", "machine") and theirs:
+            return all(theirs.get(name, value) == value for name, value in mine.items())
+        return bool(mine == theirs)
+
+    return [what for what in now if not alike(what)]
 
 
 def kept(folder: Path, questions: Sequence[str], names: Sequence[str], plan: Plan) -> Row:
@@ -929,8 +1030,8 @@ def kept(folder: Path, questions: Sequence[str], names: Sequence[str], plan: Pla
         if question in questions or not before.get(kind.key):
             continue
         made, now = before.get("made", {}).get(question, {}), conditions(question, names, plan)
-        if differing := [key for key in now if made.get(key) != now[key]]:
-            raise Unlike(f"the answer to {question} in {path} was measured with another {', '.join(differing)}")
+        if others := differing(made, now):
+            raise Unlike(f"the answer to {question} in {path} was measured with another {', '.join(others)}")
         found[kind.key] = before[kind.key]
         found["made"][question] = made
     return found
@@ -940,6 +1041,22 @@ def together(kept: Row, measured: Row) -> Row:
     """In the order of the questions, however they came about."""
     made = kept["made"] | measured["made"]
     return kept | measured | {"made": {question: made[question] for question in MEASURED if question in made}}
+
+
+def merged(before: Row, measured: Row) -> Row:
+    """The rows of some peers in place of those that there were; "later" has when each of them was measured."""
+    places = {name: place for place, name in enumerate(PEERS)}
+    found: Row = {"made": dict(measured["made"])}
+    for question, made in measured["made"].items():
+        key = MEASURED[question].key
+        again = dict.fromkeys(row["peer"] for row in measured[key])
+        others = [row for row in before.get(key, []) if row["peer"] not in again]
+        found[key] = sorted([*others, *measured[key]], key=lambda row: places.get(row["peer"], 0))
+        if others:
+            then = before["made"][question]
+            later = {name: {"date": made["date"], "commit": made["commit"]} for name in again}
+            found["made"][question] = then | {"later": then.get("later", {}) | later}
+    return together(before, found)
 
 
 def grown(now: Interval, published: Interval) -> bool:
@@ -1016,6 +1133,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="of the overhead, at least 3")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it works, not how fast it is")
     parser.add_argument("--check", action="store_true", help="whether midepoch's ratios are as published")
+    parser.add_argument("--render", action="store_true", help="the page and the plots, from the results that there are")
     parser.add_argument("--output", type=Path, help=f"folder, by default {OUTPUT}")
     parser.add_argument("--time-limit", type=float, help="seconds for a first batch")
     parser.add_argument("--memory-limit", type=float, help="GiB of data for a process")
@@ -1028,6 +1146,9 @@ def main() -> None:
     if options.rounds is not None and options.rounds < 3:
         parser.error("--rounds must be at least 3: fewer have no interval worth the name")
     published = (options.output or OUTPUT) / "results.json"
+    if options.render:
+        write(json.loads(published.read_text()), published.parent)
+        return
     questions = options.question or (["overhead", "resume", "exactness"] if options.check else list(MEASURED))
     if options.check:
         if unchecked := set(questions) - {"overhead", "resume", "exactness"}:
@@ -1039,8 +1160,6 @@ def main() -> None:
         plan = replace(plan, repeats=min(plan.repeats, 5), **LESS_TO_CHECK)
     stated = {"rounds": options.rounds, "limit": options.time_limit, "memory": options.memory_limit}
     plan = replace(plan, **{key: value for key, value in stated.items() if value is not None})
-    if options.only and options.output and published.exists() and not options.check:
-        parser.error(f"--only would replace the rows of all others in {published}: choose an empty folder")
     needed = {each for question in questions for each in distributions(question, with_bases(names))}
     if missing := sorted(filterfalse(installed, needed)):
         parser.error(f"not installed: {', '.join(missing)} (pip install midepoch[peers], or name others with --only)")
@@ -1056,18 +1175,24 @@ def main() -> None:
         sys.exit(bool(found))
     complete = not (options.only or options.question or options.quick)
     folder = options.output or (OUTPUT if complete else None)
+    join = merged if options.only else together
     try:
-        before = kept(folder, questions, names, plan) if folder else {"made": {}}
+        before = {"made": {}}
+        if folder is not None:
+            before = kept(folder, () if options.only else questions, with_bases(names), plan)
     except Unlike as why:
         parser.error(f"{why}: choose an empty folder, or measure all of it again")
-    results = together(before, measure(names, questions, plan))
-    said = markdown(results)
-    print(said)
+    results = join(before, measure(names, questions, plan))
+    print(markdown(results))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        (folder / "results.md").write_text(said)
-        plot(results, folder)
+        write(results, folder)
+
+
+def write(results: Row, folder: Path) -> None:
+    (folder / "results.md").write_text(markdown(results))
+    plot(results, folder)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import nvidia.dali
 import torch
-from measuring import between
+from measuring import between, machine
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 from PIL import Image
@@ -284,7 +284,7 @@ def main() -> None:
     options = arguments.parse_args()
     print(
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, DALI "
-        f"{nvidia.dali.__version__}, {os.cpu_count()} cores, "
+        f"{nvidia.dali.__version__}, {machine()}, "
         f"{'a GPU' if torch.cuda.is_available() else 'no GPU'}"
         f"{'' if options.inside else f'; medians of {options.rounds} alternated rounds'}.\n"
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ from ffcv.fields.decoders import (
 from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import Cutout, RandomHorizontalFlip, RandomTranslate, ToTensor, ToTorchImage
 from ffcv.writer import DatasetWriter
-from measuring import between
+from measuring import between, machine
 
 import midepoch
 
@@ -150,7 +149,7 @@ def main() -> None:
         return
     print(
         f"Python {platform.python_version()}, FFCV 1.0.2, numba {numba.__version__}, numpy {np.__version__}, torch "
-        f"{torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; medians of {arguments.rounds} alternated "
+        f"{torch.__version__}, {platform.machine()}, {machine()}; medians of {arguments.rounds} alternated "
         "rounds\n"
     )
     with tempfile.TemporaryDirectory() as folder:

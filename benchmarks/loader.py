@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import Interval, median_between
+from measuring import Interval, median_between, processor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import midepoch
@@ -110,7 +110,7 @@ def beginnings(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int) -> d
 def overhead(rounds: int, batches: int) -> None:
     print("| batch size | workers | samples draw | plain, µs a batch | `randomness='none'` | streams |")
     print("|---|---|---|---|---|---|")
-    said = []
+    said, ratios = [], []
     for draws in (False, True):
         extra = {}
         for batch_size, workers in ((BATCH_SIZE, 0), (1, 0), (BATCH_SIZE, 2)):
@@ -133,6 +133,7 @@ def overhead(rounds: int, batches: int) -> None:
                 begun = {name: statistics.median(each) for name, each in beginnings(makers, rounds).items()}
             median = {name: statistics.median(values) for name, values in times.items()}
             extra[batch_size, workers] = median["sample"] - median["none"]
+            ratios.append(between(times["sample"], times["plain"]).middle)
             print(
                 f"| {batch_size} | {workers} | {'yes' if draws else 'no'} | {median['plain']:.1f} | "
                 f"{median['none']:.1f}; {between(times['none'], times['plain'])} | "
@@ -141,6 +142,7 @@ def overhead(rounds: int, batches: int) -> None:
         each = (extra[BATCH_SIZE, 0] - extra[1, 0]) / (BATCH_SIZE - 1)
         said.append(f"{each:.1f} µs a sample and {extra[1, 0] - each:.1f} µs a batch")
     print(f"\nStreams: {said[1]} where samples draw random numbers, {said[0]} where none does.")
+    print(f"\nThe dearest case takes {max(ratios):.1f} times as long as the plain DataLoader.")
     print(
         f"\nWith workers, all three are open at once, and read {TURNS * rounds} turns of {BLOCK} batches. Starting two "
         f"workers and reading the first batch takes {begun['plain']:.0f} ms, {begun['none']:.0f} without streams and "
@@ -300,17 +302,19 @@ def then(rounds: int, batches: int) -> None:
     def more(name: str, base: str) -> float:
         return float(times[name][_FIRST:].mean() - times[base][_FIRST:].mean())
 
-    print(
-        f"\n`then=`: {more('nothing', 'nothing, in the loop'):.1f} µs a batch more than calling the function in the "
-        f"loop, {more('nothing, two ahead', 'nothing, in the loop'):.1f} with `prefetch=2`; "
-        "where the function draws a number, "
-        + ", ".join(f"{more(name, f'{name}, in the loop'):.1f} from {name}'s generator" for name in DRAWS)
-        + f", {more('all', 'nothing, in the loop'):.1f} from all three more than where the loop draws nothing."
-        + f" (Each of {batches} batches in the fastest of {rounds} rounds.) Seeding a generator, its first number and "
-        + "giving back the caller's take, by themselves, "
-        + ", ".join(f"{took:.1f} µs for {name}'s" for name, took in generators_alone().items())
-        + "."
-    )
+    same = "the same function in the loop"
+    rows = [
+        ("nothing", "nothing", same, "nothing, in the loop"),
+        ("nothing, with `prefetch=2`", "nothing, two ahead", same, "nothing, in the loop"),
+        *((f"a number from {name}'s generator", name, same, f"{name}, in the loop") for name in DRAWS),
+        ("a number from each", "all", "a loop that draws nothing", "nothing, in the loop"),
+    ]
+    print(f"\n`then=`, each of {batches} batches in the fastest of {rounds} rounds:\n")
+    print("| the function draws | µs a batch more than | |\n|---|---|---|")
+    for draws, name, than, base in rows:
+        print(f"| {draws} | {than} | {more(name, base):.1f} |")
+    *others, last = (f"{took:.1f} µs for {name}'s generator" for name, took in generators_alone().items())
+    print(f"\nBesides the draw, seeding and restoring takes {', '.join(others)} and {last}.")
 
 
 class Around:
@@ -435,7 +439,7 @@ def boring_table(rows: list[dict[str, Any]]) -> str:
     lines = [f"Lightning's BoringModel, batch size 1, {rows[0]['rounds']} rounds of {rows[0]['steps']} steps:", ""]
     lines += ["| loader | µs a step | ratio to the plain one (95 %) |", "|---|---|---|"]
     for row in rows:
-        ratio = Interval(row["ratio"], row["low"], row["high"])
+        ratio = "–" if row is rows[0] else Interval(row["ratio"], row["low"], row["high"])
         lines.append(f"| {row['peer']} | {row['microseconds']:.0f} | {ratio} |")
     return "\n".join(lines)
 
@@ -448,8 +452,8 @@ def main() -> None:
     torch.set_num_threads(1)
     gigabytes = resource.getpagesize() * _pages() / 2**30
     print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {platform.machine()}, "
-        f"{gigabytes:.0f} GiB of memory; medians of {arguments.rounds} alternated rounds\n"
+        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {platform.machine()} "
+        f"({processor()}), {gigabytes:.0f} GiB of memory; medians of {arguments.rounds} alternated rounds\n"
     )
     overhead(arguments.rounds, arguments.batches)
     resume(20 * arguments.rounds)
@@ -458,7 +462,6 @@ def main() -> None:
     sampler(arguments.rounds)
     then(arguments.rounds, arguments.batches)
     wrappers(arguments.rounds, arguments.batches)
-    print(f"\n{boring_table(boring(10 * arguments.rounds, 300))}")
 
 
 def _pages() -> int:

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
+
+
+def processor() -> str:
+    """Its model, as the system names it; empty if it does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def machine() -> str:
+    """How many cores of what."""
+    return f"{os.cpu_count()} cores" + (f" of {model}" if (model := processor()) else "")
 
 
 class Interval(NamedTuple):

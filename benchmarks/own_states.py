@@ -14,7 +14,6 @@ import gc
 import importlib.metadata
 import importlib.util
 import math
-import os
 import platform
 import random
 import sys
@@ -32,7 +31,7 @@ APART = [ROOT / ".venv" / "wild" / name for name in ("energon", "jax")]
 import numpy as np
 import own_state_sources as own
 import torch
-from measuring import between
+from measuring import between, machine
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -265,7 +264,7 @@ def main() -> int:
         f"{name} {importlib.metadata.version(name)}" for name in PACKAGES
         if any(importlib.metadata.distributions(name=name))
     ]  # fmt: skip
-    print(f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {os.cpu_count()} cores,", end=" ")
+    print(f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {machine()},", end=" ")
     print(f"{', '.join(versions)}\n")
 
     def asked(name: str) -> bool:

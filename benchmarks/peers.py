@@ -139,8 +139,11 @@ class Peer:
     """A loader with the two methods `state_dict` and `load_state_dict`; others override what they do differently.
 
     Attributes:
-        name: of the row in tables.
-        base: the row that this one is compared with.
+        name: in commands and in results.json.
+        label: of the row in tables, where that is not the name.
+        by: how it is resumed, where it has no resume of its own, or several.
+        settings: that are not its defaults, where it was measured without them before.
+        base: the row that this one is compared with; None if no other reads its samples as this one does.
         limit: the largest data set it can be asked about: files of a larger one are not written.
         files: whether it needs files.
         workers: whether it has worker processes.
@@ -152,7 +155,10 @@ class Peer:
 
     name: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]] = ("torch",)
-    base: ClassVar[str] = "plain DataLoader"
+    label: ClassVar[str] = ""
+    by: ClassVar[str] = ""
+    settings: ClassVar[str] = ""
+    base: ClassVar[str | None] = "plain DataLoader"
     limit: ClassVar[int] = 10**9
     files: ClassVar[bool] = False
     workers: ClassVar[bool] = True
@@ -219,6 +225,8 @@ class Peer:
 class ByHand(Peer):
     """Skipped by hand: what a user keeps is the epoch and the number of batches, seeding everything for each epoch."""
 
+    by = "skipped by hand"
+
     def begin(self, source: Any, epoch: int) -> Any:
         """The loader of an epoch."""
         return source
@@ -261,7 +269,7 @@ class Plain(ByHand):
 
 
 class Torchdata(Peer):
-    name = "torchdata"
+    name, label = "torchdata", "torchdata StatefulDataLoader"
     distributions = ("torchdata",)
 
     def source(self, spec: Spec) -> Any:
@@ -283,7 +291,7 @@ class Torchdata(Peer):
 
 
 class Accelerate(ByHand):
-    name = "Accelerate"
+    name, by = "Accelerate", "skip_first_batches"
     distributions = ("accelerate",)
     varying = ("files",)
 
@@ -321,7 +329,8 @@ class Accelerate(ByHand):
 
 
 class Streaming(Peer):
-    name = "Streaming"
+    name, label = "Streaming", "mosaicml-streaming"
+    base = None
     distributions = ("mosaicml-streaming",)
     files, limit, hoards, slow = True, 10**6, True, True
     links = count()
@@ -359,6 +368,7 @@ class Streaming(Peer):
 
 class LitData(Peer):
     name = "LitData"
+    base = None
     distributions = ("litdata",)
     files, limit = True, 10**6
 
@@ -399,7 +409,8 @@ class LitData(Peer):
 class GrainDataset(ByHand):
     """Grain's iterators keep the state."""
 
-    name = "Grain MapDataset"
+    name, by = "Grain MapDataset", ""
+    settings = "num_threads=0 but for jpeg"
     distributions = ("grain",)
 
     def source(self, spec: Spec) -> Any:
@@ -408,10 +419,16 @@ class GrainDataset(ByHand):
         dataset = grain.MapDataset.source(self.samples(spec)).shuffle(seed=0)
         if spec.work == "draws":
             dataset = dataset.seed(0).random_map(self.draws())
-        batches = dataset[RANK::WORLD_SIZE].batch(spec.batch_size).to_iter_dataset()
+        batches = dataset[RANK::WORLD_SIZE].batch(spec.batch_size).to_iter_dataset(self.reading(spec))
         if spec.workers:
             batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=spec.workers))
         return batches
+
+    def reading(self, spec: Spec) -> Any:
+        """Without threads for what lies in memory, as its documentation recommends; pictures are decoded in threads."""
+        import grain
+
+        return grain.ReadOptions() if spec.work == "jpeg" else grain.ReadOptions(num_threads=0)
 
     def samples(self, spec: Spec) -> Any:
         return range(spec.size) if spec.work == "draws" else samples_in_memory(spec)
@@ -455,7 +472,7 @@ class GrainLoader(GrainDataset):
             spec.size, shuffle=True, seed=0, num_epochs=1, shard_options=grain.sharding.ShardOptions(RANK, WORLD_SIZE)
         )
         return grain.DataLoader(
-            data_source=self.samples(spec), sampler=sampler, worker_count=spec.workers,
+            data_source=self.samples(spec), sampler=sampler, worker_count=spec.workers, read_options=self.reading(spec),
             operations=[*([self.draws()] if spec.work == "draws" else []), grain.transforms.Batch(spec.batch_size)],
         )  # fmt: skip
 
@@ -468,7 +485,8 @@ class GrainLoader(GrainDataset):
 class Dali(ByHand):
     """DALI's own checkpoint."""
 
-    name = "DALI"
+    name, by = "DALI", ""
+    base = None
     distributions = ("nvidia-dali-cuda120",)
     files, limit, workers = True, 10**6, False
 
@@ -524,6 +542,7 @@ class Dali(ByHand):
 
 class Ffcv(ByHand):
     name = "FFCV"
+    base = None
     distributions = ("ffcv",)
     files, limit, workers, compiles = True, 10**6, False, True
 
@@ -583,6 +602,7 @@ class FfcvSamples:
 
 class WebDataset(ByHand):
     name = "WebDataset"
+    base = None
     distributions = ("webdataset",)
     files, limit, slow = True, 10**6, True
 
@@ -621,6 +641,7 @@ class WebDataset(ByHand):
 class Wrapped(Peer):
     """Comes before the peer that it wraps, and takes none of its ways of resuming."""
 
+    label = by = ""
     seed: ClassVar[int | None] = 0
 
     def bare(self, spec: Spec) -> Any:

@@ -1,6 +1,6 @@
 """What a sampler costs from ten thousand samples to a million millions, and that it misses none.
 
-Run ``python benchmarks/scale.py``. Prints Markdown in two parts:
+Run ``python benchmarks/scale.py``. Prints docs/benchmarks/scale.md, which has two parts:
 
 * **Cost**: time for each index that one rank gets, time to the first index, and memory, by size and by world size.
 * **Coverage**: at 10**12 samples and 16,384 ranks, what all ranks together get in stretches of the epoch; at small
@@ -32,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from measuring import processor
 
 from midepoch import ResumableSampler, World, reseal
 from midepoch.order import Order, Shuffled
@@ -113,8 +114,8 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def report_cost(rounds: int, indices: int) -> dict[str, Any]:
-    """Measures in alternated rounds, every other one backwards; prints two tables."""
+def measure_cost(rounds: int, indices: int) -> dict[str, Any]:
+    """In alternated rounds, every other one backwards."""
     cases = [(size, 1) for size in SIZES] + [(SIZES[-1], world_size) for world_size in WORLD_SIZES[1:]]
     starts = list(itertools.product(SIZES, (0.0, 0.9)))
     for case in cases:  # what is done once in a process is done here
@@ -129,23 +130,8 @@ def report_cost(rounds: int, indices: int) -> dict[str, Any]:
             costs[case].append(nanoseconds_per_index(*case, indices))
         for start in starts[::direction]:
             firsts[start].extend(first_index(*start) for _ in range(FIRST_INDICES))
-    print(
-        f"\n## Cost\n\nShuffled, {indices:,} indices in each of {rounds} alternated rounds, batches of {BATCH_SIZE}. "
-        "Medians, in brackets the quartiles. Memory is what Python and numpy held at most, over a "
-        f"sampler of {SMALL:,} samples."
-    )
-    print(
-        "\n| samples | ns an index | first index at 0 %, ms | at 90 %, ms | memory, KiB more |\n|---|---|---|---|---|"
-    )
-    for size in SIZES:
-        first, late = (spread(firsts[size, progress], 2) for progress in (0.0, 0.9))
-        print(f"| {size:,} | {spread(costs[size, 1], 0)} | {first} | {late} | {memory[size, 1]:.0f} |")
-    print(f"\nOne rank of many, at {SIZES[-1]:,} samples:\n")
-    print("| world size | ns an index | memory, KiB more |\n|---|---|---|")
-    for world_size in WORLD_SIZES:
-        case = SIZES[-1], world_size
-        print(f"| {world_size:,} | {spread(costs[case], 0)} | {memory[case]:.0f} |")
     return {
+        "indices": indices,
         "per_index": [
             {"size": size, "world_size": world_size, "nanoseconds": costs[size, world_size], "kibibytes": kibibytes}
             for (size, world_size), kibibytes in memory.items()
@@ -277,23 +263,56 @@ def check_counts(
     require(same, where, "not every sample comes as often as the tail says")
 
 
-def report_coverage(size: int, world_size: int, windows: int, largest_size: int, largest_world: int) -> dict[str, Any]:
-    """Checks; prints what was checked."""
-    large = check_windows(size, world_size, windows)
-    print(
-        f"\n## Coverage\n\nAt {size:,} samples all {world_size:,} ranks together got exactly their stretch of the "
-        f"order, in the order of ranks, in {large['windows']} windows of {STEPS} steps of {BATCH_SIZE}, the beginning "
-        f"and the end (padded and dropped) among them: {large['indices']:,} indices, all distinct in their window and "
-        "led back to their positions by the inverse, so that no two stretches share one."
+# ----------------------------------------------------------------------------------------------------
+# The page
+
+
+def page(report: dict[str, Any]) -> str:
+    """What was measured and checked, as Markdown."""
+    facts, cost, coverage = report["environment"], report["cost"], report["coverage"]
+    costs = {(case["size"], case["world_size"]): case for case in cost["per_index"]}
+    firsts = {(case["size"], case["progress"]): case["milliseconds"] for case in cost["first_index"]}
+    sizes = sorted({size for size, _ in costs})
+    nanoseconds = [float(np.median(costs[size, 1]["nanoseconds"])) for size in sizes]
+    milliseconds = [float(np.median(values)) for values in firsts.values()]
+    model = f", {facts['processor']}" if facts.get("processor") else ""
+    lines = [
+        "# At scale\n",
+        f"An index takes {min(nanoseconds):.0f} to {max(nanoseconds):.0f} ns, and the first one "
+        f"{min(milliseconds):.2f} to {max(milliseconds):.2f} ms, from {sizes[0]:,} to {sizes[-1]:,} samples.\n",
+        "`make bench` wrote this page; `python benchmarks/scale.py` prints it.\n",
+        f"{facts['date']}: Python {facts['python']}, torch {facts['torch']}, numpy {facts['numpy']}, midepoch "
+        f"{facts['midepoch']}; {facts['machine']}{model}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of "
+        "memory",
+        f"\n## Cost\n\nShuffled, {cost['indices']:,} indices in each of {len(costs[sizes[0], 1]['nanoseconds'])} "
+        f"alternated rounds, batches of {BATCH_SIZE}. Medians, in brackets the quartiles. Memory is what Python and "
+        f"numpy held at most, over a sampler of {SMALL:,} samples.",
+        "\n| samples | ns an index | first index at 0 %, ms | at 90 %, ms | memory, KiB more |\n|---|---|---|---|---|",
+    ]
+    for size in sizes:
+        first, late = (spread(firsts[size, progress], 2) for progress in (0.0, 0.9))
+        case = costs[size, 1]
+        lines.append(f"| {size:,} | {spread(case['nanoseconds'], 0)} | {first} | {late} | {case['kibibytes']:.0f} |")
+    lines.append(f"\nOne rank of many, at {sizes[-1]:,} samples:\n")
+    lines.append("| world size | ns an index | memory, KiB more |\n|---|---|---|")
+    for world_size in sorted(world_size for size, world_size in costs if size == sizes[-1]):
+        case = costs[sizes[-1], world_size]
+        lines.append(f"| {world_size:,} | {spread(case['nanoseconds'], 0)} | {case['kibibytes']:.0f} |")
+    large, small = coverage["windows"], coverage["small"]
+    *batch_sizes, last = map(str, small["batch_sizes"])
+    lines.append(
+        f"\n## Coverage\n\nAt {large['size']:,} samples and {large['ranks']:,} ranks, {large['windows']} windows of "
+        f"{STEPS} steps of {BATCH_SIZE} were checked, among them the beginning and the end, padded and dropped. In "
+        f"each window, the ranks together got exactly the expected stretch of the order. The {large['indices']:,} "
+        "indices were distinct within each window, and the inverse led each back to its position."
     )
-    small = check_small(largest_size, largest_world)
-    print(
-        f"\nAt every size to {largest_size}, every world size to {largest_world}, batches of "
-        f"{', '.join(map(str, small['batch_sizes']))}, tail padded and dropped: {small['epochs']:,} whole epochs and "
-        f"{small['resumed']:,} that were cut and continued on another world size gave each sample exactly once, but "
-        f"for what the tail repeats or leaves out; {small['indices']:,} indices."
+    lines.append(
+        f"\nFor every size up to {small['sizes']}, every world size up to {small['world_sizes']}, batch sizes "
+        f"{', '.join(batch_sizes)} and {last}, and both tails: {small['epochs']:,} whole epochs, and "
+        f"{small['resumed']:,} cut and continued on another world size. Each gave every sample exactly once, except "
+        "for samples that the tail repeats or drops."
     )
-    return {"windows": large, "small": small}
+    return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -307,6 +326,7 @@ def environment() -> dict[str, Any]:
         "numpy": np.__version__,
         "midepoch": importlib.metadata.version("midepoch"),
         "machine": platform.machine(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gibibytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
     }
@@ -327,16 +347,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    facts = environment()
-    print("# At scale\n\n`make bench` wrote this page; `python benchmarks/scale.py` prints it.\n")
-    print(
-        f"{facts['date']}: Python {facts['python']}, torch {facts['torch']}, numpy {facts['numpy']}, midepoch "
-        f"{facts['midepoch']}; {facts['machine']}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of memory"
-    )
-    report = {"environment": facts, "cost": report_cost(chosen.rounds, chosen.indices)}
-    report["coverage"] = report_coverage(
-        SIZES[-1], chosen.ranks, chosen.windows, chosen.largest_size, chosen.largest_world
-    )
+    report = {
+        "environment": environment(),
+        "cost": measure_cost(chosen.rounds, chosen.indices),
+        "coverage": {
+            "windows": check_windows(SIZES[-1], chosen.ranks, chosen.windows),
+            "small": check_small(chosen.largest_size, chosen.largest_world),
+        },
+    }
+    print(page(report))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report, indent=1) + "\n")
 

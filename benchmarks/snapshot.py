@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from measuring import between, median_between
+from measuring import between, machine, median_between
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,7 +51,7 @@ def saving(folder: Path, rounds: int) -> None:
             taken = timed(calls[name])
             if turn > 1:
                 times[name].append(taken)
-    print("| a model of 100 MiB | ms | of torch.save (95 %) |\n|---|---|---|")
+    print("| a model of 100 MiB | ms | ratio to torch.save (95 %) |\n|---|---|---|")
     base = [(one * two) ** 0.5 for one, two in zip(times["torch.save"], times["torch.save once more"], strict=True)]
     for name, values in times.items():
         ratio = median_between([mine / theirs for mine, theirs in zip(values, base, strict=True)])
@@ -84,17 +84,18 @@ def looping(folder: Path, rounds: int) -> None:
                 snapshot.step()
                 inside += time.perf_counter() - began
 
-    times: dict[str, list[float]] = {"without": [], "with step()": [], "without, once more": []}
+    ours = "with `step()`"
+    times: dict[str, list[float]] = {"without": [], ours: [], "without, once more": []}
     for turn in range(rounds + 1):
         for name in list(times)[:: 1 if turn % 2 else -1]:
-            taken = timed(lambda name=name: run(name == "with step()")) / 100  # type: ignore[misc]
+            taken = timed(lambda name=name: run(name == ours)) / 100  # type: ignore[misc]
             if not turn:
                 inside = 0.0
             else:
                 times[name].append(taken)
     # Far below what the loops can tell apart, so it is timed by itself too, and where it stands: there it waits for the
     # other process as well, which the next step would else do.
-    share = inside / (sum(times["with step()"]) / 1e3 * 100)
+    share = inside / (sum(times[ours]) / 1e3 * 100)
     calls = 200_000
 
     def step_only() -> None:
@@ -108,18 +109,19 @@ def looping(folder: Path, rounds: int) -> None:
     if distributed and torch.distributed.get_rank():
         return
     processes = torch.distributed.get_world_size() if distributed else 1
-    print(f"\n| a step, {processes} process{'es' * (processes > 1)} | µs | of without (95 %) |\n|---|---|---|")
+    head = f"| a step, {processes} process{'es' * (processes > 1)} | µs | ratio to a loop without `step()` (95 %) |"
+    print(f"\n{head}\n|---|---|---|")
     base = [(one * two) ** 0.5 for one, two in zip(times["without"], times["without, once more"], strict=True)]
     for name, values in times.items():
         ratio = between([mine / plain for mine, plain in zip(values, base, strict=True)])
         print(f"| {name} | {statistics.median(values) * 1e3:.0f} | {ratio} |")
     step = statistics.median(base)
     if distributed:
-        print(f"| of that inside of step() | {share * step * 1e3:.1f} | {share:.4f} of it |")
-        # Some two a second, so this share of a second.
-        print(f"| an agreement by itself, twice a second | {agreement * 1e3:.0f} | {agreement * 2e-3:.4f} more |")
+        print(f"| time inside `step()` | {share * step * 1e3:.1f} | {share:.4f} of it |")
+        more = agreement * 2e-3  # some two a second, so this share of a second
+        print(f"| one exchange between the processes, twice a second | {agreement * 1e3:.0f} | {more:.4f} more |")
     else:
-        print(f"| step() by itself | {alone * 1e3:.2f} | {alone / step:.5f} more |")
+        print(f"| `step()` by itself | {alone * 1e3:.2f} | {alone / step:.5f} more |")
     sys.stdout.flush()
 
 
@@ -131,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         print(
             f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, "
-            f"{os.cpu_count()} cores; medians of {options.rounds} alternated rounds\n"
+            f"{machine()}; medians of {options.rounds} alternated rounds\n"
         )
         saving(Path(folder), options.rounds)
         looping(Path(folder), options.rounds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import platform
 import shutil
 import statistics
@@ -24,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
 import streaming
-from measuring import between
+from measuring import between, machine
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 import midepoch
@@ -60,7 +59,7 @@ def throughput(folder: Path, rounds: int) -> None:
             taken = milliseconds(loaders[name])
             if turn:
                 times[name].append(taken)
-    print("| | ms a batch | of the bare loaders' throughput (95 %) |\n|---|---|---|")
+    print("| | ms a batch | throughput, relative to the mean of the two bare runs (95 %) |\n|---|---|---|")
     base = [math.sqrt(a * b) for a, b in zip(times["bare"], times["bare once more"], strict=True)]
     for name, values in times.items():
         ratios = [theirs / mine for theirs, mine in zip(base, values, strict=True)]
@@ -88,7 +87,7 @@ def main() -> None:
     options = arguments.parse_args()
     print(
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, streaming "
-        f"{streaming.__version__}, {os.cpu_count()} cores; {options.rounds} alternated rounds of {options.samples} "
+        f"{streaming.__version__}, {machine()}; {options.rounds} alternated rounds of {options.samples} "
         f"samples in batches of {BATCH_SIZE}, no workers\n"
     )
     with tempfile.TemporaryDirectory() as folder:

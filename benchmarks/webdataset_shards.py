@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import webdataset as wds
+from measuring import machine
 
 import midepoch
 from midepoch.adapters.webdataset.index import Keys, build_index
@@ -227,7 +228,7 @@ def main() -> None:
     os.environ["MIDEPOCH_CACHE"] = str(folder / "cache")
     print(
         f"{date.today()}, webdataset {wds.__version__}, torch {torch.__version__}, numpy {np.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores"
+        f"{platform.python_version()}, {machine()}"
     )
     for sample_bytes in (12_000, 116_000):
         measure_index(write_shards(folder / str(sample_bytes), sample_bytes), sample_bytes)

@@ -203,8 +203,8 @@ loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=
 ```
 
 The table counts the outcomes of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
-{rebuilt} of them are not the packages' own code: this repository has code of the same structure
-([whose](#versions)):
+For {rebuilt} of them the package was not installed: this repository rebuilds the structure of its published source
+([whose](#versions)). Rows without a package's name are patterns, written here.
 
 | outcome | loaders | means |
 |---|---:|---|
@@ -217,6 +217,9 @@ process, under other global seeds, continues from each state, and must give the 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
 - **1 -> 2 ranks**: two ranks continue what one had begun, where `capabilities` promises that.
+- **-**: not promised by `capabilities`, not tried (loaders without an end), or there is nothing to compare with.
+  Grain's `ElasticIterator` continues on [other numbers of ranks](own_states.md#other-numbers-of-ranks), but is built
+  for one here.
 
 | loader | outcome | same samples | 1 -> 2 ranks |
 |---|---|---|---|
@@ -233,7 +236,7 @@ Not installed, but rebuilt here with the structure of their published source: {c
 torchvision's wheel cannot be imported with a CPU build of torch, because its compiled operators are missing. Packages
 that import it run with the real torchvision, with two operators declared and none called.
 
-## In their words
+## midepoch's messages
 
 """
 

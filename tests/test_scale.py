@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import scale
 
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "scale.md"
 SIZE = 10**12
 RANKS = 16
 GLOBAL_BATCH = RANKS * scale.BATCH_SIZE
@@ -147,6 +148,11 @@ def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 # --- the script ---
+
+
+def test_the_page_is_that_of_the_figures() -> None:
+    figures = json.loads((PAGE.parent / "scale.json").read_text())
+    assert PAGE.read_text() == scale.page(figures) + "\n"
 
 
 def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
