@@ -333,17 +333,17 @@ class MapReader:
 
     def _looked(self, request: MapRequest, look: LookRequest) -> First:
         streams, collate = self._streams, self._collate
-        assert streams is not None  # nothing is looked at without
-        self._begin(request, streams)
+        if streams is not None:
+            self._begin(request, streams)
         key = self._key_at(self._batch_key if self._whole else self._sample_key)
         keeps = not keeps_nothing(collate)
         trial = CollateTrial(collate, self._single) if look.twice and keeps else None
         self._collate = trial or collate
         try:
-            batch, one, drew = self._read_looking(request, streams, look.index, key)
-            if streams.made_late():
+            batch, one, drew = self._read_looking(request, look.index, key)
+            if streams is not None and streams.made_late():
                 # Before, what the samples drew came from generators without a stream.
-                batch, one, drew = self._read_looking(request, streams, look.index, key)
+                batch, one, drew = self._read_looking(request, look.index, key)
         finally:
             self._collate = collate
         repeat = trial.result(derive_key(Purpose.TRIAL, request.seed, request.epoch)) if trial is not None else None
@@ -359,17 +359,17 @@ class MapReader:
             return First(batch, see())
         return First(*undisturbed(batch, see))
 
-    def _read_looking(
-        self, request: MapRequest, streams: Streams, index: Any, key: int
-    ) -> tuple[Any, Look | None, bool]:
+    def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, Look | None, bool]:
         """A session's first batch, what the epoch's first sample looks like, and whether it drew.
 
         If the batch begins with that sample, it is looked at on the way; else it is read before. A sample whose own
         code would run at a look is not looked at on the way: it may draw then, or give its content only once.
         """
-        if request.start or self._whole:
+        streams = self._streams
+        if streams is None or request.start or self._whole:
             look = self._look(key, index)[0]
-            return self._read_under(request, streams), look, self._drew
+            drew = self._drew
+            return self._read(request.indices) if streams is None else self._read_under(request, streams), look, drew
         looks: list[Look] = []
 
         def see(sample: Any) -> None:
