@@ -330,7 +330,7 @@ class Accelerate(ByHand):
 
 class Streaming(Peer):
     name, label = "Streaming", "mosaicml-streaming"
-    base = None
+    base: ClassVar[str | None] = None
     distributions = ("mosaicml-streaming",)
     files, limit, hoards, slow = True, 10**6, True, True
     links = count()
@@ -368,7 +368,7 @@ class Streaming(Peer):
 
 class LitData(Peer):
     name = "LitData"
-    base = None
+    base: ClassVar[str | None] = None
     distributions = ("litdata",)
     files, limit = True, 10**6
 
@@ -486,7 +486,7 @@ class Dali(ByHand):
     """DALI's own checkpoint."""
 
     name, by = "DALI", ""
-    base = None
+    base: ClassVar[str | None] = None
     distributions = ("nvidia-dali-cuda120",)
     files, limit, workers = True, 10**6, False
 
@@ -542,7 +542,7 @@ class Dali(ByHand):
 
 class Ffcv(ByHand):
     name = "FFCV"
-    base = None
+    base: ClassVar[str | None] = None
     distributions = ("ffcv",)
     files, limit, workers, compiles = True, 10**6, False, True
 
@@ -602,7 +602,7 @@ class FfcvSamples:
 
 class WebDataset(ByHand):
     name = "WebDataset"
-    base = None
+    base: ClassVar[str | None] = None
     distributions = ("webdataset",)
     files, limit, slow = True, 10**6, True
 

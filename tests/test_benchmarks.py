@@ -144,7 +144,7 @@ def test_a_page_says_how_grain_read() -> None:
 
 
 def test_rows_of_some_peers_take_the_place_of_theirs() -> None:
-    before = {
+    before: dict[str, Any] = {
         "overhead": [overhead_row(PLAIN), overhead_row(OURS), overhead_row(TORCHDATA)],
         "state": [],
         "made": {"overhead": {"date": "2026-01-01", "commit": "before", "plan": {}}, "state": {}},
