@@ -173,8 +173,10 @@ def cost(examination: Examination) -> Outcome:
         )
     # Do not count what a fresh loader, too, reads beyond its batches, such as a first look at the dataset.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
-    # That includes two looks at the first sample of the epoch. A resume at a boundary looks at the last epoch's, too.
-    surplus = max(0, reads[0] - needed[0]) * 3 // 2
+    # That includes another look at the epoch's first sample. A resume looks at it once more, since its first batch does
+    # not begin with it; at a boundary, it looks at the last epoch's.
+    surplus = max(0, reads[0] - needed[0])
+    surplus += (surplus + 1) // 2
     for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
         examination.sound(recording, "a resume", epoch=epoch, batch=cut)
         if read > need + surplus:
