@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check_sources
 import forking
 
+import midepoch
 from midepoch.testing import items
 from midepoch.testing.diagnosis import Diagnosis, entropy
 from midepoch.testing.page import Picture, make_page
 from midepoch.testing.record import Settings
 from midepoch.testing.report import Report
 from midepoch.testing.sides import Comparison
-from midepoch.testing.subjects import ByCount, Imported, Subject
+from midepoch.testing.subjects import ByCount, Imported, Side, Subject, recognise
 from midepoch.tools import check as checking
 from midepoch.tools.cli import main
 
@@ -277,6 +278,28 @@ def test_a_dataloader_is_varied_and_stays_the_same_otherwise() -> None:
     assert (made.batch_size, made.num_workers, made.drop_last) == (4, 2, True)
     assert made.collate_fn is tuple and made.generator is generator and type(made.sampler) is RandomSampler
     assert inspect.signature(subject).parameters["batch_size"].default == 2
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_of_a_long_dataloader_the_first_samples_are_examined(shuffle: bool) -> None:
+    def make() -> Any:
+        return midepoch.wrap(DataLoader(range(1003), 4, shuffle=shuffle), seed=3)  # type: ignore[arg-type]
+
+    nature = recognise(Settings(make), {})
+    assert (nature.kind, nature.samples) == ("DataLoader; of its 1,003 samples the first 259", 64 * 4 + 3)
+    sides: tuple[Side, ...] = ("given", "bare")
+    for side in sides:
+        batches = list(Subject(make, side, nature.derived, nature.samples)(num_workers=0, batch_size=5))
+        assert len(batches) == 52 and sorted(torch.cat(batches).tolist()) == list(range(259))
+        assert (torch.cat(batches).tolist() != list(range(259))) is shuffle
+
+
+@pytest.mark.parametrize(
+    "options", [{"sampler": list(range(1003))}, {"batch_size": 8}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}]
+)
+def test_a_short_dataloader_or_one_with_a_sampler_of_its_own_is_examined_whole(options: dict[str, Any]) -> None:
+    options = {**({} if "batch_sampler" in options else {"batch_size": 4}), **options}
+    assert recognise(Settings(lambda: DataLoader(range(1003), **options)), {}).samples == 0  # type: ignore[arg-type]
 
 
 def draw_seeded() -> Any:

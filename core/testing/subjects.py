@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.lending import loader_of
@@ -101,11 +101,13 @@ class Subject:
         origin: the user's function, or an `Imported`.
         side: "given" as it is; "wrapped" by ``midepoch.wrap(..., seed=0)``; "bare", without midepoch.
         derived: parameter -> default, for those that the user's function lacks.
+        samples: so many of a DataLoader's dataset, its first ones; 0 for all.
     """
 
     origin: Callable[..., Any]
     side: Side = "given"
     derived: tuple[tuple[str, int], ...] = ()
+    samples: int = 0
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -120,6 +122,8 @@ class Subject:
         made = self.origin(**{name: value for name, value in options.items() if name not in derived})
         loader = made if isinstance(made, Loader) else None
         source = made if loader is None else loader.source
+        if self.samples:
+            source = _beginning_of(source, self.samples)
         varied = {name: options.get(name, default) for name, default in derived.items() if name not in _WORLD}
         if type(source) is DataLoader and any(getattr(source, name) != value for name, value in varied.items()):
             source = _rebuilt(source, **varied)
@@ -133,8 +137,37 @@ class Subject:
         return from_midepoch("wrap")(source, **stated)
 
 
-def _rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None = None) -> DataLoader[Any]:
-    """The same DataLoader with another number of workers, and if given with another batch size."""
+_MOST_BATCHES = 128
+"""Of a DataLoader with more, `_FEW` and the incomplete last one are examined: each cut costs another epoch."""
+_FEW = 64
+
+
+def _enough_of(loader: DataLoader[Any]) -> int:
+    """How many samples of its dataset to examine; 0 for all: it is small, or a sampler of the user's decides."""
+    sampler: Any = loader.sampler
+    batch_size = loader.batch_size
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if not (plain and batch_size and type(loader.batch_sampler) is BatchSampler):
+        return 0
+    size = len(loader.dataset)  # type: ignore[arg-type]  # what these samplers read has a length
+    if len(sampler) != size or size <= _MOST_BATCHES * batch_size:
+        return 0
+    return _FEW * batch_size + size % batch_size
+
+
+def _beginning_of(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
+    """The same DataLoader over the first samples of its dataset."""
+    part = Subset(loader.dataset, range(samples))
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler:
+        sampler = RandomSampler(part, generator=sampler.generator)
+    else:
+        sampler = SequentialSampler(part)
+    return _rebuilt(loader, loader.num_workers, dataset=part, sampler=sampler)
+
+
+def _rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None = None, **other: Any) -> DataLoader[Any]:
+    """The same DataLoader with another number of workers, and if given with another batch size, dataset and sampler."""
     keywords: dict[str, Any] = {
         "num_workers": num_workers,
         "collate_fn": loader.collate_fn,
@@ -153,8 +186,9 @@ def _rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None =
         if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
             return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **keywords)
         keywords["sampler"] = loader.sampler
+    keywords |= {"dataset": loader.dataset, **other}
     size = loader.batch_size if batch_size is None else batch_size
-    return DataLoader(loader.dataset, size, drop_last=loader.drop_last, **keywords)
+    return DataLoader(batch_size=size, drop_last=loader.drop_last, **keywords)
 
 
 def _has_state(made: Any) -> bool:
@@ -166,7 +200,7 @@ class Nature:
     """What a user's function builds.
 
     Attributes:
-        kind: the name of its class.
+        kind: the name of its class, and what of it is examined if not all is.
         side: the one to examine: "given" if it has a state.
         other: the one to compare it with; None for none.
         refusal: why midepoch does not wrap it; then only the bare side can be examined.
@@ -174,6 +208,7 @@ class Nature:
         drop_last: whether its DataLoader leaves out an incomplete last batch.
         tail: how midepoch shares its last samples; None if it does not.
         works_on_batches: ``then=`` may mix samples, so that on another split no part of a batch names them.
+        samples: as of `Subject`.
     """
 
     kind: str
@@ -184,6 +219,7 @@ class Nature:
     drop_last: bool = False
     tail: Tail | None = None
     works_on_batches: bool = False
+    samples: int = 0
 
 
 def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
@@ -192,7 +228,11 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
     with open_loader(settings, options) as made:
         loader = loader_of(made)
         source = made.source if isinstance(made, Loader) else made
-        kind = type(source).__name__
+        kind, samples = type(source).__name__, 0
+        if type(source) is DataLoader and "size" not in taken:
+            samples = _enough_of(source)
+        if samples:
+            kind = f"{kind}; of its {len(source.dataset):,} samples the first {samples:,}"
         derived: list[tuple[str, int]] = []
         if type(source) is DataLoader and "num_workers" not in taken:
             derived.append(("num_workers", 0))
@@ -207,14 +247,14 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
             iterable = isinstance(made, Loader) and (hasattr(type(source), "__iter__") or inspect.isfunction(source))
             part = Part("", loader)
             then = part.options["then"] is not None
-            return Nature(kind, "given", "bare" if iterable else None, "", fixed, drop_last, part.tail, then)
+            return Nature(kind, "given", "bare" if iterable else None, "", fixed, drop_last, part.tail, then, samples)
         try:
             wrapped = from_midepoch("wrap")(made, seed=0)
         except UnsupportedSourceError as error:
-            return Nature(kind, "given" if own_state else "bare", None, str(error), fixed)
+            return Nature(kind, "given" if own_state else "bare", None, str(error), fixed, samples=samples)
         if own_state:
             return Nature(kind, "given", "wrapped")
-        return Nature(kind, "wrapped", "bare", "", fixed, drop_last, Part("", wrapped).tail)
+        return Nature(kind, "wrapped", "bare", "", fixed, drop_last, Part("", wrapped).tail, samples=samples)
 
 
 def possible_variations(settings: Settings, subject: Subject) -> Subject:

@@ -167,7 +167,7 @@ def _recognise(settings: Settings, target: str) -> Nature:
 def _sides(settings: Settings, nature: Nature) -> dict[str, Examination]:
     """Heading -> examination; the side whose laws are examined comes first."""
     sides = [side for side in (nature.side, nature.other) if side is not None]
-    subjects = [Subject(settings.make_loader, side, nature.derived) for side in sides]
+    subjects = [Subject(settings.make_loader, side, nature.derived, nature.samples) for side in sides]
     calls = [(process, experiment, (possible_variations, (settings, each))) for process, each in enumerate(subjects)]
     examination = Examination(settings)
     examination.begin("", "", "")
