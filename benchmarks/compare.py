@@ -833,7 +833,7 @@ def plot_lines(rows: Sequence[Row], key: str, limit: float, title: str, label: s
     """Where a peer first met a limit, that stands at the limit's height, with a dotted line to it."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
     met: Counter[float] = Counter()
     for name, look in style(list(dict.fromkeys(row["peer"] for row in rows))).items():
         points = sorted((row[key], row["seconds"]) for row in rows if row["peer"] == name and row["seconds"])
