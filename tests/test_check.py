@@ -295,7 +295,8 @@ def test_of_a_long_dataloader_the_first_samples_are_examined(shuffle: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"sampler": list(range(1003))}, {"batch_size": 8}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}]
+    "options",
+    [{"sampler": list(range(1003))}, {"batch_size": 8}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}],
 )
 def test_a_short_dataloader_or_one_with_a_sampler_of_its_own_is_examined_whole(options: dict[str, Any]) -> None:
     options = {**({} if "batch_sampler" in options else {"batch_size": 4}), **options}
