@@ -286,17 +286,17 @@ def test_of_a_long_dataloader_the_first_samples_are_examined(shuffle: bool) -> N
         return midepoch.wrap(DataLoader(range(1003), 4, shuffle=shuffle), seed=3)  # type: ignore[arg-type]
 
     nature = recognise(Settings(make), {})
-    assert (nature.kind, nature.samples) == ("DataLoader; of its 1,003 samples the first 259", 64 * 4 + 3)
+    assert (nature.kind, nature.samples) == ("DataLoader; of its 1,003 samples the first 83", 20 * 4 + 3)
     sides: tuple[Side, ...] = ("given", "bare")
     for side in sides:
         batches = list(Subject(make, side, nature.derived, nature.samples)(num_workers=0, batch_size=5))
-        assert len(batches) == 52 and sorted(torch.cat(batches).tolist()) == list(range(259))
-        assert (torch.cat(batches).tolist() != list(range(259))) is shuffle
+        assert len(batches) == 17 and sorted(torch.cat(batches).tolist()) == list(range(83))
+        assert (torch.cat(batches).tolist() != list(range(83))) is shuffle
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"sampler": list(range(1003))}, {"batch_size": 8}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}],
+    [{"sampler": list(range(1003))}, {"batch_size": 26}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}],
 )
 def test_a_short_dataloader_or_one_with_a_sampler_of_its_own_is_examined_whole(options: dict[str, Any]) -> None:
     options = {**({} if "batch_sampler" in options else {"batch_size": 4}), **options}
@@ -440,7 +440,15 @@ def test_numbers_that_no_seed_restores_are_the_finding_and_not_a_fault_of_states
     title = done.stdout.splitlines()[1]
     assert re.fullmatch(r"It does not continue exactly, and says so: two reads of sample \d+ differ in \[1\] *", title)
     assert re.search(r"drawn at +check_sources.py:\d+: return index, int.from_bytes\(os.urandom\(6\)\)", done.stdout)
+    assert re.search(r"instead +draw from the global generators", done.stdout)
     assert len(done.stdout.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("arguments", [["--laws=tail", "--trials=0"], ["--seconds=0.001"]])
+def test_a_loader_that_is_not_exact_or_not_examined_fails_under_strict(arguments: list[str]) -> None:
+    name = "entropic" if "--trials=0" in arguments else "noisy"
+    done = check(f"check_sources:{name}", "--strict", "--epochs=1", "--world-sizes=1", "--quick", *arguments)
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 def test_samples_with_other_noise_are_not_counted_as_lost() -> None:

@@ -1213,6 +1213,8 @@ def test_a_load_in_place_needs_no_other_pipeline(root: str) -> None:
 
 
 def test_what_midepochs_readers_cannot_do_is_refused(root: str) -> None:
+    with pytest.raises(Unsupported, match=r"readers\.file does not take initial_fill=, num_shards=: midepoch"):
+        dali.readers.file(root, initial_fill=3, num_shards=2)
     def wrap(define: Callable[[], Any], names: list[str], **options: Any) -> Any:
         pipeline = pipeline_def(define)(batch_size=2, num_threads=1, device_id=None)
         return midepoch.wrap(DALIGenericIterator([pipeline], names, **options))

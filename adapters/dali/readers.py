@@ -11,7 +11,7 @@ import fnmatch
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from nvidia.dali import fn
 
 from midepoch.adapters.dali.feed import Data, Indices, add_thread, current_feed
-from midepoch.errors import SourceError
+from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.order import Sequential, Shuffled
 from midepoch.reading.stored import MOST_STORED, file_as_stored
 from midepoch.reading.tar import TarIndex, compression, index_tar
@@ -50,6 +50,7 @@ def file(
     drop_last: bool = False,
     world: World | None = None,
     name: str | None = None,
+    **others: object,
 ) -> tuple[Any, Any]:
     """Replaces ``fn.readers.file``: the bytes of files, and their labels as int32 of shape (1,).
 
@@ -69,10 +70,13 @@ def file(
         drop_last: leave out a last batch that is not full.
         world: which ranks share the data; None for the current world.
         name: ignored, so that calls need not be changed.
+        others: refused.
 
     Raises:
+        UnsupportedSourceError: an argument of DALI's reader that this one does not take.
         ValueError: not exactly one of the three is given, or no files are found.
     """
+    _refuse("readers.file", others)
     root = "" if file_root is None else os.fspath(file_root)
     if (files is not None) + (file_list is not None) + (files is None and file_list is None and bool(root)) != 1:
         raise ValueError("readers.file needs one of file_root=, files= (with labels=) and file_list=")
@@ -94,6 +98,14 @@ def file(
     return fn.io.file.read(path, dont_use_mmap=True), label
 
 
+def _refuse(reader: str, others: Mapping[str, object]) -> None:
+    if others:
+        raise UnsupportedSourceError(
+            f"dali.{reader} does not take {', '.join(f'{name}=' for name in others)}: midepoch shuffles the whole data "
+            "set, divides it by ranks and reads ahead by itself, so leave out what tells DALI's reader how"
+        )
+
+
 def numpy(
     file_root: _PathLike | None = None,
     *,
@@ -103,6 +115,7 @@ def numpy(
     drop_last: bool = False,
     world: World | None = None,
     name: str | None = None,
+    **others: object,
 ) -> Any:
     """Replaces ``fn.readers.numpy``: the arrays of .npy files.
 
@@ -116,6 +129,7 @@ def numpy(
     Raises:
         ValueError: neither is given, or no files are found.
     """
+    _refuse("readers.numpy", others)
     root = "" if file_root is None else os.fspath(file_root)
     if files is not None:
         paths = [os.path.join(root, os.fspath(path)) for path in files]  # noqa: PTH118
@@ -141,6 +155,7 @@ def webdataset(
     drop_last: bool = False,
     world: World | None = None,
     name: str | None = None,
+    **others: object,
 ) -> Any:
     """Replaces ``fn.readers.webdataset``: components of samples in tar archives, as bytes.
 
@@ -163,6 +178,7 @@ def webdataset(
         SourceError: an archive is damaged, or a component is missing under "error".
         ValueError: there are no samples, or the behavior is none of the three.
     """
+    _refuse("readers.webdataset", others)
     if missing_component_behavior not in ("empty", "skip", "error"):
         raise ValueError(
             f"missing_component_behavior must be 'empty', 'skip' or 'error', got {missing_component_behavior!r}"

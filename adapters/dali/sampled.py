@@ -100,7 +100,9 @@ class SampledAdapter(Adapter):
         exact = Capability(True, "dali.random is keyed by (seed, epoch, position)")
         if random:
             exact = Capability(
-                False, f"the graph draws from DALI's own generators ({', '.join(random)}): use dali.random instead"
+                False,
+                f"the graph draws from DALI's own generators ({', '.join(random)}): use dali.random instead, and in "
+                "place of image_random_crop fn.decoders.image_slice with dali.random.crop_window",
             )
         return Capabilities(
             exact_order=promises.OUR_ORDER,

@@ -81,7 +81,9 @@ def diagnose(examination: Examination, report: Report) -> Diagnosis:
         title = "It continues exactly where it was cut" if continues else "No law that was examined is broken"
         return Diagnosis(title, "good")
     if not failed:
-        return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", _drawn(examination))
+        drawn = _drawn(examination)
+        facts = (*drawn, ("instead", _SEEDED)) if drawn else ()
+        return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", facts)
     lead = next((name for group, _ in _GROUPS for name in failed if name in group), next(iter(failed)))
     repeats = lead in _REPEATS or declared is False
     error = failed[lead]

@@ -137,9 +137,9 @@ class Subject:
         return from_midepoch("wrap")(source, **stated)
 
 
-_MOST_BATCHES = 128
+_MOST_BATCHES = 40
 """Of a DataLoader with more, `_FEW` and the incomplete last one are examined: each cut costs another epoch."""
-_FEW = 64
+_FEW = 20
 
 
 def _enough_of(loader: DataLoader[Any]) -> int:

@@ -52,7 +52,8 @@ def examine(
     seconds: float = 0.0,
     verbose: bool = False,
     tail_is_stated: bool = True,
-) -> Report:
+    strict: bool = False,
+) -> bool:
     """Examine a loader, wrapped and bare, and show progress. Print the finding first, and write the page if asked.
 
     Args:
@@ -64,6 +65,10 @@ def examine(
         seconds: after which no other trial or law is begun; 0 for no limit.
         verbose: print each law's verdict and error too.
         tail_is_stated: the user says how ranks share the last samples, whatever the loader does.
+        strict: it does not suffice that a loader which is not exact says so, and all must have been reached.
+
+    Returns:
+        Whether the loader passes.
 
     Raises:
         ValueError: a law is unknown, or the loader has no batch.
@@ -108,7 +113,15 @@ def examine(
             draft.replace(page)
             told = f"The laws, and which samples each rank received around each cut: {page}"
             console.print(_text(told), soft_wrap=True)
-    return report
+    return report.holds and not (strict and (diagnosis.tone != "good" or any(map(_is_late, _all_of(report)))))
+
+
+def _all_of(report: Report) -> tuple[Verdict, ...]:
+    return (*report.trials, *report.verdicts)
+
+
+def _is_late(verdict: Verdict) -> bool:
+    return verdict.reason.startswith(_NOT_REACHED)
 
 
 class _Bar:
@@ -327,7 +340,7 @@ def _summary(report: Report) -> list[str]:
     told = []
     by_status: dict[str, list[str]] = {}
     for verdict in (*report.trials, *report.verdicts):
-        late = verdict.reason.startswith(_NOT_REACHED)
+        late = _is_late(verdict)
         by_status.setdefault("not reached" if late else verdict.status, []).append(verdict.law)
     counts = [
         f"{len(found)} {words}{'' if status in ('holds', 'failed') else f' ({_listed(found)})'}"
