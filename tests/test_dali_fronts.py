@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,87 @@ def test_a_subclass_that_makes_its_generator_late_is_not_promised_to_be_exact(
     assert "MakesLate makes a random generator" in told.exact_augmentations.reason
 
 
+class Two(DALIGenericIterator):  # type: ignore[misc]
+    """One batch of two."""
+
+    def __next__(self) -> Any:
+        return [super().__next__(), super().__next__()]
+
+
+class KeepsOneAhead(DALIGenericIterator):  # type: ignore[misc]
+    """Has always read one batch more than it has given."""
+
+    following: Any = None
+
+    def __next__(self) -> Any:
+        batch = self.following or super().__next__()
+        try:
+            self.following = super().__next__()
+        except StopIteration:
+            self.following = None
+        return batch
+
+
+class InAThread(DALIGenericIterator):  # type: ignore[misc]
+    """Another thread reads."""
+
+    def __next__(self) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(super().__next__).result()
+
+
+@dali.factory
+def of_a_prepared_subclass(checkpointing: dict[str, Any]) -> Any:
+    return ReturnsItself([from_source(**checkpointing)], ["number"])
+
+
+class ReturnsItself(DALIGenericIterator):  # type: ignore[misc]
+    """Has an __iter__ as the protocol of iterators asks for it."""
+
+    def __iter__(self) -> Any:
+        return self
+
+
+class Yields(DALIGenericIterator):  # type: ignore[misc]
+    """Makes something else of the batches in its __iter__."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch[0]["number"]
+
+
+def of_class(kind: Any, root: str, ours: bool) -> Any:
+    names = ["number", "drawn"]
+    return kind([fed(root)], names) if ours else kind([native(root)], names, reader_name="Reader")
+
+
+@pytest.mark.parametrize("randomness", ["sample", "none"])
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("kind", "number"), [(Two, 2), (KeepsOneAhead, 2), (InAThread, 0)])
+def test_a_subclass_that_is_not_one_for_one_is_refused_by_name(
+    kind: Any, number: int, ours: bool, randomness: Any, root: str
+) -> None:
+    told = rf"{kind.__name__}.__next__ has read {number} batches of DALI.* around the loader.* as then="
+    with midepoch.wrap(of_class(kind, root, ours), randomness=randomness) as loader:
+        with pytest.raises(Unsupported, match=told):
+            next(iter(loader))
+        assert (loader.epoch, loader.position) == (0, 0)
+    if randomness == "sample":
+        with midepoch.wrap(Reshapes(of_class(kind, root, ours))) as loader, pytest.raises(Unsupported, match=told):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_subclass_whose_iter_gives_other_batches_is_refused_by_name(ours: bool, root: str) -> None:
+    with pytest.raises(Unsupported, match=r"Yields.__iter__ does not return the iterator itself.* as then="):
+        midepoch.wrap(of_class(Yields, root, ours))
+    assert len(every_cut(lambda: midepoch.wrap(of_class(ReturnsItself, root, ours), seed=5), 2)) == 8
+
+
+def test_a_subclass_whose_first_batch_was_read_when_it_was_made_goes_on_exactly() -> None:
+    assert len(every_cut(lambda: midepoch.wrap(of_a_prepared_subclass))) == 6
+
+
 # --- an epoch that a source ends --------------------------------------------------------------------------------------
 
 
@@ -342,6 +424,25 @@ def test_a_state_of_other_settings_of_a_dynamic_reader_is_refused(root: str) -> 
     next(iter(loader))
     with pytest.raises(StateMismatchError, match="batch_size differs"):
         dynamic(root, 2).load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(only here: file_filter\)"):
+        dynamic(root, file_filter="0*.npy").load_state_dict(loader.state_dict())
+    sticks = {"shard_id": 1, "num_shards": 2, "stick_to_shard": True}
+    loader = dynamic(root, **sticks)
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other stick_to_shard\)"):
+        dynamic(root, **{**sticks, "stick_to_shard": False}).load_state_dict(loader.state_dict())
+
+
+def test_settings_of_a_dynamic_reader_that_change_no_data_are_not_compared(root: str) -> None:
+    loader = dynamic(root)
+    batches = iter(loader)
+    next(batches)
+    state, rest = loader.state_dict(), list(batches)
+    fast = {"prefetch_queue_depth": 3, "read_ahead": True, "dont_use_mmap": True, "lazy_init": True}
+    for options in ({name: value} for name, value in fast.items()):
+        other = dynamic(root, **options)
+        other.load_state_dict(state)
+        assert list(other) == rest, options
 
 
 def test_a_state_of_as_many_other_files_of_a_dynamic_reader_is_refused(root: str, tmp_path: Path) -> None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import functools
 import sys
 import types
-import zlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import nvidia.dali
 
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.graph import crc_of_data
+from midepoch.adapters.dali.graph import crc_of_data, material, short
 from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.state.codec import decode, encode
+from midepoch.state.format import PIECES
 from midepoch.world import World
 
 __all__ = ["DynamicAdapter"]
@@ -105,12 +105,13 @@ class DynamicAdapter(Adapter):
 
     def describe(self) -> dict[str, str]:
         """The reader, how it is set up, what it reads, and the batch size."""
-        text = repr(self._state.settings())
+        settings = [(name, repr(value)) for name, value in material(self._state.arguments, is_reader=True)]
         return {
             "unit": "batch",
             "dali": ".".join(nvidia.dali.__version__.split(".")[:2]),
             "reader": type(self._reader).__name__,
-            "settings": f"{zlib.crc32(text.encode()):08x}",
+            "settings": short(repr(settings)),
+            f"settings{PIECES}": " ".join(f"{name}={short(value)}" for name, value in settings),
             "data": f"{crc_of_data(self._state.arguments, self._state.texts):08x}",
             "batch_size": str(self._samples),
         }

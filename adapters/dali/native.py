@@ -538,6 +538,10 @@ class _NativeSession(Session):
                 f"DALI ended epoch {place[0]} at position {place[1]}, {self._left} batches early: load the last state "
                 "and try again"
             ) from None
+        except UnsupportedSourceError:  # the code of a subclass
+            self._live = None
+            self._adapter._end(live)
+            raise
         except Exception as error:
             self._live = None
             self._adapter._end(live)
