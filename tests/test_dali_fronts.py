@@ -433,6 +433,16 @@ def test_a_state_of_other_settings_of_a_dynamic_reader_is_refused(root: str) -> 
         dynamic(root, **{**sticks, "stick_to_shard": False}).load_state_dict(loader.state_dict())
 
 
+def test_a_state_of_another_shard_of_a_dynamic_reader_is_refused(root: str) -> None:
+    loader = dynamic(root, shard_id=0, num_shards=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    dynamic(root, shard_id=0, num_shards=2).load_state_dict(state)
+    for shard, shards, told in ((1, 2, "shard_id differs: .* with 0, .* has 1"), (0, 3, "num_shards differs|size")):
+        with pytest.raises(StateMismatchError, match=told):
+            dynamic(root, shard_id=shard, num_shards=shards).load_state_dict(state)
+
+
 def test_settings_of_a_dynamic_reader_that_change_no_data_are_not_compared(root: str) -> None:
     loader = dynamic(root)
     batches = iter(loader)

@@ -15,7 +15,7 @@ import nvidia.dali
 
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.graph import crc_of_data, material, short
-from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -132,14 +132,22 @@ class DynamicAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The text of DALI's checkpoint."""
+        """The text of DALI's checkpoint, and the reader's shard."""
         if not detail:
             if epoch or position:
                 raise StateCorruptError("the state lacks DALI's own checkpoint: load a complete state")
-        elif not isinstance(decode(detail), str):
+            return
+        found = decode(detail)
+        if type(found) is not list or [*map(type, found)] != [str, int, int]:
             raise StateCorruptError(
                 "the state's detail is not a checkpoint of DALI's dynamic mode: use an undamaged state"
             )
+        for name, before, now in zip(("shard_id", "num_shards"), found[1:], self._shard, strict=True):
+            if before != now:
+                raise StateMismatchError(
+                    f"{name} differs: the state was saved with {before}, this reader has {now}; make the reader as it "
+                    "was, or start over without the state"
+                )
 
     def open(self, run: Run) -> Session:
         """The reader's batches from the position on."""
@@ -161,7 +169,7 @@ class DynamicAdapter(Adapter):
         self._running = None
         if run.detail or place == (0, 0):
             if run.detail or self._place != place:
-                self._state.load(str(decode(run.detail)) if run.detail else "", run.epoch)
+                self._state.load(str(decode(run.detail)[0]) if run.detail else "", run.epoch)
         else:
             while running is not None or self._place < place:  # after a break: only reading leads on
                 for _ in running if running is not None else self._epoch():
@@ -185,8 +193,8 @@ class DynamicAdapter(Adapter):
             self._state.next_shard()
 
     def now(self) -> str:
-        """The reader's state."""
-        return encode(self._state.text())
+        """The reader's state, and its shard."""
+        return encode([self._state.text(), *self._shard])
 
 
 class _DynamicSession(Session):
