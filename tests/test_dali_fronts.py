@@ -22,11 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import dali_sources as sources
 import nvidia.dali.experimental.dynamic as ndd
 from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import tfrecord as tfrecords
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 import midepoch
 from midepoch import World
 from midepoch.adapters import dali
+from midepoch.adapters.dali.wire import Field, pack
 from midepoch.errors import StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable, digest
@@ -431,6 +433,35 @@ def test_a_state_of_other_settings_of_a_dynamic_reader_is_refused(root: str) -> 
     next(iter(loader))
     with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other stick_to_shard\)"):
         dynamic(root, **{**sticks, "stick_to_shard": False}).load_state_dict(loader.state_dict())
+
+
+def tfrecord(folder: Path, feature: Any) -> midepoch.Loader:
+    reader = ndd.readers.TFRecord(
+        path=[str(folder / "records")], index_path=[str(folder / "index")], features={"number": feature},
+        random_shuffle=True, seed=3, initial_fill=5,
+    )  # fmt: skip
+    epochs = functools.partial(reader.next_epoch, batch_size=BATCH)
+    return midepoch.wrap(epochs, then=lambda batch: numbers_of((batch["number"],)), seed=1)
+
+
+def test_tfrecord_in_dynamic_mode_goes_on_exactly_and_its_features_are_compared(tmp_path: Path) -> None:
+    records, index = b"", ""
+    for number in range(SIZE):
+        numbers = pack([Field.of(3, pack([Field.of(1, bytes([number]))]))])  # an Int64List in a Feature
+        entry = pack([Field.of(1, "number"), Field.of(2, numbers)])
+        example = pack([Field.of(1, pack([Field.of(1, entry)]))])
+        record = len(example).to_bytes(8, "little") + bytes(4) + example + bytes(4)
+        index += f"{len(records)} {len(record)}\n"
+        records += record
+    (tmp_path / "records").write_bytes(records)
+    (tmp_path / "index").write_text(index)
+    one = lambda: tfrecords.FixedLenFeature((1,), tfrecords.int64, 0)
+    assert len(set(every_cut(lambda: tfrecord(tmp_path, one()), 2))) == 8
+    with tfrecord(tmp_path, one()) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other features\)"):
+        tfrecord(tmp_path, tfrecords.VarLenFeature(tfrecords.int64, 0)).load_state_dict(state)
 
 
 def test_a_state_of_another_shard_of_a_dynamic_reader_is_refused(root: str) -> None:

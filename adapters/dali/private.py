@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from nvidia.dali import Pipeline, types
 from nvidia.dali import backend as dali_backend
-from nvidia.dali import types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
@@ -471,7 +471,10 @@ class DynamicState:
     @property
     def arguments(self) -> dict[str, Any]:
         """With which the reader was made."""
-        return {name: value for name, value in self._template._init_args.items() if value is not None}
+        found = {name: value for name, value in self._template._init_args.items() if value is not None}
+        if "features" in found:  # of TFRecord: what python shows of one is its address
+            found["features"] = {name: _stored(feature) for name, feature in found["features"].items()}
+        return found
 
     def texts(self, name: str) -> list[str]:
         """A string argument, or the elements of a list of strings."""
@@ -497,6 +500,19 @@ class DynamicState:
     def next_shard(self) -> None:
         """Count an epoch that was not read from its beginning."""
         self.reader._advance_shard()
+
+
+def _stored(feature: Any) -> bytes:
+    """A feature of TFRecord, as DALI stores it with its reader."""
+    backend = dali_backend.Pipeline(Pipeline(batch_size=1, num_threads=1, device_id=None)._get_params())
+    reader = dali_backend.OpSpec("readers___TFRecord")
+    for name, value in (("features", [feature]), ("feature_names", ["feature"]), ("path", [""]), ("index_path", [""])):
+        reader.AddArg(name, value)
+    reader.AddArg("device", "cpu")
+    reader.AddOutput("feature", "cpu")
+    backend.AddOperator(reader, "reader")
+    stored: bytes = backend.SerializeToProtobuf()
+    return stored
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
