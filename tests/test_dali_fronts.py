@@ -29,7 +29,7 @@ import midepoch
 from midepoch import World
 from midepoch.adapters import dali
 from midepoch.adapters.dali.wire import Field, pack
-from midepoch.errors import StateError, StateMismatchError
+from midepoch.errors import SourceError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable, digest
 
@@ -548,6 +548,22 @@ def test_another_world_is_refused_with_the_lines_that_would_allow_it(root: str) 
         "DALIGenericIterator([pipeline], [...])  # without reader_name='Reader'",
         "dali.random.uniform(...)  # in place of fn.random.uniform(...)",
     ]
+
+
+def test_a_pipeline_without_checkpoints_is_told_from_one_that_cannot_be_built(root: str, tmp_path: Path) -> None:
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+    def fits() -> Any:
+        return fn.experimental.readers.fits(file_root=root, file_filter="*.npy", name="Reader")
+
+    made = DALIGenericIterator([fits()], ["number"], reader_name="Reader", prepare_first_batch=False)
+    with pytest.raises(Unsupported, match=r"cannot keep checkpoints of this pipeline \(Fits reader"):
+        next(iter(midepoch.wrap(made)))
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(root, folder)
+    made = iterator(str(folder))
+    shutil.rmtree(folder)
+    with pytest.raises(SourceError, match=r"DALI cannot build the pipeline: .*checkpoints"):
+        next(iter(midepoch.wrap(made)))
 
 
 def test_separated_queues_and_a_reader_s_name_beside_midepoch_s_readers(root: str) -> None:

@@ -17,7 +17,7 @@ from nvidia.dali import backend as dali_backend
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "crc_of_data", "identity", "material", "settings_of", "short"]
+__all__ = ["Graph", "Operator", "build", "can_be_built", "crc_of_data", "identity", "material", "settings_of", "short"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -300,3 +300,12 @@ def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any])
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)
     return pipeline
+
+
+def can_be_built(serialized: bytes, settings: dict[str, Any]) -> bool:
+    """Whether a pipeline without checkpoints can be built from this graph."""
+    try:
+        Pipeline(**settings).deserialize_and_build(serialized)
+    except RuntimeError:
+        return False
+    return True

@@ -13,7 +13,7 @@ import nvidia.dali
 
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
-from midepoch.adapters.dali.graph import Graph, build, identity, lines_of_ours, settings_of
+from midepoch.adapters.dali.graph import Graph, build, can_be_built, identity, lines_of_ours, settings_of
 from midepoch.adapters.dali.subclass import OwnCode, promised
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -387,7 +387,7 @@ class NativeAdapter(Adapter):
             try:
                 pipelines.append(build(serialized, checkpoint, settings))
             except RuntimeError as error:
-                if "checkpoint" not in str(error).lower() or checkpoints:
+                if checkpoints or not can_be_built(serialized, settings):
                     raise _cannot_build(error) from error
                 raise UnsupportedSourceError(
                     f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): remove that operator, or "
