@@ -439,7 +439,8 @@ def test_a_seek_builds_no_pipeline_twice(root: str, rebuilt: list[bytes]) -> Non
 @pytest.mark.parametrize(
     "content",
     [[1], 7, None, [[0, 0], [1, 4], False, 1], [[0], [1, 4], False, 1, []], [[0, 0], [1, 4], 0, 1, []],
-     [[0, 0], [1, 4], False, "1", []], [[0, 0], [1, 4], False, 1, ["text"]], [[0, 0], [1, 4], False, 1, 5]],
+     [[0, 0], [1, 4], False, "1", []], [[0, 0], [1, 4], False, [], []], [[0, 0], [1, 4], False, [0, 1], []],
+     [[0, 0], [1, 4], False, [2, "1"], []], [[0, 0], [1, 4], False, 1, ["text"]], [[0, 0], [1, 4], False, 1, 5]],
     ids=str,
 )  # fmt: skip
 def test_what_is_sealed_and_no_checkpoint_is_refused(content: Any) -> None:
@@ -662,6 +663,21 @@ def test_other_shards_of_the_same_length_are_refused(root: str) -> None:
     list(loader)
     with pytest.raises(StateMismatchError, match="num_shards differs: the state was saved with 2, this pipeline has 3"):
         make(3).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("shard", [None, False])
+def test_another_shard_is_refused(root: str, shard: bool | None) -> None:
+    def make(number: int) -> Any:
+        pipeline = sources.native_pipeline(root, 18, "file", (number, 2), {"random_shuffle": True}, batch_size=3)
+        made = DALIGenericIterator([pipeline], ["label", "data", "random"], reader_name="Reader")
+        return midepoch.wrap(made, seed=1, shard=shard)
+
+    loader = make(0)
+    next(iter(loader))
+    state = loader.state_dict()
+    make(0).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="shard_id differs: the state was saved with 0, this pipeline has 1"):
+        make(1).load_state_dict(state)
 
 
 def test_another_list_of_files_of_the_same_length(root: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the
 import dali_sources as sources
 import nvidia.dali.experimental.dynamic as ndd
 from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import tfrecord as tfrecords
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 import midepoch
 from midepoch import World
 from midepoch.adapters import dali
-from midepoch.errors import StateError, StateMismatchError
+from midepoch.adapters.dali.wire import Field, pack
+from midepoch.errors import SourceError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable, digest
 
@@ -190,6 +193,87 @@ def test_a_subclass_that_makes_its_generator_late_is_not_promised_to_be_exact(
     assert "MakesLate makes a random generator" in told.exact_augmentations.reason
 
 
+class Two(DALIGenericIterator):  # type: ignore[misc]
+    """One batch of two."""
+
+    def __next__(self) -> Any:
+        return [super().__next__(), super().__next__()]
+
+
+class KeepsOneAhead(DALIGenericIterator):  # type: ignore[misc]
+    """Has always read one batch more than it has given."""
+
+    following: Any = None
+
+    def __next__(self) -> Any:
+        batch = self.following or super().__next__()
+        try:
+            self.following = super().__next__()
+        except StopIteration:
+            self.following = None
+        return batch
+
+
+class InAThread(DALIGenericIterator):  # type: ignore[misc]
+    """Another thread reads."""
+
+    def __next__(self) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(super().__next__).result()
+
+
+@dali.factory
+def of_a_prepared_subclass(checkpointing: dict[str, Any]) -> Any:
+    return ReturnsItself([from_source(**checkpointing)], ["number"])
+
+
+class ReturnsItself(DALIGenericIterator):  # type: ignore[misc]
+    """Has an __iter__ as the protocol of iterators asks for it."""
+
+    def __iter__(self) -> Any:
+        return self
+
+
+class Yields(DALIGenericIterator):  # type: ignore[misc]
+    """Makes something else of the batches in its __iter__."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch[0]["number"]
+
+
+def of_class(kind: Any, root: str, ours: bool) -> Any:
+    names = ["number", "drawn"]
+    return kind([fed(root)], names) if ours else kind([native(root)], names, reader_name="Reader")
+
+
+@pytest.mark.parametrize("randomness", ["sample", "none"])
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("kind", "number"), [(Two, 2), (KeepsOneAhead, 2), (InAThread, 0)])
+def test_a_subclass_that_is_not_one_for_one_is_refused_by_name(
+    kind: Any, number: int, ours: bool, randomness: Any, root: str
+) -> None:
+    told = rf"{kind.__name__}.__next__ has read {number} batches of DALI.* around the loader.* as then="
+    with midepoch.wrap(of_class(kind, root, ours), randomness=randomness) as loader:
+        with pytest.raises(Unsupported, match=told):
+            next(iter(loader))
+        assert (loader.epoch, loader.position) == (0, 0)
+    if randomness == "sample":
+        with midepoch.wrap(Reshapes(of_class(kind, root, ours))) as loader, pytest.raises(Unsupported, match=told):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_subclass_whose_iter_gives_other_batches_is_refused_by_name(ours: bool, root: str) -> None:
+    with pytest.raises(Unsupported, match=r"Yields.__iter__ does not return the iterator itself.* as then="):
+        midepoch.wrap(of_class(Yields, root, ours))
+    assert len(every_cut(lambda: midepoch.wrap(of_class(ReturnsItself, root, ours), seed=5), 2)) == 8
+
+
+def test_a_subclass_whose_first_batch_was_read_when_it_was_made_goes_on_exactly() -> None:
+    assert len(every_cut(lambda: midepoch.wrap(of_a_prepared_subclass))) == 6
+
+
 # --- an epoch that a source ends --------------------------------------------------------------------------------------
 
 
@@ -342,6 +426,64 @@ def test_a_state_of_other_settings_of_a_dynamic_reader_is_refused(root: str) -> 
     next(iter(loader))
     with pytest.raises(StateMismatchError, match="batch_size differs"):
         dynamic(root, 2).load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(only here: file_filter\)"):
+        dynamic(root, file_filter="0*.npy").load_state_dict(loader.state_dict())
+    sticks = {"shard_id": 1, "num_shards": 2, "stick_to_shard": True}
+    loader = dynamic(root, **sticks)
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other stick_to_shard\)"):
+        dynamic(root, **{**sticks, "stick_to_shard": False}).load_state_dict(loader.state_dict())
+
+
+def tfrecord(folder: Path, feature: Any) -> midepoch.Loader:
+    reader = ndd.readers.TFRecord(
+        path=[str(folder / "records")], index_path=[str(folder / "index")], features={"number": feature},
+        random_shuffle=True, seed=3, initial_fill=5,
+    )  # fmt: skip
+    epochs = functools.partial(reader.next_epoch, batch_size=BATCH)
+    return midepoch.wrap(epochs, then=lambda batch: numbers_of((batch["number"],)), seed=1)
+
+
+def test_tfrecord_in_dynamic_mode_goes_on_exactly_and_its_features_are_compared(tmp_path: Path) -> None:
+    records, index = b"", ""
+    for number in range(SIZE):
+        numbers = pack([Field.of(3, pack([Field.of(1, bytes([number]))]))])  # an Int64List in a Feature
+        entry = pack([Field.of(1, "number"), Field.of(2, numbers)])
+        example = pack([Field.of(1, pack([Field.of(1, entry)]))])
+        record = len(example).to_bytes(8, "little") + bytes(4) + example + bytes(4)
+        index += f"{len(records)} {len(record)}\n"
+        records += record
+    (tmp_path / "records").write_bytes(records)
+    (tmp_path / "index").write_text(index)
+    one = lambda: tfrecords.FixedLenFeature((1,), tfrecords.int64, 0)
+    assert len(set(every_cut(lambda: tfrecord(tmp_path, one()), 2))) == 8
+    with tfrecord(tmp_path, one()) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other features\)"):
+        tfrecord(tmp_path, tfrecords.VarLenFeature(tfrecords.int64, 0)).load_state_dict(state)
+
+
+def test_a_state_of_another_shard_of_a_dynamic_reader_is_refused(root: str) -> None:
+    loader = dynamic(root, shard_id=0, num_shards=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    dynamic(root, shard_id=0, num_shards=2).load_state_dict(state)
+    for shard, shards, told in ((1, 2, "shard_id differs: .* with 0, .* has 1"), (0, 3, "num_shards differs|size")):
+        with pytest.raises(StateMismatchError, match=told):
+            dynamic(root, shard_id=shard, num_shards=shards).load_state_dict(state)
+
+
+def test_settings_of_a_dynamic_reader_that_change_no_data_are_not_compared(root: str) -> None:
+    loader = dynamic(root)
+    batches = iter(loader)
+    next(batches)
+    state, rest = loader.state_dict(), list(batches)
+    fast = {"prefetch_queue_depth": 3, "read_ahead": True, "dont_use_mmap": True, "lazy_init": True}
+    for options in ({name: value} for name, value in fast.items()):
+        other = dynamic(root, **options)
+        other.load_state_dict(state)
+        assert list(other) == rest, options
 
 
 def test_a_state_of_as_many_other_files_of_a_dynamic_reader_is_refused(root: str, tmp_path: Path) -> None:
@@ -406,6 +548,22 @@ def test_another_world_is_refused_with_the_lines_that_would_allow_it(root: str) 
         "DALIGenericIterator([pipeline], [...])  # without reader_name='Reader'",
         "dali.random.uniform(...)  # in place of fn.random.uniform(...)",
     ]
+
+
+def test_a_pipeline_without_checkpoints_is_told_from_one_that_cannot_be_built(root: str, tmp_path: Path) -> None:
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+    def fits() -> Any:
+        return fn.experimental.readers.fits(file_root=root, file_filter="*.npy", name="Reader")
+
+    made = DALIGenericIterator([fits()], ["number"], reader_name="Reader", prepare_first_batch=False)
+    with pytest.raises(Unsupported, match=r"cannot keep checkpoints of this pipeline \(Fits reader"):
+        next(iter(midepoch.wrap(made)))
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(root, folder)
+    made = iterator(str(folder))
+    shutil.rmtree(folder)
+    with pytest.raises(SourceError, match=r"DALI cannot build the pipeline: .*checkpoints"):
+        next(iter(midepoch.wrap(made)))
 
 
 def test_separated_queues_and_a_reader_s_name_beside_midepoch_s_readers(root: str) -> None:

@@ -26,19 +26,21 @@ class Checkpoint:
         at: where the checkpoints were taken.
         to: where the session starts: at `at` or after it.
         ended: the checkpoints were taken after the last batch of the previous epoch, before DALI was reset.
-        shards: the number of shards that the readers divide their data into.
+        shards: the number of shards that the readers divide their data into, and the shard of each reader if there are
+            several shards. Earlier states have only the number.
         checkpoints: one for each pipeline; empty for a source that has not been read.
     """
 
     at: Where
     to: Where
     ended: bool
-    shards: int
+    shards: tuple[int, ...]
     checkpoints: tuple[bytes, ...]
 
     def sealed(self, seed: int, world: World) -> str:
         """The text for a state's `detail`, with a checksum that `midepoch.reseal` does not recompute."""
-        text = encode([list(self.at), list(self.to), self.ended, self.shards, list(self.checkpoints)])
+        shards = list(self.shards) if len(self.shards) > 1 else self.shards[0]
+        text = encode([list(self.at), list(self.to), self.ended, shards, list(self.checkpoints)])
         return _seal(text, self.to, seed, world) + text
 
     @classmethod
@@ -57,9 +59,10 @@ class Checkpoint:
         found = decode(text)
         try:
             at, to, ended, shards, checkpoints = found
-            sound = [*map(type, (*at, *to, ended, shards))] == [int] * 4 + [bool, int] and shards > 0
+            shards = tuple(shards) if type(shards) is list and shards else (shards,)
+            sound = [*map(type, (*at, *to, ended))] == [int] * 4 + [bool] and {*map(type, shards)} == {int}
             snapshot = cls((at[0], at[1]), (to[0], to[1]), ended, shards, tuple(checkpoints))
-            if not sound or any(type(each) is not bytes for each in checkpoints):
+            if not sound or shards[0] < 1 or any(type(each) is not bytes for each in checkpoints):
                 raise ValueError("unexpected content")
         except (TypeError, ValueError, IndexError) as error:
             raise StateCorruptError(f"DALI's part of the state is invalid ({error}); load an older state") from error

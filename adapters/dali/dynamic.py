@@ -8,19 +8,19 @@ from __future__ import annotations
 import functools
 import sys
 import types
-import zlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import nvidia.dali
 
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.graph import crc_of_data
-from midepoch.errors import SourceError, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.adapters.dali.graph import crc_of_data, material, short
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.state.codec import decode, encode
+from midepoch.state.format import PIECES
 from midepoch.world import World
 
 __all__ = ["DynamicAdapter"]
@@ -105,12 +105,13 @@ class DynamicAdapter(Adapter):
 
     def describe(self) -> dict[str, str]:
         """The reader, how it is set up, what it reads, and the batch size."""
-        text = repr(self._state.settings())
+        settings = [(name, repr(value)) for name, value in material(self._state.arguments, is_reader=True)]
         return {
             "unit": "batch",
             "dali": ".".join(nvidia.dali.__version__.split(".")[:2]),
             "reader": type(self._reader).__name__,
-            "settings": f"{zlib.crc32(text.encode()):08x}",
+            "settings": short(repr(settings)),
+            f"settings{PIECES}": " ".join(f"{name}={short(value)}" for name, value in settings),
             "data": f"{crc_of_data(self._state.arguments, self._state.texts):08x}",
             "batch_size": str(self._samples),
         }
@@ -131,14 +132,22 @@ class DynamicAdapter(Adapter):
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """The text of DALI's checkpoint."""
+        """The text of DALI's checkpoint, and the reader's shard."""
         if not detail:
             if epoch or position:
                 raise StateCorruptError("the state lacks DALI's own checkpoint: load a complete state")
-        elif not isinstance(decode(detail), str):
+            return
+        found = decode(detail)
+        if type(found) is not list or [*map(type, found)] != [str, int, int]:
             raise StateCorruptError(
                 "the state's detail is not a checkpoint of DALI's dynamic mode: use an undamaged state"
             )
+        for name, before, now in zip(("shard_id", "num_shards"), found[1:], self._shard, strict=True):
+            if before != now:
+                raise StateMismatchError(
+                    f"{name} differs: the state was saved with {before}, this reader has {now}; make the reader as it "
+                    "was, or start over without the state"
+                )
 
     def open(self, run: Run) -> Session:
         """The reader's batches from the position on."""
@@ -160,7 +169,7 @@ class DynamicAdapter(Adapter):
         self._running = None
         if run.detail or place == (0, 0):
             if run.detail or self._place != place:
-                self._state.load(str(decode(run.detail)) if run.detail else "", run.epoch)
+                self._state.load(str(decode(run.detail)[0]) if run.detail else "", run.epoch)
         else:
             while running is not None or self._place < place:  # after a break: only reading leads on
                 for _ in running if running is not None else self._epoch():
@@ -184,8 +193,8 @@ class DynamicAdapter(Adapter):
             self._state.next_shard()
 
     def now(self) -> str:
-        """The reader's state."""
-        return encode(self._state.text())
+        """The reader's state, and its shard."""
+        return encode([self._state.text(), *self._shard])
 
 
 class _DynamicSession(Session):

@@ -17,7 +17,7 @@ from nvidia.dali import backend as dali_backend
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "crc_of_data", "identity", "settings_of"]
+__all__ = ["Graph", "Operator", "build", "can_be_built", "crc_of_data", "identity", "material", "settings_of", "short"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -27,10 +27,11 @@ _ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR
 
 # Where the graph was defined, how fast it runs, and which part of the data it reads. A state depends on none of these.
 _IMMATERIAL = {
-    "_display_name", "_module", "bytes_per_sample_hint", "cache_header_information", "device_memory_padding",
+    "_display_name", "_module", "_origin_stack_filename", "_origin_stack_line", "_origin_stack_lineno",
+    "_origin_stack_name", "bytes_per_sample_hint", "cache_header_information", "checkpointing", "device_memory_padding",
     "device_memory_padding_jpeg2k", "dont_use_mmap", "host_memory_padding", "host_memory_padding_jpeg2k",
-    "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve_name",
-    "read_ahead", "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
+    "hw_decoder_load", "lazy_init", "memory_stats", "no_copy", "num_shards", "prefetch_queue_depth", "preserve",
+    "preserve_name", "read_ahead", "register_buffers", "seed", "shard_id", "tensor_init_bytes", "use_o_direct",
 }  # fmt: skip
 # A reader's paths. They are compared by content, not by text.
 _PATHS = {
@@ -93,13 +94,14 @@ class Operator:
     def described(self) -> list[Any]:
         """What results depend on, except the data that the operator reads."""
         wires = [(field.number, field.data) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
-        hidden = _IMMATERIAL | (_PATHS if self.is_reader else set())
-        kept = {
-            name: tuple(fields)
-            for name, fields in self.arguments.items()
-            if name not in hidden and not name.startswith("_origin_stack")
-        }
-        return [self.schema, wires, sorted(kept.items())]
+        kept = material(self.arguments, self.is_reader)
+        return [self.schema, wires, [(name, tuple(fields)) for name, fields in kept]]
+
+
+def material(arguments: Mapping[str, Any], is_reader: bool) -> list[tuple[str, Any]]:
+    """The arguments of an operator that results depend on, in order, without the paths of a reader's data."""
+    hidden = _IMMATERIAL | _PATHS if is_reader else _IMMATERIAL
+    return sorted((name, value) for name, value in arguments.items() if name not in hidden)
 
 
 class Graph:
@@ -136,7 +138,7 @@ class Graph:
             inputs = [(come_from.get(name, ""), rest) for name, rest in operator.wires(_INPUTS)]
             come_from |= {name: schema for name, _ in operator.wires(_OUTPUTS)}
             kinds.setdefault(schema.replace("__", ".").lstrip("_."), []).append(repr((inputs, arguments)))
-        told = [f"{kind}={_short(repr(sorted(each)))}" for kind, each in sorted(kinds.items())]
+        told = [f"{kind}={short(repr(sorted(each)))}" for kind, each in sorted(kinds.items())]
         return " ".join(told) if len(told) <= _MOST_KINDS else ""
 
     def on_shard(self, shard: int, shards: int) -> bytes:
@@ -150,7 +152,8 @@ class Graph:
         return pack(fields)
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A hash of six hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
 
@@ -297,3 +300,12 @@ def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any])
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)
     return pipeline
+
+
+def can_be_built(serialized: bytes, settings: dict[str, Any]) -> bool:
+    """Whether a pipeline without checkpoints can be built from this graph."""
+    try:
+        Pipeline(**settings).deserialize_and_build(serialized)
+    except RuntimeError:
+        return False
+    return True

@@ -13,7 +13,7 @@ import nvidia.dali
 
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
-from midepoch.adapters.dali.graph import Graph, build, identity, lines_of_ours, settings_of
+from midepoch.adapters.dali.graph import Graph, build, can_be_built, identity, lines_of_ours, settings_of
 from midepoch.adapters.dali.subclass import OwnCode, promised
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
@@ -272,10 +272,16 @@ class NativeAdapter(Adapter):
 
     # --- states ---
 
-    def _stated_shards(self, world: World) -> int:
-        stated = self._shards(world)
-        readers = self._graphs[0].readers
-        return stated or (readers[0].integer("num_shards", 1) if readers else 1)
+    def _stated_shards(self, world: World) -> tuple[int, ...]:
+        """As `Checkpoint.shards`."""
+        count, number = len(self._graphs), self._shards(world)
+        readers = [(place, reader) for place, graph in enumerate(self._graphs) for reader in graph.readers]
+        if number:
+            own = [world.rank * count + place for place, _ in readers]
+        else:
+            number = max((reader.integer("num_shards", 1) for _, reader in readers), default=1)
+            own = [reader.integer("shard_id", 0) for _, reader in readers]
+        return (number,) if number == 1 else (number, *own)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check the checkpoint's own checksum, place, seed and rank before DALI sees it."""
@@ -288,10 +294,14 @@ class NativeAdapter(Adapter):
             return
         checkpoint = Checkpoint.opened(detail, (epoch, position), seed, world)
         shards = self._stated_shards(world)
-        if checkpoint.shards != shards:
+        saved = checkpoint.shards
+        if saved != shards[: len(saved)]:
+            name, before, now = "num_shards", str(saved[0]), str(shards[0])
+            if before == now:
+                name, before, now = "shard_id", *(", ".join(map(str, each[1:])) for each in (saved, shards))
             raise StateMismatchError(
-                f"num_shards differs: the state was saved with {checkpoint.shards}, this pipeline has {shards}; build "
-                "the reader as it was, or start over without the state"
+                f"{name} differs: the state was saved with {before}, this pipeline has {now}; build the reader as it "
+                "was, or start over without the state"
             )
         _check_reach(checkpoint.at, checkpoint.to)
 
@@ -377,7 +387,7 @@ class NativeAdapter(Adapter):
             try:
                 pipelines.append(build(serialized, checkpoint, settings))
             except RuntimeError as error:
-                if "checkpoint" not in str(error).lower() or checkpoints:
+                if checkpoints or not can_be_built(serialized, settings):
                     raise _cannot_build(error) from error
                 raise UnsupportedSourceError(
                     f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): remove that operator, or "
@@ -538,6 +548,10 @@ class _NativeSession(Session):
                 f"DALI ended epoch {place[0]} at position {place[1]}, {self._left} batches early: load the last state "
                 "and try again"
             ) from None
+        except UnsupportedSourceError:  # the code of a subclass
+            self._live = None
+            self._adapter._end(live)
+            raise
         except Exception as error:
             self._live = None
             self._adapter._end(live)

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from nvidia.dali import Pipeline, types
 from nvidia.dali import backend as dali_backend
-from nvidia.dali import types
 from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
@@ -38,6 +38,7 @@ __all__ = [
     "calls_python",
     "check",
     "check_unused",
+    "counted",
     "disable_auto_reset",
     "drain",
     "drop_first_batch",
@@ -47,6 +48,7 @@ __all__ = [
     "in_containers",
     "is_iterator",
     "is_new",
+    "iterates_itself",
     "keeps_checkpoints",
     "last_batch",
     "named_in",
@@ -72,7 +74,7 @@ _DALI = Package(
 )
 
 _Base = _DALI.part("nvidia.dali.plugin.base_iterator:_DaliBaseIterator")
-for _name in ("_extract_from_reader_and_validate", "_save_state"):
+for _name in ("_extract_from_reader_and_validate", "_get_outputs", "_save_state"):
     _DALI.part(f"nvidia.dali.plugin.base_iterator:_DaliBaseIterator.{_name}")
 for _name in (
     "_check_api_type_scope", "_generate_build_args", "_get_params", "_restore_state_from_checkpoint", "_shutdown",
@@ -163,6 +165,41 @@ def own_parts(iterator: Any) -> tuple[object, ...]:
         return ()
     theirs = ("_pipes", "_first_batch")
     return type(iterator), {name: part for name, part in vars(iterator).items() if name not in theirs}
+
+
+def iterates_itself(iterator: Any) -> bool:
+    """Whether `iter` of it gives the iterator itself. Tried in a copy without pipelines, which has nothing to read."""
+    alone = copy.copy(iterator)
+    alone._pipes, alone._first_batch = [], None
+    try:
+        return iter(alone) is alone
+    except Exception:  # noqa: BLE001  # it reads
+        return False
+
+
+class Reads:
+    """How many batches of DALI this thread has read."""
+
+    number = 0
+
+
+@contextlib.contextmanager
+def counted(iterator: Any) -> Iterator[Reads]:
+    """Count the batches of DALI that the code of an iterator's class reads meanwhile, in this thread."""
+    reads, get, thread = Reads(), iterator._get_outputs, threading.get_ident()
+    held = iterator._first_batch is not None  # it was read when the iterator was made
+
+    def get_outputs() -> Any:
+        outputs = get()
+        reads.number += threading.get_ident() == thread
+        return outputs
+
+    iterator._get_outputs = get_outputs
+    try:
+        yield reads
+    finally:
+        del iterator._get_outputs  # it leads to the iterator, whose pipelines would wait for the garbage collector
+        reads.number += held and iterator._first_batch is None
 
 
 def pipelines_of(iterator: Any) -> list[Any]:
@@ -434,13 +471,10 @@ class DynamicState:
     @property
     def arguments(self) -> dict[str, Any]:
         """With which the reader was made."""
-        return {name: value for name, value in self._template._init_args.items() if value is not None}
-
-    def settings(self) -> list[tuple[str, str]]:
-        """How the reader was made, except for its paths and its shard."""
-        hidden = ("file", "path", "root", "shard", "seed", "index", "checkpointing")
-        made = self._template._init_args.items()
-        return sorted((name, repr(value)) for name, value in made if not any(each in name for each in hidden))
+        found = {name: value for name, value in self._template._init_args.items() if value is not None}
+        if "features" in found:  # of TFRecord: what python shows of one is its address
+            found["features"] = {name: _stored(feature) for name, feature in found["features"].items()}
+        return found
 
     def texts(self, name: str) -> list[str]:
         """A string argument, or the elements of a list of strings."""
@@ -466,6 +500,19 @@ class DynamicState:
     def next_shard(self) -> None:
         """Count an epoch that was not read from its beginning."""
         self.reader._advance_shard()
+
+
+def _stored(feature: Any) -> bytes:
+    """A feature of TFRecord, as DALI stores it with its reader."""
+    backend = dali_backend.Pipeline(Pipeline(batch_size=1, num_threads=1, device_id=None)._get_params())
+    reader = dali_backend.OpSpec("readers___TFRecord")
+    for name, value in (("features", [feature]), ("feature_names", ["feature"]), ("path", [""]), ("index_path", [""])):
+        reader.AddArg(name, value)
+    reader.AddArg("device", "cpu")
+    reader.AddOutput("feature", "cpu")
+    backend.AddOperator(reader, "reader")
+    stored: bytes = backend.SerializeToProtobuf()
+    return stored
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

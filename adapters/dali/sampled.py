@@ -164,6 +164,8 @@ class _SampledSession(Session):
             self.seen = self._adapter.look(self._run)
         try:
             batch = self._stream.take(self._place)
+        except UnsupportedSourceError:  # the code of a subclass
+            raise
         except Exception as error:
             run, share = self._run, _share(self._run)
             position = share.start + (self._taken + 1) * share.global_batch
