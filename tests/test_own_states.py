@@ -1680,6 +1680,53 @@ def test_a_sampler_that_draws_its_order_at_once_has_it_after_a_resume(kind: str)
             assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
+class NotesItsGenerator(IterableDataset[int]):
+    """Its state tells where its generator stood when the epoch began, which it notes when it is first read."""
+
+    def __init__(self) -> None:
+        self.generator, self.position, self.loaded = np.random.default_rng(5), 0, False
+        self.began: Any = self.generator.bit_generator.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self.began, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state["began"]
+        self.position, self.loaded = state["position"], True
+
+    def __iter__(self) -> Iterator[int]:
+        self.position, self.loaded = self.position if self.loaded else 0, False
+        self.began = self.generator.bit_generator.state
+        order = self.generator.permutation(9).tolist()
+        while self.position < 9:
+            self.position += 1
+            yield order[self.position - 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_a_dataset_whose_state_restores_its_generator_is_left_to_it(workers: int) -> None:
+    """A worker that has not read tells where the generator stood before anybody could have seeded it."""
+
+    def make() -> Loader:
+        return wrap(StatefulDataLoader(NotesItsGenerator(), 3, num_workers=workers), seed=1)
+
+    loader = make()
+    batches, states = [], []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(batch.tolist())
+            states.append(loader.state_dict())
+    half = len(batches) // 2
+    assert loader.capabilities.exact_order
+    assert bool(loader.capabilities.exact_augmentations) == (not workers)
+    for cut in (1, half, half + 1):
+        resumed = make()
+        resumed.load_state_dict(states[cut - 1])
+        rest = [batch.tolist() for _ in range(2) for batch in resumed]
+        assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
 class HeldBack:
     """Draws when it gives something, and holds the rest back."""
 
