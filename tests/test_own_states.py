@@ -1727,6 +1727,72 @@ def test_a_dataset_whose_state_restores_its_generator_is_left_to_it(workers: int
         assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
+class LongerEachEpoch:
+    """Batches of two, more of them in each epoch that it is told of."""
+
+    def __init__(self) -> None:
+        self.epoch = self.position = 0
+        self.loaded = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position, self.loaded = self.position if self.loaded else 0, False
+        while self.position < len(self):
+            self.position += 1
+            yield [self.epoch, self.position]
+
+
+class LongerStream(LongerEachEpoch, IterableDataset[Any]):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position, self.loaded = state["epoch"], state["position"], True
+
+
+class Echo(Dataset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+LONGER: dict[str, Callable[[], Any]] = {
+    "batch sampler": lambda: StatefulDataLoader(list(range(99)), batch_sampler=LongerEachEpoch()),
+    "batch sampler, in a worker": lambda: StatefulDataLoader(range(99), batch_sampler=LongerEachEpoch(), num_workers=1),
+    "sampler": lambda: StatefulDataLoader(Echo(), 1, sampler=LongerEachEpoch()),
+    "StatefulDataLoader of a stream": lambda: StatefulDataLoader(LongerStream(), 2),
+    "DataLoader of a stream": lambda: DataLoader(LongerStream(), 2),
+    "by itself": LongerStream,
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None:
+    make = LONGER[name]
+    loader = wrap(make(), seed=1)
+    batches, states, ends = [], [], []
+    for _ in range(3):
+        before = len(loader)
+        for batch in loader:
+            batches.append(str(batch))
+            states.append(loader.state_dict())
+        ends.append(len(batches))
+        assert before == ends[-1] - sum(ends[-2:-1])
+    assert ends[2] - ends[1] > ends[1] - ends[0] > ends[0]
+    for cut in (1, ends[0], ends[0] + 1, ends[1], ends[1] + 1):
+        resumed = wrap(make(), seed=1)
+        resumed.load_state_dict(states[cut - 1])
+        rest = [str(batch) for _ in range(3) for batch in resumed]
+        assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
 class HeldBack:
     """Draws when it gives something, and holds the rest back."""
 

@@ -69,6 +69,7 @@ class StatefulAdapter(Adapter):
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
+        self._measured: Any = None  # a copy whose length is asked, where that may follow from the epoch
         self._begun = False  # a session has begun to read
         self._opened = False
         self._tried_in: list[int] = []  # epochs
@@ -100,9 +101,36 @@ class StatefulAdapter(Adapter):
         return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks, if the source knows its own number."""
+        """Batches of all ranks in an epoch, if the source knows its own number."""
         length = length_of(self.source)
+        if length is not None and any(_calls_of(self.measures(self.source))):
+            length = self._length_in(epoch, length)
         return None if length is None else length * world.world_size
+
+    def measures(self, source: Any) -> list[Any]:
+        """The parts of `source`, this one or a copy of it, whose ``set_epoch`` may change its length."""
+        return [source] if self.is_of_unknown_kind else []
+
+    def _length_in(self, epoch: int, now: int) -> int:
+        """That of a copy that is told the epoch, since the source may be in another one. `now`: the source's own."""
+        if self._measured is None:
+            self._measured = self._copied_to_measure()
+        if self._measured is None:
+            return now
+        for tell in _calls_of(self.measures(self._measured)):
+            tell(epoch)
+        length = length_of(self._measured)
+        return now if length is None else length
+
+    def _copied_to_measure(self) -> Any:
+        source = private.without_iterator(self.source) if isinstance(self.source, DataLoader) else self.source
+        return self._copied(source)[0]
+
+    def refresh(self) -> None:
+        """The user may still change what an epoch's length comes from."""
+        if self._measured is not None:
+            anew = self._copied_to_measure()
+            self._measured = self._measured if anew is None else anew
 
     def describe(self) -> dict[str, str]:
         """The kind of source, since its state fits no other kind, and the settings a loader's state depends on."""
@@ -498,6 +526,11 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
+
+
+def _calls_of(parts: list[Any]) -> list[Callable[[int], Any]]:
+    found = [getattr(part, "set_epoch", None) for part in parts]
+    return [tell for tell in found if callable(tell)]
 
 
 _PACKAGE = "package"

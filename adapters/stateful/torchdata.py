@@ -127,6 +127,13 @@ class TorchdataAdapter(StatefulAdapter):
         self._streams = Streams(*called)
         self._beginning = Streams(*called, *([] if source.num_workers else _listed(self._samplers)))
 
+    def measures(self, source: Any) -> list[Any]:
+        """Samplers of the user's own, and a dataset that is only iterated."""
+        batches = source.batch_sampler
+        own = private.own_samplers([source.sampler, batches, getattr(batches, "sampler", None)])
+        streams = self._inside is None and is_stream(source.dataset)
+        return [*own, source.dataset] if streams else own
+
     @property
     def _dataset_to_tell(self) -> tuple[Any, ...]:
         """The dataset, unless worker processes keep a copy of it: Hugging Face's reaches those, too."""
