@@ -1793,6 +1793,34 @@ def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None
         assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
+class HoldsALoader(IterableDataset[Any]):
+    """Its state is that of a StatefulDataLoader, which loses its generator's place."""
+
+    def __init__(self, **options: Any) -> None:
+        self.held = {"loader": StatefulDataLoader(range(8), 2, **options)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held["loader"].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held["loader"].load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.held["loader"]
+
+
+@pytest.mark.parametrize(
+    "made_of", [lambda each: each, lambda each: DataLoader(each, None), lambda each: StatefulDataLoader(each, None)]
+)
+def test_a_loader_within_a_source_is_believed_if_it_shuffles(made_of: Callable[[Any], Any]) -> None:
+    for shuffles in (True, False):
+        generator = torch.Generator().manual_seed(3)
+        loader = wrap(made_of(HoldsALoader(shuffle=shuffles, generator=generator)), seed=1)
+        assert len(list(loader)) == 4
+        order = loader.capabilities.exact_order
+        assert order and order.believed == shuffles and ("wrap that loader" in order.reason) == shuffles
+
+
 class HeldBack:
     """Draws when it gives something, and holds the rest back."""
 

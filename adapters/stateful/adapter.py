@@ -41,6 +41,10 @@ __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream",
 
 
 _TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
+_MAY_REORDER = (
+    "which may give the next epoch another order after a resume, or after an epoch that was left early: wrap that "
+    "loader, or let its sampler's order follow from the epoch"
+)
 NOT_RESTORED = Capability(
     False, "the source's own state does not restore the global generators: draw in then=, whose numbers are restored"
 )
@@ -166,6 +170,9 @@ class StatefulAdapter(Adapter):
         own = Capability(True, f"{base}; no other place is tried")
         if self._untried:
             base = f"as exact as the source's own state: {self._untried}"
+            own = Capability(True, base, believed=True)
+        if private.holds_a_shuffling_loader(getattr(self.source, "dataset", self.source)):
+            base = f"as exact as the StatefulDataLoader that it holds, {_MAY_REORDER}"
             own = Capability(True, base, believed=True)
         # A trial, after the first batch, sees only what is drawn by then.
         drawn = Capability(True, f"{base}, if it restores all that later batches draw from", believed=True)
