@@ -458,6 +458,45 @@ def test_a_save_does_not_fail_of_the_batch_behind_it() -> None:
     assert (state["epoch"], state["position"]) == (0, 1)
 
 
+class FailsOnce:
+    """An iterator that goes on after an error, at the same place."""
+
+    def __init__(self) -> None:
+        self.position, self.failed = 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> FailsOnce:
+        return self
+
+    def __next__(self) -> int:
+        if self.position == 6:
+            raise StopIteration
+        if self.position == 4 and not self.failed:
+            self.failed = True
+            raise OSError("network")
+        self.position += 1
+        return self.position
+
+
+@pytest.mark.parametrize("remember", [0, 1])
+def test_a_source_that_goes_on_after_an_error_does_so_if_its_states_are_remembered(remember: int) -> None:
+    loader = wrap(FailsOnce(), seed=1, remember=remember)
+    batches = iter(loader)
+    assert list(itertools.islice(batches, 4)) == [1, 2, 3, 4]
+    with pytest.raises(OSError, match="network"):
+        next(batches)
+    if remember:
+        assert list(batches) == [5, 6]
+        return
+    with pytest.raises(StateError, match=r"already past it: .*, or pass remember=1 to midepoch\.wrap"):
+        next(batches)
+
+
 def test_a_batch_read_behind_a_save_is_given_next_and_peeked_at() -> None:
     whole = taken(wrap(own.Stream()))
     loader = wrap(own.Stream())
@@ -781,6 +820,13 @@ def test_a_loader_of_a_source_of_its_own_state_can_be_pickled_or_says_why_not(na
         assert taken(other) == [own.identify(batch) for batch in batches]
         return
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"cannot be pickled, .* \(\w+Error: .*: make and wrap"):
+        pickle.dumps(loader)
+
+
+def test_a_stateful_dataloader_that_cannot_be_pickled_says_why() -> None:
+    loader = wrap(StatefulDataLoader(HoldsALoader(), None), seed=1)
+    next(iter(loader))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"this StatefulDataLoader cannot be pickled, .*: make"):
         pickle.dumps(loader)
 
 

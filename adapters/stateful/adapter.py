@@ -246,15 +246,20 @@ class StatefulAdapter(Adapter):
         found = (division_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
         return any(each is not None and each.certain for each in found)
 
+    def what_is_sent(self) -> Any:
+        """The source as another process gets it."""
+        return self.source
+
     def __getstate__(self) -> dict[str, Any]:
+        source = self.what_is_sent()
         try:
-            pickle.Pickler(_Nowhere()).dump(self.source)
+            pickle.Pickler(_Nowhere()).dump(source)
         except Exception as error:
             raise UnsupportedSourceError(
                 f"this {type(self.source).__name__} cannot be pickled, so its loader cannot be sent to another process "
                 f"({type(error).__name__}: {error!s:.150}): make and wrap the source there, and load a state into it"
             ) from error
-        return dict(self.__dict__)
+        return {**self.__dict__, "source": source}
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""

@@ -58,9 +58,9 @@ class TorchdataAdapter(StatefulAdapter):
         """A StatefulDataLoader, or an instance of a subclass."""
         return is_of("torchdata", source) and isinstance(source, DataLoader)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The loader's place says all: its running iterator, which cannot be pickled, stays here.
-        return {**self.__dict__, "source": private.without_iterator(self.source)}
+    def what_is_sent(self) -> Any:
+        """The loader without its running iterator, which cannot be pickled: the loader's place says all."""
+        return private.without_iterator(self.source)
 
     @property
     def divides(self) -> bool:
