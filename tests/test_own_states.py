@@ -458,6 +458,45 @@ def test_a_save_does_not_fail_of_the_batch_behind_it() -> None:
     assert (state["epoch"], state["position"]) == (0, 1)
 
 
+class FailsOnce:
+    """An iterator that goes on after an error, at the same place."""
+
+    def __init__(self) -> None:
+        self.position, self.failed = 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> FailsOnce:
+        return self
+
+    def __next__(self) -> int:
+        if self.position == 6:
+            raise StopIteration
+        if self.position == 4 and not self.failed:
+            self.failed = True
+            raise OSError("network")
+        self.position += 1
+        return self.position
+
+
+@pytest.mark.parametrize("remember", [0, 1])
+def test_a_source_that_goes_on_after_an_error_does_so_if_its_states_are_remembered(remember: int) -> None:
+    loader = wrap(FailsOnce(), seed=1, remember=remember)
+    batches = iter(loader)
+    assert list(itertools.islice(batches, 4)) == [1, 2, 3, 4]
+    with pytest.raises(OSError, match="network"):
+        next(batches)
+    if remember:
+        assert list(batches) == [5, 6]
+        return
+    with pytest.raises(StateError, match=r"already past it: .*, or pass remember=1 to midepoch\.wrap"):
+        next(batches)
+
+
 def test_a_batch_read_behind_a_save_is_given_next_and_peeked_at() -> None:
     whole = taken(wrap(own.Stream()))
     loader = wrap(own.Stream())
@@ -781,6 +820,13 @@ def test_a_loader_of_a_source_of_its_own_state_can_be_pickled_or_says_why_not(na
         assert taken(other) == [own.identify(batch) for batch in batches]
         return
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"cannot be pickled, .* \(\w+Error: .*: make and wrap"):
+        pickle.dumps(loader)
+
+
+def test_a_stateful_dataloader_that_cannot_be_pickled_says_why() -> None:
+    loader = wrap(StatefulDataLoader(HoldsALoader(), None), seed=1)
+    next(iter(loader))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"this StatefulDataLoader cannot be pickled, .*: make"):
         pickle.dumps(loader)
 
 
@@ -1678,6 +1724,147 @@ def test_a_sampler_that_draws_its_order_at_once_has_it_after_a_resume(kind: str)
             resumed.load_state_dict(states[cut - 1])
             rest = [str(batch) for _ in range(2) for batch in resumed]
             assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
+class NotesItsGenerator(IterableDataset[int]):
+    """Its state tells where its generator stood when the epoch began, which it notes when it is first read."""
+
+    def __init__(self) -> None:
+        self.generator, self.position, self.loaded = np.random.default_rng(5), 0, False
+        self.began: Any = self.generator.bit_generator.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self.began, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state["began"]
+        self.position, self.loaded = state["position"], True
+
+    def __iter__(self) -> Iterator[int]:
+        self.position, self.loaded = self.position if self.loaded else 0, False
+        self.began = self.generator.bit_generator.state
+        order = self.generator.permutation(9).tolist()
+        while self.position < 9:
+            self.position += 1
+            yield order[self.position - 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_a_dataset_whose_state_restores_its_generator_is_left_to_it(workers: int) -> None:
+    """A worker that has not read tells where the generator stood before anybody could have seeded it."""
+
+    def make() -> Loader:
+        return wrap(StatefulDataLoader(NotesItsGenerator(), 3, num_workers=workers), seed=1)
+
+    loader = make()
+    batches, states = [], []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(batch.tolist())
+            states.append(loader.state_dict())
+    half = len(batches) // 2
+    assert loader.capabilities.exact_order
+    assert bool(loader.capabilities.exact_augmentations) == (not workers)
+    for cut in (1, half, half + 1):
+        resumed = make()
+        resumed.load_state_dict(states[cut - 1])
+        rest = [batch.tolist() for _ in range(2) for batch in resumed]
+        assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
+class LongerEachEpoch:
+    """Batches of two, more of them in each epoch that it is told of."""
+
+    def __init__(self) -> None:
+        self.epoch = self.position = 0
+        self.loaded = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position, self.loaded = self.position if self.loaded else 0, False
+        while self.position < len(self):
+            self.position += 1
+            yield [self.epoch, self.position]
+
+
+class LongerStream(LongerEachEpoch, IterableDataset[Any]):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position, self.loaded = state["epoch"], state["position"], True
+
+
+class Echo(Dataset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+LONGER: dict[str, Callable[[], Any]] = {
+    "batch sampler": lambda: StatefulDataLoader(list(range(99)), batch_sampler=LongerEachEpoch()),
+    "batch sampler, in a worker": lambda: StatefulDataLoader(range(99), batch_sampler=LongerEachEpoch(), num_workers=1),
+    "sampler": lambda: StatefulDataLoader(Echo(), 1, sampler=LongerEachEpoch()),
+    "StatefulDataLoader of a stream": lambda: StatefulDataLoader(LongerStream(), 2),
+    "DataLoader of a stream": lambda: DataLoader(LongerStream(), 2),
+    "by itself": LongerStream,
+}
+
+
+@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None:
+    make = LONGER[name]
+    loader = wrap(make(), seed=1)
+    batches, states, ends = [], [], []
+    for _ in range(3):
+        before = len(loader)
+        for batch in loader:
+            batches.append(str(batch))
+            states.append(loader.state_dict())
+        ends.append(len(batches))
+        assert before == ends[-1] - sum(ends[-2:-1])
+    assert ends[2] - ends[1] > ends[1] - ends[0] > ends[0]
+    for cut in (1, ends[0], ends[0] + 1, ends[1], ends[1] + 1):
+        resumed = wrap(make(), seed=1)
+        resumed.load_state_dict(states[cut - 1])
+        rest = [str(batch) for _ in range(3) for batch in resumed]
+        assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
+
+
+class HoldsALoader(IterableDataset[Any]):
+    """Its state is that of a StatefulDataLoader, which loses its generator's place."""
+
+    def __init__(self, **options: Any) -> None:
+        self.held = {"loader": StatefulDataLoader(range(8), 2, **options)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held["loader"].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held["loader"].load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.held["loader"]
+
+
+@pytest.mark.parametrize(
+    "made_of", [lambda each: each, lambda each: DataLoader(each, None), lambda each: StatefulDataLoader(each, None)]
+)
+def test_a_loader_within_a_source_is_believed_if_it_shuffles(made_of: Callable[[Any], Any]) -> None:
+    for shuffles in (True, False):
+        generator = torch.Generator().manual_seed(3)
+        loader = wrap(made_of(HoldsALoader(shuffle=shuffles, generator=generator)), seed=1)
+        assert len(list(loader)) == 4
+        order = loader.capabilities.exact_order
+        assert order and order.believed == shuffles and ("wrap that loader" in order.reason) == shuffles
 
 
 class HeldBack:

@@ -37,6 +37,7 @@ import sources
 import midepoch
 from midepoch import StateCorruptError, StateError, StateMismatchError, StateVersionError
 from midepoch.loader.loader import Loader
+from midepoch.state import codec
 from midepoch.state.checksum import checksum_of, former_checksum_of
 from midepoch.state.codec import decode, encode
 
@@ -405,12 +406,37 @@ class Opaque:
 
 @pytest.mark.parametrize(
     "value",
-    [Opaque(), {"a": [Opaque()]}, np.array([Opaque()]), torch.zeros(2, dtype=torch.bfloat16), range(3), Opaque],
+    [
+        *(Opaque(), {"a": [Opaque()]}, np.array([Opaque()]), torch.zeros(2, dtype=torch.bfloat16), range(3), Opaque),
+        *(torch.zeros(2, dtype=torch.float8_e4m3fn), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_only_pickle_could_save_is_refused_by_name(value: Any) -> None:
     with pytest.raises(StateError, match="cannot be saved without pickle"):
         encode(value)
+
+
+def test_a_state_that_holds_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append({"inner": value})
+    with pytest.raises(StateError, match="holds itself"):
+        encode(value)
+
+
+def test_what_could_not_be_decoded_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs within texts do not count as parts."""
+    monkeypatch.setattr(codec, "_MOST_ITEMS", 100)
+    for fits in (list(range(100)), {"text": 'a, "[{, \\' * 99}, np.arange(200), ["\\", '"', ",,"] * 30):
+        assert same(decode(encode(fits)), fits)
+    for parts in (list(range(101)), [[0]] * 60, {str(number): "," for number in range(101)}):
+        with pytest.raises(StateError, match=r"has more than 100 parts, .*: let its state_dict\(\) return long lists"):
+            encode(parts)
+        with pytest.raises(StateCorruptError, match="has more than 100 parts"):
+            decode(as_text(json.dumps(parts).encode()))
+    monkeypatch.setattr(codec, "_LARGEST_TEXT", 100)
+    with pytest.raises(StateError, match="as text, so it could not be loaded"):
+        encode("x" * 101)
 
 
 def as_text(data: bytes) -> str:
@@ -447,6 +473,8 @@ HOSTILE: dict[str, str | Callable[[], str]] = {
     "dtype of code": tagged(kind="array", dtype="__import__('os')", shape=[1], data=""),
     "dtype of commas": tagged(kind="array", dtype="i4,i4,(2,{", shape=[1], data=""),
     "dtype of half a pair": tagged(kind="array", dtype="(2,i4", shape=[1], data=""),
+    "lists behind a text that does not end": lambda: as_text(b"[" + b"0," * 3_000_000 + b'"' + b"\\\\\\\"" * 100),
+    "texts that take all memory": lambda: as_text(b"[" + b'"",' * 3_000_000 + b"0]"),
     "lists that take all memory": lambda: as_text(b"[" + b"[0]," * 3_000_000 + b"0]"),
     "dtype of a list": tagged(kind="array", dtype=[["a", "i4"]], shape=[1], data="AAAAAA=="),
     "huge shape": tagged(kind="array", dtype="<i8", shape=[10**30], data="AAAAAAAAAAA="),

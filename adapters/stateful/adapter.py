@@ -41,6 +41,10 @@ __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream",
 
 
 _TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
+_MAY_REORDER = (
+    "which may give the next epoch another order after a resume, or after an epoch that was left early: wrap that "
+    "loader, or let its sampler's order follow from the epoch"
+)
 NOT_RESTORED = Capability(
     False, "the source's own state does not restore the global generators: draw in then=, whose numbers are restored"
 )
@@ -69,6 +73,7 @@ class StatefulAdapter(Adapter):
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
         self._pristine: Any = None  # a copy of the source as it was before it was read
+        self._measured: Any = None  # a copy whose length is asked, where that may follow from the epoch
         self._begun = False  # a session has begun to read
         self._opened = False
         self._tried_in: list[int] = []  # epochs
@@ -100,9 +105,36 @@ class StatefulAdapter(Adapter):
         return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks, if the source knows its own number."""
+        """Batches of all ranks in an epoch, if the source knows its own number."""
         length = length_of(self.source)
+        if length is not None and any(_calls_of(self.measures(self.source))):
+            length = self._length_in(epoch, length)
         return None if length is None else length * world.world_size
+
+    def measures(self, source: Any) -> list[Any]:
+        """The parts of `source`, this one or a copy of it, whose ``set_epoch`` may change its length."""
+        return [source] if self.is_of_unknown_kind else []
+
+    def _length_in(self, epoch: int, now: int) -> int:
+        """That of a copy that is told the epoch, since the source may be in another one. `now`: the source's own."""
+        if self._measured is None:
+            self._measured = self._copied_to_measure()
+        if self._measured is None:
+            return now
+        for tell in _calls_of(self.measures(self._measured)):
+            tell(epoch)
+        length = length_of(self._measured)
+        return now if length is None else length
+
+    def _copied_to_measure(self) -> Any:
+        source = private.without_iterator(self.source) if isinstance(self.source, DataLoader) else self.source
+        return self._copied(source)[0]
+
+    def refresh(self) -> None:
+        """The user may still change what an epoch's length comes from."""
+        if self._measured is not None:
+            anew = self._copied_to_measure()
+            self._measured = self._measured if anew is None else anew
 
     def describe(self) -> dict[str, str]:
         """The kind of source, since its state fits no other kind, and the settings a loader's state depends on."""
@@ -138,6 +170,9 @@ class StatefulAdapter(Adapter):
         own = Capability(True, f"{base}; no other place is tried")
         if self._untried:
             base = f"as exact as the source's own state: {self._untried}"
+            own = Capability(True, base, believed=True)
+        if private.holds_a_shuffling_loader(getattr(self.source, "dataset", self.source)):
+            base = f"as exact as the StatefulDataLoader that it holds, {_MAY_REORDER}"
             own = Capability(True, base, believed=True)
         # A trial, after the first batch, sees only what is drawn by then.
         drawn = Capability(True, f"{base}, if it restores all that later batches draw from", believed=True)
@@ -211,15 +246,20 @@ class StatefulAdapter(Adapter):
         found = (division_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
         return any(each is not None and each.certain for each in found)
 
+    def what_is_sent(self) -> Any:
+        """The source as another process gets it."""
+        return self.source
+
     def __getstate__(self) -> dict[str, Any]:
+        source = self.what_is_sent()
         try:
-            pickle.Pickler(_Nowhere()).dump(self.source)
+            pickle.Pickler(_Nowhere()).dump(source)
         except Exception as error:
             raise UnsupportedSourceError(
                 f"this {type(self.source).__name__} cannot be pickled, so its loader cannot be sent to another process "
                 f"({type(error).__name__}: {error!s:.150}): make and wrap the source there, and load a state into it"
             ) from error
-        return dict(self.__dict__)
+        return {**self.__dict__, "source": source}
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
@@ -498,6 +538,11 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
+
+
+def _calls_of(parts: list[Any]) -> list[Callable[[int], Any]]:
+    found = [getattr(part, "set_epoch", None) for part in parts]
+    return [tell for tell in found if callable(tell)]
 
 
 _PACKAGE = "package"

@@ -13,10 +13,12 @@ import inspect
 import itertools
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
@@ -25,11 +27,15 @@ __all__ = [
     "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts",
     "elastic_steps", "forget_end",
     "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
-    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
+    "has_shuffle_buffer", "has_workers", "held_by_nodes", "holds_a_shuffling_loader",
+    "hugging_face_divides", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
     "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
     "starts_kept_workers", "untold_draws", "without_iterator",
 ]  # fmt: skip
+
+
+_MOST_HELD = 256  # objects that are asked whether they are a loader
 
 
 @functools.cache
@@ -202,6 +208,25 @@ def forget_end(iterator: Any) -> None:
 def starts_kept_workers(loader: Any) -> bool:
     """Whether the next pass over a StatefulDataLoader starts worker processes that later passes keep."""
     return bool(loader.persistent_workers and loader.num_workers and getattr(loader, "_iterator", None) is None)
+
+
+def holds_a_shuffling_loader(value: Any) -> bool:
+    """Whether an object holds a StatefulDataLoader that reads by index, and not from the first sample to the last."""
+    kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+    queue, seen = deque([value]), {id(value)}
+    while kind is not None and queue:
+        each = queue.popleft()
+        by_index = each is not value and isinstance(each, kind) and not isinstance(each.dataset, IterableDataset)
+        if by_index and not isinstance(each.sampler, SequentialSampler):
+            return True
+        members = each if isinstance(each, list | tuple) else (each if isinstance(each, dict) else vars(each)).values()
+        for held in itertools.islice(members, _MOST_HELD):
+            if id(held) not in seen and len(seen) < _MOST_HELD and (
+                isinstance(held, list | tuple | dict) or hasattr(held, "__dict__")
+            ):
+                seen.add(id(held))
+                queue.append(held)
+    return False
 
 
 def without_iterator(loader: Any) -> Any:

@@ -184,7 +184,8 @@ class StatefulSession(Session):
         if self._asked[0] != self._handed_out:
             if self._failed:
                 raise StateError(
-                    "a batch failed, and the source's state is already past it: load an older state to continue"
+                    "a batch failed, and the source's state is already past it: load an older state to continue, or "
+                    "pass remember=1 to midepoch.wrap, which keeps the state that the source had before the batch"
                 )
             self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
             if self._trial is not None:

@@ -129,6 +129,10 @@ class StreamAdapter(StatefulAdapter):
         """The dataset."""
         return self.source.dataset
 
+    def measures(self, source: Any) -> list[Any]:
+        """The dataset."""
+        return [source.dataset]
+
     @property
     def is_of_unknown_kind(self) -> bool:
         """It is the user's own."""

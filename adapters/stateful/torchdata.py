@@ -16,8 +16,10 @@ from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
+from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of
+from midepoch.state.codec import encode
 
 __all__ = ["NodesAdapter", "TorchdataAdapter"]
 
@@ -36,11 +38,11 @@ class TorchdataAdapter(StatefulAdapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
-        self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
         batches = source.batch_sampler
         self._samplers = [source.sampler, batches, getattr(batches, "sampler", None)]
-        drawing = [] if source.num_workers else _listed(self._samplers)
-        self._beginning = Streams(source.dataset, source.collate_fn, *drawing) if options.streams else None
+        self._streams: Streams | None = None  # both are made by `_make_streams`
+        self._beginning: Streams | None = None
+        self._leaves_the_dataset = False  # to its own state: see `_restores_another`
         self.opening = None  # see `start`
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
@@ -56,9 +58,9 @@ class TorchdataAdapter(StatefulAdapter):
         """A StatefulDataLoader, or an instance of a subclass."""
         return is_of("torchdata", source) and isinstance(source, DataLoader)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The loader's place says all: its running iterator, which cannot be pickled, stays here.
-        return {**self.__dict__, "source": private.without_iterator(self.source)}
+    def what_is_sent(self) -> Any:
+        """The loader without its running iterator, which cannot be pickled: the loader's place says all."""
+        return private.without_iterator(self.source)
 
     @property
     def divides(self) -> bool:
@@ -71,7 +73,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     def capabilities(self) -> Capabilities:
         """Those of torchdata, plus keyed streams where batches are read in this process."""
-        keyed = self._streams is not None and self.source.num_workers == 0
+        keyed = self.options.streams and self.source.num_workers == 0
         exact = "numbers drawn while a batch is read are the batch's: exact on the same split"
         if not keyed:
             plain = "a DataLoader with shard=False" if is_stream(self.source.dataset) else "a DataLoader"
@@ -79,14 +81,18 @@ class TorchdataAdapter(StatefulAdapter):
                 f"its workers' generators are not restored: wrap {plain} in its place, or draw in then=, whose numbers "
                 "are restored"
             )
-            if self._streams is None:
+            if not self.options.streams:
                 exact = "randomness='none': nothing restores the generators that samples draw from"
         stated = super().capabilities()
         if self.source.num_workers and not getattr(self.source, "in_order", True):
             stated = dataclasses.replace(stated, exact_order=_OUT_OF_ORDER)
+        augmentations = Capability(keyed, exact)
+        if keyed and self._leaves_the_dataset:
+            exact = "as exact as the dataset's own state, which restores its generators"
+            augmentations = Capability(True, exact, believed=True)
         return dataclasses.replace(
             stated,
-            exact_augmentations=Capability(keyed, exact),
+            exact_augmentations=augmentations,
             constant_time_resume=Capability(False, self._costs),
         )
 
@@ -98,6 +104,8 @@ class TorchdataAdapter(StatefulAdapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds its own generators."""
+        if self._beginning is None and self.options.streams:
+            self._make_streams()
         if state is not None and (self._reads_again or private.counts_only(state)):
             return self._read_again(run)
         for each in (*self._samplers, *self._dataset_to_tell):
@@ -109,6 +117,22 @@ class TorchdataAdapter(StatefulAdapter):
             # Later passes begin by a reset, and a reset draws another order than the start of workers.
             self._start_seeded(run, None)
         return self._start_seeded(run, state)
+
+    def _make_streams(self) -> None:
+        source = self.source
+        if self._inside is None and has_state(source.dataset) and _restores_another(source.dataset):
+            self._leaves_the_dataset = True
+            self.learned()
+        called = [source.collate_fn] if self._leaves_the_dataset else [source.dataset, source.collate_fn]
+        self._streams = Streams(*called)
+        self._beginning = Streams(*called, *([] if source.num_workers else _listed(self._samplers)))
+
+    def measures(self, source: Any) -> list[Any]:
+        """Samplers of the user's own, and a dataset that is only iterated."""
+        batches = source.batch_sampler
+        own = private.own_samplers([source.sampler, batches, getattr(batches, "sampler", None)])
+        streams = self._inside is None and is_stream(source.dataset)
+        return [*own, source.dataset] if streams else own
 
     @property
     def _dataset_to_tell(self) -> tuple[Any, ...]:
@@ -159,6 +183,30 @@ class TorchdataAdapter(StatefulAdapter):
 _OUT_OF_ORDER = Capability(
     False, "in_order=False: torchdata's state counts what came, and not what that was: leave in_order out"
 )
+
+
+def _restores_another(dataset: Any) -> bool:
+    """Whether a dataset's own state leads its generators elsewhere than midepoch would: they are then left to it.
+
+    Such a state may tell where a generator stood before it was seeded, as one that is noted when an epoch begins does
+    until a worker has read. Without a copy to try that on, the dataset is read as it is by itself.
+    """
+    if not find_generators(dataset)[0]:
+        return False
+    copied = stateful_copy(dataset, private.shared_kinds())[0]
+    if copied is None:
+        return True
+    with Streams(copied).under(derive_key(Purpose.TRIAL)):
+        seeded = _where_generators_stand(copied)
+        try:
+            copied.load_state_dict(copied.state_dict())
+        except Exception:  # noqa: BLE001  # sources raise various errors here
+            return True
+        return seeded != _where_generators_stand(copied)
+
+
+def _where_generators_stand(dataset: Any) -> dict[str, str]:
+    return {each.path: encode(each.save()) for each in find_generators(dataset)[0]}
 
 
 def _listed(samplers: list[Any]) -> list[Any]:

@@ -18,16 +18,28 @@ __all__ = ["decode", "encode"]
 _TAG = "__midepoch__"
 _LARGEST_TEXT = 256 << 20  # bytes after decompression: more than any loader's state, far less than a machine's memory
 _MOST_ITEMS = 2_000_000  # in lists and dicts, which take fifty times the memory of their text: some 200 MiB
+_NO_SIGNS = bytes(set(range(256)) - set(b'[{,"'))
+_SMALLER = (
+    "let its state_dict() return long lists as tensors or arrays, and leave out what can be made again from a seed"
+)
 
 
 def encode(value: object) -> str:
     """Built-in values, tensors on the CPU and numpy arrays as printable text: tagged JSON, zlib, base64.
 
     Raises:
-        StateError: the value holds something of another type; the message names where.
+        StateError: the value holds something of another type, and the message names where; or it could not be decoded.
     """
-    text = json.dumps(_to_json(value, "state"), separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
+    try:
+        data = json.dumps(_to_json(value, "state"), separators=(",", ":")).encode()
+    except RecursionError as error:
+        raise StateError(
+            "the source's own state holds itself, or lists and dicts inside one another to a great depth: let its "
+            "state_dict() return plain values"
+        ) from error
+    if why := _why_too_large(data):
+        raise StateError(f"the source's own state {why}, so it could not be loaded: {_SMALLER}")
+    return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
 
 
 def decode(text: str) -> Any:
@@ -41,13 +53,39 @@ def decode(text: str) -> Any:
         data = inflater.decompress(base64.b64decode(text.encode("ascii"), validate=True), _LARGEST_TEXT)
         if not inflater.eof:
             raise ValueError("truncated, or larger than any loader's state")
-        if sum(data.count(sign) for sign in b"[{,") > _MOST_ITEMS:
-            raise ValueError("more parts than any loader's state has")
+        if why := _why_too_large(data):
+            raise ValueError(f"it {why}")
         return _from_json(json.loads(data))
     except Exception as error:  # numpy alone raises several types for an invalid dtype
         raise StateCorruptError(
             f"the source's own part of the state cannot be decoded ({error}): use an older state"
         ) from error
+
+
+def _why_too_large(data: bytes) -> str:
+    """Why the text of a state would take too much memory; empty if it would not."""
+    if len(data) > _LARGEST_TEXT:
+        return f"takes more than {_LARGEST_TEXT >> 20} MiB as text"
+    if _has_many_parts(data):
+        return f"has more than {_MOST_ITEMS:,} parts, items of lists and dicts"
+    return ""
+
+
+def _has_many_parts(data: bytes) -> bool:
+    if sum(data.count(sign) for sign in b"[{,") <= _MOST_ITEMS:
+        return False
+    # Those within texts do not count. A text is an item or a key.
+    signs = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_SIGNS)
+    outside = signs.split(b'"', 4 * _MOST_ITEMS + 4)[::2]
+    return sum(map(len, outside)) > _MOST_ITEMS
+
+
+def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """A tensor's values; None if numpy has no such type, or they lie elsewhere."""
+    try:
+        return tensor.detach().numpy()
+    except (TypeError, RuntimeError):
+        return None
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> str:
@@ -71,8 +109,7 @@ def _to_json(value: Any, path: str) -> Any:
         return {_TAG: "dict", "items": pairs}
     elif isinstance(value, bytes | bytearray):
         return {_TAG: "bytes", "data": base64.b64encode(bytes(value)).decode("ascii")}
-    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
-        array = value.detach().numpy()
+    elif isinstance(value, torch.Tensor) and (array := _array_of(value)) is not None:
         return {_TAG: "tensor", "dtype": array.dtype.str, "shape": list(array.shape), "data": _bytes_of(array)}
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _bytes_of(value)}
