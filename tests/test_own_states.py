@@ -1141,6 +1141,209 @@ def test_a_stream_whose_state_says_too_much_is_told_or_refused() -> None:
         next(iter(resumed))
 
 
+class Plain(IterableDataset[Any]):
+    """Numbers from its place on, which is its state."""
+
+    size = 60
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.size:
+            self.place += 1
+            yield self.sample(self.place)
+
+    def sample(self, number: int) -> Any:
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Hides(Plain):
+    """One sample in the middle of each batch counts for itself, which its state does not say."""
+
+    size, batch = 300, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = 0
+
+    def sample(self, number: int) -> Any:
+        if number % self.batch != self.batch // 2:
+            return number
+        self.hidden += 1
+        return self.hidden
+
+
+class HidesInMany(Hides):
+    batch = 100
+
+
+class Skips(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place + 1}
+
+
+class Timed(Plain):
+    """Each sample has the time at which it was read."""
+
+    def sample(self, number: int) -> Any:
+        return "of what it says, most is the same", number, time.perf_counter_ns()
+
+
+class HoldsADate(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "since": Path("2026")}
+
+
+class FailsOnce(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        if self.place == 12:
+            raise RuntimeError("between two files")
+        return super().state_dict()
+
+
+class SaysItWhileItIsRead(Plain):
+    """It has a state once its first sample was read."""
+
+    begins = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reading: dict[str, int] | None = None
+        return self.read()
+
+    def read(self) -> Iterator[int]:
+        self.reading = {"place": self.begins}
+        while self.reading["place"] < self.size:
+            self.reading["place"] += 1
+            yield self.reading["place"]
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.reading is not None
+        return dict(self.reading)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins = state["place"]
+
+
+class Slow(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(0.1)
+        return super().state_dict()
+
+
+def plain(kind: Any, batch_size: int = 4, **options: Any) -> Loader:
+    return wrap(DataLoader(kind(), batch_size, num_workers=1, collate_fn=list), seed=1, **options)
+
+
+def saved_after(batches: int, kind: Any, batch_size: int = 4, **options: Any) -> dict[str, Any]:
+    with plain(kind, batch_size, **options) as loader:
+        list(itertools.islice(loader, batches))
+        return loader.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Hides, HidesInMany])
+def test_each_sample_of_the_batch_before_a_resume_is_compared(kind: Any) -> None:
+    state = saved_after(2, kind, kind.batch)
+    with plain(kind, kind.batch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+
+
+@pytest.mark.parametrize(("kind", "what", "order"), [(Skips, "order", "no"), (Timed, "random numbers", "yes")])
+def test_a_state_in_workers_that_does_not_lead_on_is_told_before_a_resume(kind: Any, what: str, order: str) -> None:
+    with plain(kind) as loader:
+        batches = iter(loader)
+        with pytest.warns(midepoch.MidepochWarning, match=f"does not restore its {what} .the copy gave") as told:
+            next(batches), next(batches)
+        assert told[0].filename == __file__
+        assert loader.capabilities.exact_order.answer == order and not loader.capabilities.exact_augmentations
+
+
+def test_a_state_in_workers_that_leads_on_is_not_told() -> None:
+    with warnings.catch_warnings(), counting(1) as loader:
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        for _ in range(3):
+            assert len(taken(loader)) == 7
+        assert loader.capabilities.exact_order.answer == loader.capabilities.exact_augmentations.answer == "yes"
+
+
+def test_verify_says_what_follows_where_a_batch_that_is_read_again_differs() -> None:
+    state = saved_after(2, Timed)
+    with plain(Timed) as resumed, pytest.raises(midepoch.SourceError, match="pass verify='warn'"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+    with plain(Timed, verify="warn") as resumed:
+        resumed.load_state_dict(state)
+        with pytest.warns(midepoch.MidepochWarning, match="does not lead to the batch") as told:
+            assert next(iter(resumed))[0][1] == 9
+        assert told[0].filename == __file__ and not resumed.capabilities.exact_order
+    with warnings.catch_warnings(), plain(Timed, verify="off") as resumed:
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        resumed.load_state_dict(state)
+        assert [batch[0][1] for batch in itertools.islice(resumed, 3)] == [9, 13, 17]
+        promises = resumed.capabilities
+        assert promises.exact_order.answer == promises.exact_augmentations.answer == "believed"
+
+
+def test_without_streams_a_batch_that_is_read_again_is_not_compared() -> None:
+    source = functools.partial(DataLoader, Counting(), 3, num_workers=1)
+    with wrap(source(), seed=1, randomness="none") as loader:
+        taken(loader, 3)
+        state, order = loader.state_dict(), loader.capabilities.exact_order
+    assert order.believed and not loader.capabilities.exact_augmentations
+    with wrap(source(), seed=1, randomness="none") as resumed:
+        resumed.load_state_dict(state)
+        assert next(iter(resumed))[:, 0].tolist() == [9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "places"),
+    [
+        (HoldsADate, r"state\['since'\] holds a PosixPath, .* built-in types", [2, 3, 4, 5]),
+        (FailsOnce, r"FailsOnce raised RuntimeError: between two files: let it return a state after each batch", [4]),
+    ],
+)
+def test_a_dataset_that_does_not_say_its_state_is_read_all_the_same(kind: Any, why: str, places: list[int]) -> None:
+    refused = []
+    with plain(kind) as loader:
+        for number, batch in enumerate(loader, 1):
+            assert batch[0] == 4 * number - 3
+            if number < 6:
+                try:
+                    state = loader.state_dict()
+                except StateError as error:
+                    assert re.search(why, str(error))
+                    refused.append(number)
+        assert number == 15 and refused == places
+        loader.state_dict()  # nothing is left, so that no state is needed
+    with plain(kind) as resumed:
+        resumed.load_state_dict(state)
+        assert next(iter(resumed))[0] == (5 if kind is HoldsADate else 21)
+
+
+def test_a_dataset_in_workers_may_say_its_state_only_while_it_is_read() -> None:
+    for cut in (1, 3):
+        state = saved_after(cut, SaysItWhileItIsRead)
+        with plain(SaysItWhileItIsRead) as resumed:
+            resumed.load_state_dict(state)
+            assert [batch[0] for batch in resumed] == list(range(4 * cut + 1, 61, 4))
+
+
+def test_a_state_that_takes_long_does_not_come_with_each_batch() -> None:
+    state = saved_after(12, Slow)
+    (slot,) = json.loads(json.loads(state["detail"])["part"][8:])[1]
+    assert slot[3] >= 4
+    with plain(Slow) as resumed:
+        resumed.load_state_dict(state)
+        assert [batch[0] for batch in resumed] == [49, 53, 57]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_state_of_another_version_of_a_source_is_named_as_such(workers: int) -> None:
     with counting(workers, Refuses) as loader:

@@ -41,6 +41,10 @@ def _carries(source: Any) -> bool:
     return True
 
 
+def _copied(source: Any) -> tuple[Any | None, str]:
+    return stateful_copy(source, private.shared_kinds())
+
+
 class StreamAdapter(StatefulAdapter):
     """A DataLoader without worker processes: its dataset's state is asked for when somebody asks."""
 
@@ -147,13 +151,16 @@ class StreamAdapter(StatefulAdapter):
         return keyed(self._streams, run, iterator.__next__, self.seeds)
 
     def _copied(self, source: Any) -> tuple[Any, str]:
-        return stateful_copy(source, private.shared_kinds())
+        return _copied(source)
 
 
 class WorkersAdapter(CarriedAdapter):
     """A DataLoader with worker processes, each of which has a stream of its own."""
 
     name: ClassVar[str] = "stateful-workers"
+
+    def __init__(self, source: Any, options: Options) -> None:
+        super().__init__(source, options, _copied)
 
     @classmethod
     def recognises(cls, source: object) -> bool:

@@ -1,20 +1,32 @@
 """Streams that keep a state of their own, read in worker processes: their states come back with the batches.
 
-A worker sends the dataset's state with a batch, not with every one if states are large. What lies between a state and
-the place that is saved is read again at a resume. It is at least one batch, which must be the one that was given: so
-each resume proves that the dataset's state leads where it says.
+A worker sends the dataset's state with a batch, not with every one if states are large or take long. What lies between
+a state and the place that is saved is read again at a resume. It is at least one batch, which must be the one that was
+given: so each resume proves that the dataset's state leads where it says.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import time
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import (
+    MidepochWarning,
+    SourceError,
+    StateCorruptError,
+    StateError,
+    StateMismatchError,
+    UnsupportedSourceError,
+)
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -23,13 +35,25 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of
 from midepoch.state.checksum import checksum_of
 from midepoch.state.codec import decode, encode
+from midepoch.state.witness import Look, Witness, look_at
 from midepoch.world import World
 
 from .workers import Server
 
 __all__ = ["CarriedAdapter", "refuse_undivided"]
 
-_BYTES_A_BATCH = 4096  # of states, on average
+# What states may cost, on average.
+_BYTES_A_BATCH = 4096
+_SECONDS_A_BATCH = 0.0005
+_PART_OF_A_BATCH = 0.05  # of its time, if that is more
+
+_TRIALS = 2  # epochs, read from their beginning, in which a state is tried
+
+_CURE = (
+    "let the state cover all that it draws and holds back, or wrap a function that makes the DataLoader, to have it "
+    "read again from the start; if samples hold something that differs at each read, such as the time, pass "
+    "verify='warn' to midepoch.wrap to go on all the same"
+)
 
 
 class _Slot(NamedTuple):
@@ -39,7 +63,7 @@ class _Slot(NamedTuple):
         state: of the dataset, as text; empty for the beginning of the epoch.
         read, batches: samples and batches that the worker had read at that state.
         since: batches after it; at least one, unless the worker has read none.
-        digest: of the last batch.
+        digest: of the last batch; empty if nothing is to be compared.
         ended: the stream has ended.
     """
 
@@ -52,13 +76,33 @@ class _Slot(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """One batch. `start`: where the worker begins; None for a worker that has nothing to do."""
+    """One batch.
+
+    Attributes:
+        start: where the worker begins; None for a worker that has nothing to do.
+        tries: try the state after the session's first batch on a copy of the dataset.
+    """
 
     session: int
     seed: int
     epoch: int
     rank: int
     start: _Slot | None
+    tries: bool = False
+
+
+class _Finding(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        differs: how the copy differed; empty if it did not.
+        order: other samples came, not only other numbers.
+        unseen: the names of types whose content could not be compared.
+    """
+
+    differs: str = ""
+    order: bool = False
+    unseen: tuple[str, ...] = ()
 
 
 class _Answer(NamedTuple):
@@ -66,11 +110,17 @@ class _Answer(NamedTuple):
 
     Attributes:
         fresh: (state, samples read, batches read) before this batch.
+        unsaid: why the dataset's state before this batch, which was to be sent, is not known.
+        astray: the batch before, which was read again, is another one than was given.
+        finding: what came of trying the state that is sent.
     """
 
     batch: Any = None
     digest: str = ""
     fresh: tuple[str, int, int] | None = None
+    unsaid: str = ""
+    astray: bool = False
+    finding: _Finding | None = None
     ended: bool = False
     idle: bool = False
 
@@ -80,17 +130,19 @@ class _Reader:
 
     request = _Request
 
-    def __init__(self, loader: DataLoader[Any], streams: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], streams: bool, proves: bool, copied: _Copied) -> None:
         self.dataset: Any = loader.dataset
         self._collate, self._size, self._drop_last = loader.collate_fn, loader.batch_size, loader.drop_last
         self._streams = Streams(loader.dataset, loader.collate_fn) if streams else None
+        self._proves, self._copied = proves, copied
         self._session: int | None = None
         self._samples: Iterator[Any] = iter(())
         self._read = self._batches = 0
-        self._last = 0  # the batch before which a state was sent
-        self._every = 1
+        self._last, self._every = 0, 1  # the batch before which a state was sent, and after how many the next one is
+        self._took, self._since = 0.0, 0.0  # seconds of the last state, and when that was
         self._key = 0
-        self._unseen: dict[str, None] = {}
+        self._twin: _Reader | None = None  # of a copy of the dataset, until the state after the first batch was tried
+        self._look: Look | None = None  # at the latest batch, while there is a twin
 
     def __call__(self, request: _Request) -> _Answer:
         """The next batch of this worker's stream."""
@@ -98,19 +150,56 @@ class _Reader:
             return _Answer(idle=True)
         if self._streams is None:
             return self._answer(request, _nothing)
+        if request.tries and self._session != request.session:
+            self._twin = self._made_twin()
         with self._streams as start:
-            return self._answer(request, start)
+            answer = self._answer(request, start)
+        twin = self._twin
+        if twin is None or self._batches == 1:
+            return answer
+        self._twin = None
+        if answer.fresh is None or answer.ended:
+            return answer
+        return answer._replace(finding=self._compare(twin, request._replace(start=_Slot(*answer.fresh))))
+
+    def _made_twin(self) -> _Reader | None:
+        copied = self._copied(self.dataset)[0]
+        if copied is None:
+            return None
+        twin = copy.copy(self)
+        twin.dataset, twin._streams, twin._collate = copied, Streams(copied), _as_it_is
+        return twin
+
+    def _compare(self, twin: _Reader, request: _Request) -> _Finding:
+        """Compare the latest batch with the one to which its state leads the twin."""
+        assert self._look is not None
+        look, self._look = self._look, None
+        try:
+            with warnings.catch_warnings(action="ignore"):  # the original has its own
+                again = twin(request._replace(tries=False))
+        except Exception as error:  # noqa: BLE001  # of the dataset's code
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            return _Finding(f"the copy raised {type(error).__name__}: {error!s:.200}", True)
+        if again.ended:
+            return _Finding("the copy ended where another batch was left", True)
+        difference = Witness.of(0, None, look).compare(look_at(again.batch), False)
+        if difference is None:
+            return _Finding(unseen=look.unseen)
+        named = f" ({difference.names})" if difference.names else ""
+        if difference.another:
+            return _Finding(f"the copy gave another batch{named}", True)
+        return _Finding(f"the copy gave the same samples with other numbers{named}")
 
     def _answer(self, request: _Request, start: Callable[[int], None]) -> _Answer:
         assert request.start is not None
+        astray = False
         if self._session != request.session:
             self._session = request.session
-            self._open(request, request.start, start)
-        if request.start.ended:
-            return _Answer(ended=True)
-        return self._next(start)
+            astray = self._open(request, request.start, start)
+        return _Answer(ended=True) if request.start.ended else self._next(start)._replace(astray=astray)
 
-    def _open(self, request: _Request, slot: _Slot, start: Callable[[int], None]) -> None:
+    def _open(self, request: _Request, slot: _Slot, start: Callable[[int], None]) -> bool:
+        """Stand where `slot` says. Returns whether another batch than the one that was given led there."""
         worker = get_worker_info()
         own = (request.rank, 0 if worker is None else worker.id + 1)
         start(derive_key(Purpose.OPENING, request.seed, request.epoch, *own))
@@ -123,25 +212,46 @@ class _Reader:
                     "dataset as it was when the state was saved"
                 ) from error
         self._key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
-        self._samples, self._read, self._batches, self._every = iter(self.dataset), slot.read, slot.batches, 1
-        self._last = -1
-        if slot.ended:
-            return
-        for number in range(slot.since):
-            again = self._next(start)
-            if number == slot.since - 1 and again.digest != slot.digest:
-                raise SourceError(
-                    f"the state of this {type(self.dataset).__name__} does not lead to the batch that was given when "
-                    "it was saved: let the state cover all that it draws and holds back, or wrap a function that makes "
-                    "the DataLoader, to have it read again from the start"
-                )
+        self._samples, self._read, self._batches = iter(self.dataset), slot.read, slot.batches
+        self._last, self._took, self._since = slot.batches, 0.0, time.perf_counter()
+        self._every = max(len(slot.state) // _BYTES_A_BATCH, 1)
+        digest = slot.digest
+        for _ in range(0 if slot.ended else slot.since):
+            digest = self._read_batch(start).digest
+        return self._proves and bool(slot.digest) and digest != slot.digest
 
     def _next(self, start: Callable[[int], None]) -> _Answer:
-        fresh = None
-        if self._last < 0 or self._batches - self._last >= self._every:
-            text = encode(self.dataset.state_dict()) if self._batches else ""
-            fresh, self._last = (text, self._read, self._batches), self._batches
-            self._every = max(len(text) // _BYTES_A_BATCH, 1)
+        fresh, unsaid = None, ""
+        if self._batches - self._last >= self._every:
+            try:
+                fresh = self._state(), self._read, self._batches
+            except Exception as error:  # noqa: BLE001  # whoever asks for a state is told; the next batch tries again
+                unsaid = self._why_unsaid(error)
+            else:
+                self._last = self._batches
+        return self._read_batch(start)._replace(fresh=fresh, unsaid=unsaid)
+
+    def _state(self) -> str:
+        began = time.perf_counter()
+        text = encode(self.dataset.state_dict())
+        ended = time.perf_counter()
+        # Of two states the faster one counts: the process may have been interrupted.
+        former, self._took = self._took, ended - began
+        a_batch = (began - self._since) / (self._batches - self._last)
+        budget = max(_SECONDS_A_BATCH, _PART_OF_A_BATCH * a_batch)
+        self._every = max(len(text) // _BYTES_A_BATCH, int(min(former, self._took) / budget), 1)
+        self._since = ended
+        return text
+
+    def _why_unsaid(self, error: Exception) -> str:
+        if isinstance(error, StateError):
+            return str(error)  # of what it holds
+        return (
+            f"the state_dict() of {type(self.dataset).__name__} raised {type(error).__name__}: {error!s:.200}: let it "
+            "return a state after each batch, or ask after another batch"
+        )
+
+    def _read_batch(self, start: Callable[[int], None]) -> _Answer:
         units: list[Any] = []
         while len(units) < (self._size or 1):
             start(extend_key(self._key, self._read))
@@ -154,26 +264,39 @@ class _Reader:
         if not units or (self._drop_last and len(units) < (self._size or 1)):
             return _Answer(ended=True)
         self._batches += 1
-        digest = checksum_of(units[-1], self._unseen)
+        digest = ""
+        if self._proves:
+            digest = f"{zlib.crc32(''.join(map(checksum_of, units)).encode()):08x}"
+        given = units if self._size is not None else units[0]
+        if self._twin is not None:
+            self._look = look_at(given)
         start(extend_key(self._key, self._read, Purpose.BATCH))
-        batch = self._collate(units if self._size is not None else units[0])
-        return _Answer(batch, digest, fresh)
+        return _Answer(self._collate(given), digest)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_session": None, "_samples": iter(())}
+        return {**self.__dict__, "_session": None, "_samples": iter(()), "_twin": None}
 
 
 class CarriedAdapter(Adapter):
-    """A DataLoader whose worker processes each read a stream with a state of its own. The unit is a batch."""
+    """A DataLoader whose worker processes each read a stream with a state of its own. The unit is a batch.
+
+    Args:
+        source: the DataLoader.
+        options: as given to `wrap`.
+        copied: makes a copy of a dataset that can be read while the dataset is read too; or None, and why. It is sent
+            to the worker processes.
+    """
 
     unit = "batch"
     seals_detail = True
 
-    def __init__(self, source: Any, options: Options) -> None:
+    def __init__(self, source: Any, options: Options, copied: _Copied) -> None:
         super().__init__(source, options)
         self._workers = source.num_workers
-        self._reader = _Reader(source, options.streams)
+        proves = options.streams and options.verify != "off"  # otherwise a batch that is read again may differ
+        self._reader = _Reader(source, options.streams, proves, copied)
+        self._trials = _TRIALS if proves else 0  # that are left
         self._server = Server(source, options)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -194,10 +317,18 @@ class CarriedAdapter(Adapter):
 
     def capabilities(self) -> Capabilities:
         """What the dataset's own state can restore."""
-        order = "as exact as the dataset's own state, which is proved at each resume by the batch before it"
+        as_exact = "as exact as the dataset's own state"
+        augmentations = promises.augmentations(self.options)
+        if not self.options.streams:
+            order = Capability(True, f"{as_exact}: with randomness='none', no resume proves it", believed=True)
+        elif self.options.verify == "off":
+            order = Capability(True, f"{as_exact}: with verify='off', no resume proves it", believed=True)
+            augmentations = replace(augmentations, believed=True)
+        else:
+            order = Capability(True, f"{as_exact}, which is proved at each resume by the batch before it")
         return Capabilities(
-            exact_order=Capability(True, order),
-            exact_augmentations=promises.augmentations(self.options),
+            exact_order=order,
+            exact_augmentations=augmentations,
             constant_time_resume=Capability(True, "the dataset's state, and the batches after it, which are few"),
             elastic_world=Capability(False, "each process has a stream of its own"),
             elastic_workers=Capability(False, "each worker process has a stream of its own"),
@@ -235,14 +366,50 @@ class CarriedAdapter(Adapter):
             tell(run.epoch)  # worker processes start with the dataset as it is now
         first, slots = _read(run.detail) if run.detail else (0, [_Slot()] * self._workers)
         answers, close = self._server(self._reader, self._requests(run, first, slots), run)
-        return _CarriedSession(answers, close, first, slots)
+        return _CarriedSession(answers, close, first, slots, self)
 
     def _requests(self, run: Run, first: int, slots: list[_Slot]) -> Iterator[_Request]:
         request = _Request(run.session, run.seed, run.epoch, run.world.rank, None)
         for _ in range(first):
             yield request  # torch gives each worker one request in turn, from the first worker on
-        for number in itertools.count(first):
-            yield request._replace(start=slots[number % self._workers])
+        tries = not run.detail and self._trials > 0
+        self._trials -= tries
+        turns = [*slots[first:], *slots[:first]]
+        for slot in turns:
+            yield request._replace(start=slot, tries=tries)
+            tries = False  # one worker is enough
+        # The workers have their states now.
+        yield from itertools.cycle([request._replace(start=slot._replace(state="")) for slot in turns])
+
+    def went_astray(self) -> None:
+        """A state did not lead to the batch that was given.
+
+        Raises:
+            SourceError: unless a warning was asked for.
+        """
+        kind = type(self.source.dataset).__name__
+        why = f"the state of this {kind} does not lead to the batch that was given when it was saved"
+        if self.options.verify != "warn":
+            raise SourceError(f"{why}: {_CURE}")
+        self.found(why, order=True)
+        warnings.warn(f"{why}: {_CURE}", MidepochWarning, stacklevel=5)
+
+    def conclude(self, finding: _Finding) -> None:
+        """Take over, and say, what a trial has shown."""
+        if finding.unseen:
+            self.cannot_see(finding.unseen)
+        if not finding.differs:
+            return
+        self._trials = 0
+        what = "order" if finding.order else "random numbers"
+        why = f"the state of this {type(self.source.dataset).__name__} does not restore its {what}"
+        self.found(f"{why}: {finding.differs}", finding.order)
+        warnings.warn(
+            f"{why} ({finding.differs}, when its state after the first batch was tried): {_CURE}. loader.capabilities "
+            "says what still holds",
+            MidepochWarning,
+            stacklevel=4,
+        )
 
     def close(self) -> None:
         """End worker processes."""
@@ -252,9 +419,17 @@ class CarriedAdapter(Adapter):
 class _CarriedSession(Session):
     marks = True
 
-    def __init__(self, answers: Iterator[Any], close: Callable[[], None], first: int, slots: list[_Slot]) -> None:
-        self._answers, self._close = answers, close
-        self._idle, self._next, self._slots = first, first, list(slots)
+    def __init__(
+        self,
+        answers: Iterator[Any],
+        close: Callable[[], None],
+        first: int,
+        slots: list[_Slot],
+        adapter: CarriedAdapter,
+    ) -> None:
+        self._answers, self._close, self._adapter = answers, close, adapter
+        self._next, self._slots = first, list(slots)
+        self._unsaid = [""] * len(slots)  # why a worker's dataset does not say its state here
 
     def take(self) -> Any:
         """The next batch."""
@@ -263,8 +438,13 @@ class _CarriedSession(Session):
             answer: _Answer = next(self._answers)
             if answer.idle:
                 continue
+            if answer.astray:
+                self._adapter.went_astray()
+            if answer.finding is not None:
+                self._adapter.conclude(answer.finding)
             number, self._next = self._next, (self._next + 1) % len(slots)
             slot = slots[number]
+            self._unsaid[number] = "" if answer.ended else answer.unsaid
             if answer.ended:
                 slots[number] = slot._replace(ended=True)
                 continue
@@ -274,13 +454,20 @@ class _CarriedSession(Session):
             return answer.batch
         raise StopIteration
 
-    def mark(self) -> tuple[int, tuple[_Slot, ...]]:
-        """Where the workers stand."""
-        return self._next, tuple(self._slots)
+    def mark(self) -> tuple[int, tuple[_Slot, ...], str]:
+        """Where the workers stand; and why a state cannot be saved there."""
+        return self._next, tuple(self._slots), next(filter(None, self._unsaid), "")
 
-    def detail(self, mark: tuple[int, tuple[_Slot, ...]] | None) -> str:
-        """The same as text."""
-        return json.dumps(self.mark() if mark is None else mark, separators=(",", ":"))
+    def detail(self, mark: tuple[int, tuple[_Slot, ...], str] | None) -> str:
+        """The same as text.
+
+        Raises:
+            StateError: a dataset did not say its state.
+        """
+        first, slots, unsaid = self.mark() if mark is None else mark
+        if unsaid:
+            raise StateError(unsaid)
+        return json.dumps((first, slots), separators=(",", ":"))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -313,5 +500,12 @@ def refuse_undivided(dataset: Any, options: Options, world: World) -> None:
         )
 
 
+_Copied = Callable[[Any], tuple[Any | None, str]]
+
+
 def _nothing(key: int) -> None:
     pass
+
+
+def _as_it_is(given: Any) -> Any:
+    return given
