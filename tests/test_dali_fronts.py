@@ -455,13 +455,14 @@ def test_tfrecord_in_dynamic_mode_goes_on_exactly_and_its_features_are_compared(
         records += record
     (tmp_path / "records").write_bytes(records)
     (tmp_path / "index").write_text(index)
-    one = lambda: tfrecords.FixedLenFeature((1,), tfrecords.int64, 0)
+    kinds: Any = tfrecords  # has no types
+    one = functools.partial(kinds.FixedLenFeature, (1,), kinds.int64, 0)
     assert len(set(every_cut(lambda: tfrecord(tmp_path, one()), 2))) == 8
     with tfrecord(tmp_path, one()) as loader:
         next(iter(loader))
         state = loader.state_dict()
     with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other features\)"):
-        tfrecord(tmp_path, tfrecords.VarLenFeature(tfrecords.int64, 0)).load_state_dict(state)
+        tfrecord(tmp_path, kinds.VarLenFeature(kinds.int64, 0)).load_state_dict(state)
 
 
 def test_a_state_of_another_shard_of_a_dynamic_reader_is_refused(root: str) -> None:
