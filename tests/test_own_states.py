@@ -1846,7 +1846,7 @@ class HoldsALoader(IterableDataset[Any]):
         self.held = {"loader": StatefulDataLoader(range(8), 2, **options)}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.held["loader"].state_dict()
+        return dict(self.held["loader"].state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.held["loader"].load_state_dict(state)
