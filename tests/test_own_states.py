@@ -2049,7 +2049,7 @@ class HoldsALoader(IterableDataset[Any]):
         self.held = {"loader": StatefulDataLoader(range(8), 2, **options)}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.held["loader"].state_dict()
+        return dict(self.held["loader"].state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.held["loader"].load_state_dict(state)
@@ -2068,6 +2068,51 @@ def test_a_loader_within_a_source_is_believed_if_it_shuffles(made_of: Callable[[
         assert len(list(loader)) == 4
         order = loader.capabilities.exact_order
         assert order and order.believed == shuffles and ("wrap that loader" in order.reason) == shuffles
+
+
+class Hardest:
+    """A sampler that gives the sample with the highest loss, as the training loop has told it so far."""
+
+    def __init__(self) -> None:
+        self.losses, self.given = [float(8 - number) for number in range(8)], 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < 8:
+            self.given += 1
+            yield self.losses.index(max(self.losses))
+        self.given = 0
+
+
+class HardestWithAState(Hardest):
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.given = list(state["losses"]), state["given"]
+
+
+def test_a_sampler_that_follows_the_training_needs_a_state_of_its_own() -> None:
+    def trained(kind: type[Hardest], state: Any = None) -> tuple[list[int], list[Any], Loader]:
+        sampler: Any = kind()
+        loader = wrap(StatefulDataLoader(range(8), 1, sampler=sampler), seed=1)
+        if state is not None:
+            loader.load_state_dict(state)
+        given, states = [], []
+        for batch in loader:
+            given.append(int(batch))
+            sampler.losses[given[-1]] -= 2.5
+            states.append(loader.state_dict())
+        return given, states, loader
+
+    whole, states, loader = trained(HardestWithAState)
+    assert whole == [0, 1, 2, 0, 3, 1, 4, 2] and "Hardest" not in loader.capabilities.exact_order.reason
+    assert trained(HardestWithAState, states[2])[0] == whole[3:]
+    at_once, _, loader = trained(Hardest)
+    assert at_once == [0] * 8
+    assert "Hardest gives its whole order when an epoch begins" in loader.capabilities.exact_order.reason
 
 
 class HeldBack:

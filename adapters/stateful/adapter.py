@@ -171,7 +171,8 @@ class StatefulAdapter(Adapter):
         if self._untried:
             base = f"as exact as the source's own state: {self._untried}"
             own = Capability(True, base, believed=True)
-        if private.holds_a_shuffling_loader(getattr(self.source, "dataset", self.source)):
+        held_by = self.source.dataset if isinstance(self.source, DataLoader) else self.source
+        if private.holds_a_shuffling_loader(held_by):
             base = f"as exact as the StatefulDataLoader that it holds, {_MAY_REORDER}"
             own = Capability(True, base, believed=True)
         # A trial, after the first batch, sees only what is drawn by then.

@@ -219,8 +219,8 @@ def holds_a_shuffling_loader(value: Any) -> bool:
         by_index = each is not value and isinstance(each, kind) and not isinstance(each.dataset, IterableDataset)
         if by_index and not isinstance(each.sampler, SequentialSampler):
             return True
-        members = each if isinstance(each, list | tuple) else (each if isinstance(each, dict) else vars(each)).values()
-        for held in itertools.islice(members, _MOST_HELD):
+        named = each if isinstance(each, dict) else getattr(each, "__dict__", {})
+        for held in itertools.islice(each if isinstance(each, list | tuple) else named.values(), _MOST_HELD):
             if id(held) not in seen and len(seen) < _MOST_HELD and (
                 isinstance(held, list | tuple | dict) or hasattr(held, "__dict__")
             ):

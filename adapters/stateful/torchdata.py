@@ -86,6 +86,10 @@ class TorchdataAdapter(StatefulAdapter):
         stated = super().capabilities()
         if self.source.num_workers and not getattr(self.source, "in_order", True):
             stated = dataclasses.replace(stated, exact_order=_OUT_OF_ORDER)
+        elif stated.exact_order and self._drawn_at_once:
+            order = stated.exact_order
+            why = f"{order.reason}; {self._drawn_at_once} gives its whole order when an epoch begins"
+            stated = dataclasses.replace(stated, exact_order=dataclasses.replace(order, reason=why))
         augmentations = Capability(keyed, exact)
         if keyed and self._leaves_the_dataset:
             exact = "as exact as the dataset's own state, which restores its generators"
@@ -95,6 +99,12 @@ class TorchdataAdapter(StatefulAdapter):
             exact_augmentations=augmentations,
             constant_time_resume=Capability(False, self._costs),
         )
+
+    @property
+    def _drawn_at_once(self) -> str:
+        """The user's own sampler that `private.begin_sampler` lists; empty if there is none."""
+        own = [] if self.source.num_workers or not self.options.streams else _listed(self._samplers)
+        return next((type(each).__name__ for each in own if not hasattr(each, "load_state_dict")), "")
 
     @property
     def _costs(self) -> str:

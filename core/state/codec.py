@@ -115,9 +115,12 @@ def _to_json(value: Any, path: str) -> Any:
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _bytes_of(value)}
     elif isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {_TAG: "scalar", "dtype": value.dtype.str, "shape": [], "data": _bytes_of(np.asarray(value))}
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        kind += f" ({value.dtype}, {value.layout}, {value.device})"
     raise StateError(
-        f"the source's own {path} holds a {type(value).__name__}, which cannot be saved without pickle: "
-        "let its state_dict() return built-in types, tensors or arrays"
+        f"the source's own {path} holds a {kind}, which cannot be saved without pickle: let its state_dict() return "
+        "built-in types, arrays, or dense tensors on the CPU whose type numpy has"
     )
 
 
