@@ -1430,7 +1430,8 @@ def test_what_a_source_reports_late_in_a_later_epoch_is_compared_with_a_copy() -
             given.append(own.identify(batch))
             states.append(json.loads(json.dumps(loader.state_dict())))
         states[-1] = loader.state_dict()
-    for cut in (0, 1, 12, own.SIZE - 1, own.SIZE, own.SIZE + 1, 2 * own.SIZE - 1, 2 * own.SIZE, 2 * own.SIZE + 3):
+    # With a single batch left, there is no next one to compare: such a state is refused.
+    for cut in (0, 1, own.SIZE - 1, own.SIZE, own.SIZE + 1, 2 * own.SIZE - 2, 2 * own.SIZE, 2 * own.SIZE + 3):
         resumed = wrap(KeepsItsGenerator())
         resumed.load_state_dict(states[cut])
         rest = [batch for _ in range(4) for batch in taken(resumed)]

@@ -431,7 +431,7 @@ class StatefulAdapter(Adapter):
     def _read_behind_a_load(self, run: Run, state: Any) -> Report | None:
         """How a copy reports what it loads: `state`, and the one after the first batch from there.
 
-        None if nothing can be tried, or the copy reads on wrongly.
+        None if nothing can be tried, as with less than two batches left, or the copy reads on wrongly.
         """
         read = self._ask_copy(lambda adapter, run: _Twice(adapter, run, state), run)
         if read is None or read.error is not None:
@@ -442,12 +442,8 @@ class StatefulAdapter(Adapter):
         given = self._ask_copy(lambda adapter, run: _Behind(adapter, run, behind), dataclasses.replace(run, position=1))
         if given is None or given.error is not None:
             return None
-        report, outcome = given.batch
-        if expected.ended:
-            rightly = outcome.ended and not self.shows_its_end(behind)
-        else:
-            rightly = not compare(outcome, expected.batch).order
-        return own.merged(report) if rightly else None
+        report, batch = given.batch
+        return None if compare(Outcome(batch), expected).order else own.merged(report)
 
     def check_begun(self) -> None:
         """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
@@ -586,7 +582,7 @@ class _Twice(Session):
     def __init__(self, adapter: StatefulAdapter, run: Run, state: Any) -> None:
         self._adapter, self._run, self._state = adapter, run, state
 
-    def take(self) -> tuple[Report, str, Any, Outcome]:
+    def take(self) -> tuple[Report, str, Any, Any]:
         """Reads two batches."""
         adapter, run = self._adapter, self._run
         iterator = adapter.start(run, self._state)
@@ -602,7 +598,7 @@ class _Twice(Session):
             read = adapter.reading(run, iterator)
             read()
         reports = encode(state_of(adapter.keeper))
-        return report, reports, decode(encode(adapter.current(iterator))), _outcome_of(read)
+        return report, reports, decode(encode(adapter.current(iterator))), read()
 
 
 class _Behind(Session):
@@ -611,18 +607,11 @@ class _Behind(Session):
     def __init__(self, adapter: StatefulAdapter, run: Run, state: Any) -> None:
         self._adapter, self._run, self._state = adapter, run, state
 
-    def take(self) -> tuple[Report, Outcome]:
+    def take(self) -> tuple[Report, Any]:
         """Reads a batch."""
         adapter = self._adapter
         iterator = adapter.start(self._run, self._state)
-        return adapter.report or Report({}, False), _outcome_of(adapter.reading(self._run, iterator))
-
-
-def _outcome_of(read: Callable[[], Any]) -> Outcome:
-    try:
-        return Outcome(read())
-    except StopIteration as end:
-        return Outcome(error=end)
+        return adapter.report or Report({}, False), adapter.reading(self._run, iterator)()
 
 
 def state_of(source: Any) -> Any:
