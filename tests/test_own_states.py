@@ -1010,7 +1010,8 @@ class Skips(IterableDataset[Any]):
     """Loads its state by reading up to its place."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.place, self.numbers = size, 0, iter(())
+        self.size, self.place = size, 0
+        self.numbers: Iterator[int] = iter(())
 
     def __iter__(self) -> Iterator[int]:
         if not self.place:
@@ -1047,7 +1048,8 @@ class BeginsLazily(IterableDataset[Any]):
     """Has a state only once it is read."""
 
     def __init__(self) -> None:
-        self.begins_at, self.own = 0, None
+        self.begins_at = 0
+        self.own: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         self.own = None
@@ -1445,7 +1447,8 @@ class ReportsOtherTypes(own.Stream):
 
     def __init__(self, given_as: Callable[[int], Any]) -> None:
         super().__init__()
-        self.held, self.given_as, self.shape = threading.Lock(), given_as, [[1, 2.0], 3]
+        self.held, self.given_as = threading.Lock(), given_as
+        self.shape: Any = [[1, 2.0], 3]
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "given": self.given_as(self.given), "shape": self.shape}
