@@ -34,6 +34,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import StateError, StateMismatchError, wrap
+from midepoch.adapters.stateful.keyed import SEEDED_BATCHES
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests, check_resumable
 from midepoch.testing.pool import shared_pool
@@ -1048,6 +1049,141 @@ def test_what_litdata_keeps_as_it_was_is_compared_when_a_state_is_loaded() -> No
     make().load_state_dict(state)
 
 
+# --- what a state leads to ---
+
+
+class Skips(IterableDataset[Any]):
+    """Loads its state by reading up to its place."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+        self.numbers: Iterator[int] = iter(())
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.place:
+            self.numbers = iter(range(self.size))
+        for number in self.numbers:
+            self.place += 1
+            yield number
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.numbers, self.place = iter(range(self.size)), state["place"]
+        for _ in range(self.place):
+            next(self.numbers)
+
+
+@pytest.mark.parametrize(
+    "made_of", [lambda each: each, lambda each: DataLoader(each, 4), lambda each: StatefulDataLoader(each, 4)]
+)
+def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
+    state = wrap_state(lambda: made_of(Skips(40)), 6)
+    resumed = wrap(made_of(Skips(40)))
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == len(list(wrap(made_of(Skips(40))))) - 6
+    shorter = wrap(made_of(Skips(3)))
+    shorter.load_state_dict(state)
+    with pytest.raises(StateError, match=r"refused its own state \(StopIteration"):
+        list(shorter)
+
+
+class BeginsLazily(IterableDataset[Any]):
+    """Has a state only once it is read."""
+
+    def __init__(self) -> None:
+        self.begins_at = 0
+        self.own: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.own = None
+        return self.numbers()
+
+    def numbers(self) -> Iterator[Any]:
+        self.own, self.begins_at = [self.begins_at], 0
+        while self.own[0] < 130:
+            self.own[0] += 1
+            yield [self.own[0], random.random() if self.own[0] == 120 else 0.0]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.own[0]}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begins_at = state["place"]
+
+
+def test_a_source_that_has_a_state_only_while_it_is_read_is_read_all_the_same() -> None:
+    def make() -> Loader:
+        return wrap(DataLoader(BeginsLazily(), None, collate_fn=own.same), seed=1)
+
+    loader = make()
+    with pytest.warns(midepoch.MidepochWarning, match="batch 119 of epoch 0 is the first one that drew"):
+        given = list(loader)
+    state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert len(given) == 130
+    assert [number for number, _ in resumed] == [number for number, _ in loader]  # from the beginning of an epoch
+
+
+class LastsLong(IterableDataset[int]):
+    """Begins anew from the state of its end."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.place %= 12
+        while self.place < 12:
+            self.place += 1
+            yield self.place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class LastsLongOfALength(LastsLong):
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("made_of", [lambda kind: kind(), lambda kind: DataLoader(kind(), batch_size=4)])
+def test_a_state_that_does_not_show_the_end_is_told_once_that_is_known(made_of: Callable[[Any], Any]) -> None:
+    loader = wrap(made_of(LastsLong))
+    with pytest.warns(midepoch.MidepochWarning, match="the last one, and LastsLong reports the same state at its end"):
+        for _ in loader:
+            loader.state_dict()
+
+
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        LastsLongOfALength,
+        lambda: DataLoader(LastsLongOfALength(), batch_size=4),
+        lambda: DataLoader(LastsLong(), batch_size=5),  # the last batch is not full
+        lambda: DataLoader(Counting(), batch_size=4),  # reports another state at its end
+    ],
+)
+def test_a_state_that_shows_the_end_is_not_told(make: Callable[[], Any]) -> None:
+    loader = wrap(make())
+    for _ in range(2):
+        for _ in loader:
+            loader.state_dict()
+    following = wrap(make())
+    following.load_state_dict(loader.state_dict())
+    assert str(list(following)) == str(list(loader))
+    elsewhere = wrap(LastsLong())
+    for place, _ in enumerate(elsewhere):
+        if place == 5:
+            elsewhere.state_dict()
+
+
 # --- streams in a DataLoader ---
 
 
@@ -1513,6 +1649,76 @@ def test_a_source_that_ignores_what_it_loads_is_refused(made_of: Callable[[Any],
             taken(ignores), taken(ignores)
 
 
+class KeepsItsGenerator(own.Stream):
+    """Draws its order from a generator when it is read. It reports where that stood then, and nothing at the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(5)
+        self.began = self.generator.getstate()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given, self.goes_on = self.given if self.goes_on else 0, False
+        self.began = self.generator.getstate()
+        for number in self.generator.sample(range(self.size), self.size)[self.given :]:
+            self.given += 1
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "began": self.began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, pair = state["began"]
+        self.generator.setstate((version, tuple(words), pair))
+        self.given, self.goes_on = state["given"], True
+
+
+def test_what_a_source_reports_late_in_a_later_epoch_is_compared_with_a_copy() -> None:
+    loader = wrap(KeepsItsGenerator())
+    given, states = [], [loader.state_dict()]
+    for _ in range(3):
+        for batch in loader:
+            given.append(own.identify(batch))
+            states.append(json.loads(json.dumps(loader.state_dict())))
+        states[-1] = loader.state_dict()
+    # With a single batch left, there is no next one to compare: such a state is refused.
+    for cut in (0, 1, own.SIZE - 1, own.SIZE, own.SIZE + 1, 2 * own.SIZE - 2, 2 * own.SIZE, 2 * own.SIZE + 3):
+        resumed = wrap(KeepsItsGenerator())
+        resumed.load_state_dict(states[cut])
+        rest = [batch for _ in range(4) for batch in taken(resumed)]
+        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+
+
+class ReportsOtherTypes(own.Stream):
+    """Keeps what it loads in other types. It cannot be copied."""
+
+    held: Any = None
+
+    def __init__(self, given_as: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.held, self.given_as = threading.Lock(), given_as
+        self.shape: Any = [[1, 2.0], 3]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "given": self.given_as(self.given), "shape": self.shape}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "given": int(state["given"])})
+        self.shape = ((np.int32(1), 2), np.array(3))
+
+
+def test_equal_values_of_other_types_are_the_state_that_was_loaded() -> None:
+    for given_as in (np.int64, float, torch.tensor):
+        state = wrap_state(lambda: ReportsOtherTypes(int), 3)
+        resumed = wrap(ReportsOtherTypes(given_as))
+        resumed.load_state_dict(state)
+        assert taken(resumed) == taken(wrap(own.Stream()))[3:]
+    resumed = wrap(ReportsOtherTypes(lambda number: np.int64(number + 1)))
+    resumed.load_state_dict(state)
+    with pytest.raises(StateError, match="another state than was loaded: given is"):
+        taken(resumed)
+
+
 @pytest.mark.parametrize("kind", [Late, CountsResumes])
 @pytest.mark.parametrize("made_of", [lambda kind: kind(), in_a_dataloader])
 @pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
@@ -1591,6 +1797,13 @@ class Rows:
 class NamedRows(Rows):
     def __repr__(self) -> str:
         return "NamedRows()"
+
+
+def test_an_iterator_of_grain_s_is_refused_with_the_cure() -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    iterator = iter(own.grain_dataset())
+    with pytest.raises(midepoch.UnsupportedSourceError, match="goes through its data once: wrap the dataset"):
+        wrap(iterator)
 
 
 def test_a_grain_source_that_grain_knows_by_its_address_is_refused_with_the_cure() -> None:
@@ -1756,8 +1969,7 @@ def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_sam
     given = [batch.tolist() for _ in range(2) for batch in loader]
     assert random.getstate() == before
     assert len({number for batch in given for _, number in batch}) == 11  # five in each epoch, and 0.5
-    # A StatefulDataLoader that ends as it is resumed has no state from which that could be read again: a warning.
-    for cut in (0, 3, 6, 8, 14, 10)[: 5 + (outer is DataLoader)]:
+    for cut in (0, 3, 6, 8, 14, 10):
         random.seed(100 + cut)
         head = make()
         batches = (batch for _ in range(2) for batch in head)
@@ -1767,6 +1979,82 @@ def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_sam
         resumed.load_state_dict(head.state_dict())
         rest = [batch.tolist() for _ in range(2) for batch in resumed]
         assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+
+
+class DrawsAtOne(IterableDataset[Any]):
+    """Has an order of its own in each pass, from the operating system; draws once, late. No state tells the order."""
+
+    draws_at, size = 120, 130
+
+    def __init__(self) -> None:
+        self.place = self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order, begins = np.random.default_rng().permutation(self.size), self.place
+        for place in range(begins, self.size):
+            self.place, self.read = place + 1, self.read + 1
+            yield [int(order[place]), random.random() if place == self.draws_at else 0.0]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("outer", [DataLoader, StatefulDataLoader])
+def test_a_draw_late_in_a_pass_reads_nothing_again(outer: Any) -> None:
+    dataset = DrawsAtOne()
+    loader = wrap(outer(dataset, None, collate_fn=own.same), seed=3, verify="off")
+    with pytest.warns(midepoch.MidepochWarning, match="batch 120 of epoch 0 is the first one that drew random numbers"):
+        given = list(loader)
+    assert sorted(number for number, _ in given) == list(range(130)) and dataset.read == 130
+    told = loader.capabilities
+    assert told.exact_order and not told.exact_augmentations and "batch 120" in told.exact_augmentations.reason
+
+
+class WithoutState(IterableDataset[Any]):
+    """Draws for some numbers only. It has no state, so torchdata reads it again to its place."""
+
+    def __init__(self, size: int = 20, draws: Callable[[int], bool] = lambda number: number % 10 > 6) -> None:
+        self.size, self.draws = size, draws
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.size):
+            yield [number, random.random() if self.draws(number) else 0.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "late", "cuts"),
+    [
+        (WithoutState, None, (2, 7, 9, 10, 12, 19)),
+        (lambda: WithoutState(260, lambda number: number in (241, 251)), 120, (60, 123, 130)),
+    ],
+)
+def test_a_dataset_without_a_state_that_draws_seldom_is_read_again_under_its_streams(
+    make: Any, late: int | None, cuts: tuple[int, ...]
+) -> None:
+    def loader() -> Loader:
+        return wrap(StatefulDataLoader(make(), batch_size=2, collate_fn=list), seed=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore" if late else "error", midepoch.MidepochWarning)
+        whole = loader()
+        given, states = [], [whole.state_dict()]
+        for _ in range(2):
+            for batch in whole:
+                given.append(batch)
+                states.append(whole.state_dict())
+        for cut in cuts:
+            random.seed(cut)
+            resumed = loader()
+            resumed.load_state_dict(states[cut])
+            rest = [batch for _ in range(2) for batch in resumed]
+            pairs = enumerate(zip(rest, given[cut:], strict=False), cut)
+            differ = [place for place, (one, other) in pairs if one != other]
+            assert differ == ([late] if late and cut <= late else [])  # of which the warning was
 
 
 class _EndsOnceMore:
@@ -2343,7 +2631,7 @@ def test_a_batch_takes_few_calls(name: str) -> None:
     if package in ("datasets", "grain", "litdata"):
         made({"datasets": "Hugging Face IterableDataset", "grain": "Grain DataLoader"}.get(package, name))
     batches = iter(wrap((STEADY | WATCHED)[name](), seed=1))
-    for _ in range(10):
+    for _ in range(SEEDED_BATCHES + 10):
         next(batches)
     ours, counted = str(Path(midepoch.__file__).parent), Counter[str]()
 

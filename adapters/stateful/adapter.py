@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
+from midepoch.adapters.stateful.keyed import SEEDED_BATCHES
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.adapters.stateful.trial import Loaded, Outcome, Report, compare, read_from
 from midepoch.copying import stateful_copy
@@ -60,7 +61,6 @@ class StatefulAdapter(Adapter):
     unit = "batch"
     seals_detail = True
     remembers = False
-    stands_at_its_state: bool = False  # its state before an iterator is made leads where that iterator begins
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
     how_to_divide: ClassVar[str] = "Give each rank its own part"
 
@@ -419,8 +419,12 @@ class StatefulAdapter(Adapter):
         keeper.load_state_dict(state)
         return Loaded(loaded, before, Report.of(loaded, before, state_of(keeper)))
 
-    def compare_report(self, loaded: Loaded | None) -> None:
+    def compare_report(self, loaded: Loaded | None, state: Any) -> None:
         """Compare what the source reports with what was loaded, now that it has begun to read.
+
+        Args:
+            loaded: the keeper's state.
+            state: all of it, as `start` was given it.
 
         Raises:
             StateError: it reports another state, and no copy of it has shown that it stands at the loaded place.
@@ -436,9 +440,8 @@ class StatefulAdapter(Adapter):
         self.report = self.report.merged(now)
         if self.options.verify == "off":
             return
-        excuse = self._excuse or self._read_behind_a_load()
-        if excuse is not None and now.is_excused_by(excuse):
-            self._excuse, self.is_doubted = excuse, True
+        if self._is_excused(now, state):
+            self.is_doubted = True
             return
         if reports is None and self._pristine is None:
             return  # it says nothing, and nothing can be tried
@@ -452,20 +455,36 @@ class StatefulAdapter(Adapter):
             "the place, such as a count of resumes; verify='off' takes the source at its word"
         )
 
-    def _read_behind_a_load(self) -> Report | None:
-        """How a copy reports a state that it loads. None if nothing can be tried, or the copy reads on wrongly."""
-        beginning = Run(0, 0, 0, World(), None, "pad", "")
-        read = self._ask_copy(_Twice, beginning)
+    def _is_excused(self, now: Report, state: Any) -> bool:
+        """Whether a copy reports as the source does `now`, and reads on rightly: from its beginning, or from `state`.
+
+        Some sources report otherwise only where another epoch than the first one has been loaded.
+        """
+        if self._excuse is not None and now.is_excused_by(self._excuse):
+            return True
+        for epoch, begins_at in ((0, None), (self._read_epoch or 0, state)):
+            excuse = self._read_behind_a_load(Run(epoch, 0, 0, World(), None, "pad", ""), begins_at)
+            if excuse is not None and now.is_excused_by(excuse):
+                self._excuse = excuse
+                return True
+        return False
+
+    def _read_behind_a_load(self, run: Run, state: Any) -> Report | None:
+        """How a copy reports what it loads: `state`, and the one after the first batch from there.
+
+        None if nothing can be tried, as with less than two batches left, or the copy reads on wrongly.
+        """
+        read = self._ask_copy(lambda adapter, run: _Twice(adapter, run, state), run)
         if read is None or read.error is not None:
             return None
-        self._after_first, state, expected = read.batch
-        given = self._ask_copy(
-            lambda adapter, run: _Behind(adapter, run, state), dataclasses.replace(beginning, position=1)
-        )
+        own, reports, behind, expected = read.batch
+        if state is None:
+            self._after_first = reports
+        given = self._ask_copy(lambda adapter, run: _Behind(adapter, run, behind), dataclasses.replace(run, position=1))
         if given is None or given.error is not None:
             return None
         report, batch = given.batch
-        return None if compare(Outcome(batch), expected).order else report
+        return None if compare(Outcome(batch), expected).order else own.merged(report)
 
     def check_begun(self) -> None:
         """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
@@ -480,13 +499,43 @@ class StatefulAdapter(Adapter):
             )
 
     def tell_of_unseeded(self, run: Run, batches: int) -> None:
-        """Say that a batch drew random numbers, and cannot be read again."""
+        """Say that a batch drew random numbers which were not those of its stream."""
+        why = (
+            f"batch {batches} of epoch {run.epoch} is the first one that drew random numbers, and only the first "
+            f"{SEEDED_BATCHES} are seeded in any case"
+        )
+        self.found(f"{why}: they are not restored", order=False)
         warnings.warn(
-            f"batch {batches} of epoch {run.epoch} is the first one that drew random numbers, and cannot be read "
-            "again: its numbers may differ after a resume, those of later batches will not",
+            f"{why}: its numbers, and what follows from them, may differ after a resume; each later batch is seeded. "
+            "Let every sample draw, or draw in then=, whose numbers are restored",
             MidepochWarning,
             stacklevel=5,
         )
+
+    def tell_of_its_end(self, run: Run, iterator: Iterator[Any], batches: int, detail: str) -> None:
+        """Say it where a state saved after the last batch does not show that nothing is left, now that this is known.
+
+        No copy tries it: a source may read all of an epoch to get to its end.
+        """
+        if not self.is_of_unknown_kind or self.shows_its_end(decode(detail)):
+            return
+        try:
+            moved = encode(self.current(iterator)) != detail
+        except Exception:  # noqa: BLE001  # of the source's code; whoever asks for the state will be told
+            return
+        if not moved:
+            warnings.warn(
+                f"a state was saved after batch {batches - 1} of epoch {run.epoch}, the last one, and "
+                f"{type(self.keeper).__name__} reports the same state at its end: if it begins anew from that, a run "
+                f"resumed there reads its next pass as the rest of epoch {run.epoch}. Give it a __len__, which says "
+                "where it ends, or load another state",
+                MidepochWarning,
+                stacklevel=5,
+            )
+
+    def shows_its_end(self, state: Any) -> bool:
+        """Whether a state says that nothing is left of its pass."""
+        return False
 
     # --- what differs between sources ---
 
@@ -500,7 +549,7 @@ class StatefulAdapter(Adapter):
         self._used = True
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
-        self.compare_report(loaded)
+        self.compare_report(loaded, state)
         private.forget_end(iterator)
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
@@ -530,7 +579,7 @@ class StatefulAdapter(Adapter):
 
     def restore(self, state: Any) -> None:
         """Load a state from which the next epoch begins, and read nothing."""
-        self.compare_report(self._load(state, not self._used))
+        self.compare_report(self._load(state, not self._used), state)
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """A function that returns the iterator's next batch."""
@@ -570,20 +619,32 @@ class _Nowhere:
 
 
 class _Twice(Session):
-    """Gives what a copy reports after its first batch, the state for that place, and the batch that follows."""
+    """Gives how a copy reports the state that it loads, what it does after a batch, its state then, and what follows.
 
-    def __init__(self, adapter: StatefulAdapter, run: Run) -> None:
-        self._adapter, self._run = adapter, run
+    Args:
+        state: None to begin at the epoch's beginning.
+    """
 
-    def take(self) -> tuple[str, Any, Any]:
+    def __init__(self, adapter: StatefulAdapter, run: Run, state: Any) -> None:
+        self._adapter, self._run, self._state = adapter, run, state
+
+    def take(self) -> tuple[Report, str, Any, Any]:
         """Reads two batches."""
-        adapter = self._adapter
-        adapter.seeds = True
-        iterator = adapter.start(self._run, None)
-        read = adapter.reading(self._run, iterator)
-        read()
+        adapter, run = self._adapter, self._run
+        iterator = adapter.start(run, self._state)
+        report = adapter.report or Report({}, False)
+        read = adapter.reading(run, iterator)
+        try:
+            read()
+        except StopIteration:
+            if self._state is None:
+                raise
+            # The state is that of an epoch's end.
+            iterator = adapter.start(dataclasses.replace(run, epoch=run.epoch + 1), None)
+            read = adapter.reading(run, iterator)
+            read()
         reports = encode(state_of(adapter.keeper))
-        return reports, decode(encode(adapter.current(iterator))), read()
+        return report, reports, decode(encode(adapter.current(iterator))), read()
 
 
 class _Behind(Session):
@@ -595,7 +656,6 @@ class _Behind(Session):
     def take(self) -> tuple[Report, Any]:
         """Reads a batch."""
         adapter = self._adapter
-        adapter.seeds = True
         iterator = adapter.start(self._run, self._state)
         return adapter.report or Report({}, False), adapter.reading(self._run, iterator)()
 

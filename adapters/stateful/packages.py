@@ -82,6 +82,11 @@ class GrainAdapter(StatefulAdapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
+        if hasattr(source, "__next__"):
+            raise UnsupportedSourceError(
+                f"a {type(source).__name__} is an iterator of Grain's, which goes through its data once: wrap the "
+                "dataset or the DataLoader that it was made from, whose iterators keep the same state"
+            )
         if name := private.grain_names_an_address(source):
             raise UnsupportedSourceError(
                 f"Grain's state names the {name} by its repr(), which has an address in it, so no other process could "

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from midepoch.adapters.stateful.keyed import DrewAfterAllError, steady
+from midepoch.adapters.stateful.keyed import SEEDED_BATCHES, DrewAfterAllError, watching
 from midepoch.adapters.stateful.trial import Outcome
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
@@ -35,8 +35,7 @@ class StatefulSession(Session):
         self._advance: Callable[[], Any] | None = None
         self._trial: Callable[[str, int], Outcome | None] | None = None
         self._handed_out = 0
-        self._failed = self._finished = self._ended_once_more = False
-        self._began_at = ""  # the source's state at the session's beginning; empty if only an iterator leads there
+        self._failed = self._finished = False
         self._over = run.detail.startswith(ENDED)  # the source has ended
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
 
@@ -50,33 +49,35 @@ class StatefulSession(Session):
             batch = self._first() if self._next is None else self._next()
         except StopIteration:
             self._over = self._finished = True
+            if self._steps is None and self._handed_out and self._asked[0] == self._handed_out:
+                self._adapter.tell_of_its_end(self._run, self._iterator, *self._asked)
             raise
         except DrewAfterAllError as drew:
-            batch = self._read_seeded(drew)
+            batch = drew.args[0]
+            self._seed_from_now_on()
         except BaseException:
             self._failed = True
             raise
         self._handed_out += 1
+        if self._handed_out == SEEDED_BATCHES:
+            self._watch()
         return batch
 
-    def _read_seeded(self, drew: DrewAfterAllError) -> Any:
-        """Read the session again up to the batch that drew, each batch under its stream, and give that batch."""
+    def _seed_from_now_on(self) -> None:
+        """Give each later batch its stream. What was read is kept: no source is known to give it a second time."""
         adapter, run = self._adapter, self._run
         adapter.seeds = True
-        self._trial = None
-        if not self._began_at and run.epoch and not adapter.begins_anew:
-            adapter.tell_of_unseeded(run, self._handed_out)
-            behind = run.position + (self._handed_out + 1) * run.world.world_size
-            self._next = self._advance = adapter.reading(dataclasses.replace(run, position=behind), self._iterator)
-            return drew.args[0]
-        self._iterator = adapter.start(run, decode(self._began_at) if self._began_at else None)
-        if self._ended_once_more:  # as in `_begun`
-            next(self._iterator, None)
-            self._iterator = adapter.start(run, None)
-        advance = self._next = self._advance = adapter.reading(run, self._iterator)
-        for _ in range(self._handed_out):
-            advance()
-        return advance()
+        adapter.tell_of_unseeded(run, self._handed_out)
+        behind = run.position + (self._handed_out + 1) * run.world.world_size
+        self._next = self._advance = adapter.reading(dataclasses.replace(run, position=behind), self._iterator)
+
+    def _watch(self) -> None:
+        """Seed no more batches if none has drawn so far."""
+        assert self._advance is not None
+        advance = watching(self._advance)
+        if self._next == self._advance:
+            self._next = advance
+        self._advance = advance
 
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
@@ -88,7 +89,7 @@ class StatefulSession(Session):
                 advance, batch = self._begun()
         if run.position and adapter.is_doubted:
             adapter.check_begun()
-        self._trial, self._advance = adapter.trial(run), steady(advance)
+        self._trial, self._advance = adapter.trial(run), advance
         self._next = self._advance if self._trial is None else self._second
         return batch
 
@@ -100,12 +101,11 @@ class StatefulSession(Session):
         try:
             # Another version of a source may notice only now that it cannot take the state.
             other = run.detail and adapter.saved_with
-            return advance, self._loading(advance) if other else advance()
+            return advance, self._loading(advance, may_end=True) if other else advance()
         except StopIteration:
             if not at_its_end:
                 raise
         # Some sources end once more from the state of their end, and begin anew in the pass after it.
-        self._ended_once_more = True
         self._iterator = adapter.start(run, None)
         advance = adapter.reading(run, self._iterator)
         return advance, advance()
@@ -154,22 +154,21 @@ class StatefulSession(Session):
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
         adapter.begin(run)
-        self._began_at = run.detail
         if not run.detail:
-            if run.epoch and adapter.stands_at_its_state:
-                self._began_at = encode(adapter.current(iter(())))
             self._iterator = adapter.start(run, None)
         else:
             state = decode(run.detail)
             self._iterator = self._loading(lambda: adapter.start(run, state))
         return adapter.reading(run, self._iterator)
 
-    def _loading(self, load: Callable[[], Any]) -> Any:
+    def _loading(self, load: Callable[[], Any], may_end: bool = False) -> Any:
         try:
             return load()
-        except (StateError, StopIteration):
+        except StateError:
             raise
-        except Exception as error:
+        except Exception as error:  # of a `load_state_dict` that reads up to its place, StopIteration too
+            if may_end and isinstance(error, StopIteration):
+                raise
             other = self._adapter.saved_with
             cure = f"it was saved with {other}: install that version" if other else ""
             raise StateError(

@@ -49,7 +49,6 @@ class StreamAdapter(StatefulAdapter):
     """A DataLoader without worker processes: its dataset's state is asked for when somebody asks."""
 
     name: ClassVar[str] = "stateful-stream"
-    stands_at_its_state = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -96,14 +95,14 @@ class StreamAdapter(StatefulAdapter):
         self._used, self._ended = True, False
         if state is not None and state[1] and run.position:
             self._ended = True
-            self.compare_report(loaded)
+            self.compare_report(loaded, state)
             return iter(())
         if self._beginning is None:
             samples = iter(dataset)
         else:
             with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
                 samples = iter(dataset)
-        self.compare_report(loaded)
+        self.compare_report(loaded, state)
         return self._batches(samples)
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -145,6 +144,10 @@ class StreamAdapter(StatefulAdapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The dataset's state, and whether it has ended."""
         return self.source.dataset.state_dict(), self._ended
+
+    def shows_its_end(self, state: Any) -> bool:
+        """Where the last batch was not full."""
+        return bool(state[1])
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream."""

@@ -159,11 +159,19 @@ def differing(loaded: Any, reported: Any, path: tuple[Any, ...] = ()) -> dict[tu
     if isinstance(loaded, dict) and isinstance(reported, dict):
         keys = dict.fromkeys((*loaded, *reported))
         pairs = [(key, loaded.get(key), reported.get(key)) for key in keys]
-    elif type(loaded) is type(reported) and isinstance(loaded, list | tuple) and len(loaded) == len(reported):
+    elif isinstance(loaded, list | tuple) and isinstance(reported, list | tuple) and len(loaded) == len(reported):
         pairs = [(place, *each) for place, each in enumerate(zip(loaded, reported, strict=True))]
     else:
-        return {} if encode(loaded) == encode(reported) else {path: (loaded, reported)}
+        return {} if _are_equal(loaded, reported) else {path: (loaded, reported)}
     found: dict[tuple[Any, ...], tuple[Any, Any]] = {}
     for key, one, other in pairs:
         found |= differing(one, other, (*path, key))
     return found
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """By value: a number, or a list of them, is often loaded into an array and reported from there."""
+    if encode(one) == encode(other):
+        return True
+    one, other = (each.tolist() if hasattr(each, "tolist") else each for each in (one, other))
+    return bool(one == other)
