@@ -1320,7 +1320,7 @@ class HidesInMany(Hides):
     batch = 100
 
 
-class Skips(Plain):
+class LeavesOut(Plain):
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place + 1}
 
@@ -1337,7 +1337,7 @@ class HoldsADate(Plain):
         return {**super().state_dict(), "since": Path("2026")}
 
 
-class FailsOnce(Plain):
+class RaisesOnce(Plain):
     def state_dict(self) -> dict[str, Any]:
         if self.place == 12:
             raise RuntimeError("between two files")
@@ -1391,7 +1391,7 @@ def test_each_sample_of_the_batch_before_a_resume_is_compared(kind: Any) -> None
         next(iter(resumed))
 
 
-@pytest.mark.parametrize(("kind", "what", "order"), [(Skips, "order", "no"), (Timed, "random numbers", "yes")])
+@pytest.mark.parametrize(("kind", "what", "order"), [(LeavesOut, "order", "no"), (Timed, "random numbers", "yes")])
 def test_a_state_in_workers_that_does_not_lead_on_is_told_before_a_resume(kind: Any, what: str, order: str) -> None:
     with plain(kind) as loader:
         batches = iter(loader)
@@ -1442,7 +1442,7 @@ def test_without_streams_a_batch_that_is_read_again_is_not_compared() -> None:
     ("kind", "why", "places"),
     [
         (HoldsADate, r"state\['since'\] holds a PosixPath, .* built-in types", [2, 3, 4, 5]),
-        (FailsOnce, r"FailsOnce raised RuntimeError: between two files: let it return a state after each batch", [4]),
+        (RaisesOnce, r"RaisesOnce raised RuntimeError: between two files: let it return a state after each batch", [4]),
     ],
 )
 def test_a_dataset_that_does_not_say_its_state_is_read_all_the_same(kind: Any, why: str, places: list[int]) -> None:
