@@ -438,7 +438,8 @@ def seeded(loader: Loader) -> int:
 
     def note(frame: Any, event: str, argument: object) -> None:
         nonlocal count
-        named = frame.f_code.co_name in ("start", "begin_used") and "streams.py" in frame.f_code.co_filename
+        code = frame.f_code
+        named = code.co_name in ("start", "_start_watched", "begin_used") and "streams.py" in code.co_filename
         count += event == "call" and named
 
     sys.setprofile(note)
