@@ -2383,9 +2383,9 @@ class HardestWithAState(Hardest):
 
 
 def test_a_sampler_that_follows_the_training_needs_a_state_of_its_own() -> None:
-    def trained(kind: type[Hardest], state: Any = None) -> tuple[list[int], list[Any], Loader]:
+    def trained(kind: type[Hardest], state: Any = None, **options: Any) -> tuple[list[int], list[Any], Loader]:
         sampler: Any = kind()
-        loader = wrap(StatefulDataLoader(range(8), 1, sampler=sampler), seed=1)
+        loader = wrap(StatefulDataLoader(range(8), 1, sampler=sampler), seed=1, **options)
         if state is not None:
             loader.load_state_dict(state)
         given, states = [], []
@@ -2401,6 +2401,7 @@ def test_a_sampler_that_follows_the_training_needs_a_state_of_its_own() -> None:
     at_once, _, loader = trained(Hardest)
     assert at_once == [0] * 8
     assert "Hardest gives its whole order when an epoch begins" in loader.capabilities.exact_order.reason
+    assert trained(Hardest, randomness="none")[0] == whole
 
 
 class HeldBack:
