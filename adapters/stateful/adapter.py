@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.keyed import SEEDED_BATCHES
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
-from midepoch.adapters.stateful.trial import Loaded, Outcome, Report, compare, read_from
+from midepoch.adapters.stateful.trial import Loaded, Report, read_from
 from midepoch.copying import stateful_copy
 from midepoch.dividing import division_of
 from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
@@ -32,10 +32,12 @@ from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
+from midepoch.reading.trials import Outcome, compare
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES, piece_of
+from midepoch.state.witness import look_at
 from midepoch.world import World
 
 __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream", "state_of"]
@@ -353,7 +355,7 @@ class StatefulAdapter(Adapter):
 
     def conclude(self, outcome: Outcome, batch: Any, run: Run, batches: int) -> None:
         """Compare the copy's batch with the source's own, and say what follows."""
-        finding = compare(outcome, batch)
+        finding = compare(outcome, look_at(batch))
         if finding.unseen:
             self.cannot_see(finding.unseen)
         if not finding.order:
@@ -484,7 +486,7 @@ class StatefulAdapter(Adapter):
         if given is None or given.error is not None:
             return None
         report, batch = given.batch
-        return None if compare(Outcome(batch), expected).order else own.merged(report)
+        return None if compare(Outcome(batch), look_at(expected)).order else own.merged(report)
 
     def check_begun(self) -> None:
         """Raise a StateError if the source stands, after its first batch, where it would after its very first one.

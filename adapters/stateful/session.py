@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from midepoch.adapters.stateful.keyed import SEEDED_BATCHES, DrewAfterAllError, watching
-from midepoch.adapters.stateful.trial import Outcome
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose
+from midepoch.reading.trials import Outcome
 from midepoch.state.codec import decode, encode
 
 if TYPE_CHECKING:

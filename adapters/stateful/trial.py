@@ -15,41 +15,10 @@ from midepoch.loader.adapter import Run, Session
 from midepoch.order.keys import derive_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.trials import Outcome
 from midepoch.state.codec import encode
-from midepoch.state.witness import Witness, look_at
 
-__all__ = ["Finding", "Loaded", "Outcome", "Report", "compare", "differing", "read_from"]
-
-
-class Outcome(NamedTuple):
-    """What a read gave.
-
-    Attributes:
-        batch: None if there was none.
-        error: that ended it; StopIteration at the source's end; None if there was a batch.
-    """
-
-    batch: Any = None
-    error: BaseException | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing was left."""
-        return isinstance(self.error, StopIteration)
-
-
-class Finding(NamedTuple):
-    """What a trial has shown.
-
-    Attributes:
-        differs: how the copy differed from the source; empty if it did not.
-        order: other samples came, not only other numbers.
-        unseen: names of types whose content could not be compared.
-    """
-
-    differs: str = ""
-    order: bool = False
-    unseen: tuple[str, ...] = ()
+__all__ = ["Loaded", "Report", "differing", "read_from"]
 
 
 def read_from(open_copy: Callable[[Run], Session], pristine: Any, copy: Any, run: Run) -> Outcome:
@@ -83,23 +52,6 @@ def _shared_under(key: int, pristine: Any, copy: Any) -> Iterator[None]:
     finally:
         for each, state in zip(shared, saved, strict=True):
             each.restore(state)
-
-
-def compare(of_copy: Outcome, batch: Any) -> Finding:
-    """Compare what the copy gave with the source's own batch."""
-    if of_copy.ended:
-        return Finding("the copy ended where another batch was left", True)
-    if of_copy.error is not None:
-        error = of_copy.error.__cause__ or of_copy.error  # the source's own
-        return Finding(f"the copy raised {type(error).__name__}: {error!s:.200}", True)
-    look = look_at(batch)
-    difference = Witness.of(0, None, look).compare(look_at(of_copy.batch), False)
-    if difference is None:
-        return Finding(unseen=look.unseen)
-    named = f" ({difference.names})" if difference.names else ""
-    if difference.another:
-        return Finding(f"the copy gave another batch{named}", True)
-    return Finding(f"the copy gave the same samples with other numbers{named}", False)
 
 
 # --- what a source reports after a load -------------------------------------------------------------------------------

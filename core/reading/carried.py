@@ -35,9 +35,10 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of
 from midepoch.state.checksum import checksum_of
 from midepoch.state.codec import decode, encode
-from midepoch.state.witness import Look, Witness, look_at
+from midepoch.state.witness import Look, look_at
 from midepoch.world import World
 
+from .trials import Finding, Outcome, compare
 from .workers import Server
 
 __all__ = ["CarriedAdapter", "refuse_undivided"]
@@ -91,20 +92,6 @@ class _Request(NamedTuple):
     tries: bool = False
 
 
-class _Finding(NamedTuple):
-    """What a trial has shown.
-
-    Attributes:
-        differs: how the copy differed; empty if it did not.
-        order: other samples came, not only other numbers.
-        unseen: the names of types whose content could not be compared.
-    """
-
-    differs: str = ""
-    order: bool = False
-    unseen: tuple[str, ...] = ()
-
-
 class _Answer(NamedTuple):
     """A batch, its digest, and the dataset's state before it if that is sent; or that there is none.
 
@@ -120,7 +107,7 @@ class _Answer(NamedTuple):
     fresh: tuple[str, int, int] | None = None
     unsaid: str = ""
     astray: bool = False
-    finding: _Finding | None = None
+    finding: Finding | None = None
     ended: bool = False
     idle: bool = False
 
@@ -170,7 +157,7 @@ class _Reader:
         twin.dataset, twin._streams, twin._collate = copied, Streams(copied), _as_it_is
         return twin
 
-    def _compare(self, twin: _Reader, request: _Request) -> _Finding:
+    def _compare(self, twin: _Reader, request: _Request) -> Finding:
         """Compare the latest batch with the one to which its state leads the twin."""
         assert self._look is not None
         look, self._look = self._look, None
@@ -178,17 +165,8 @@ class _Reader:
             with warnings.catch_warnings(action="ignore"):  # the original has its own
                 again = twin(request._replace(tries=False))
         except Exception as error:  # noqa: BLE001  # of the dataset's code
-            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            return _Finding(f"the copy raised {type(error).__name__}: {error!s:.200}", True)
-        if again.ended:
-            return _Finding("the copy ended where another batch was left", True)
-        difference = Witness.of(0, None, look).compare(look_at(again.batch), False)
-        if difference is None:
-            return _Finding(unseen=look.unseen)
-        named = f" ({difference.names})" if difference.names else ""
-        if difference.another:
-            return _Finding(f"the copy gave another batch{named}", True)
-        return _Finding(f"the copy gave the same samples with other numbers{named}")
+            return compare(Outcome(error=error), look)
+        return compare(Outcome(error=StopIteration()) if again.ended else Outcome(again.batch), look)
 
     def _answer(self, request: _Request, start: Callable[[int], None]) -> _Answer:
         assert request.start is not None
@@ -394,7 +372,7 @@ class CarriedAdapter(Adapter):
         self.found(why, order=True)
         warnings.warn(f"{why}: {_CURE}", MidepochWarning, stacklevel=5)
 
-    def conclude(self, finding: _Finding) -> None:
+    def conclude(self, finding: Finding) -> None:
         """Take over, and say, what a trial has shown."""
         if finding.unseen:
             self.cannot_see(finding.unseen)

@@ -25,13 +25,13 @@ from midepoch.copying import Apart, directly_held, private_copy
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.checksum import checksum_of
-from midepoch.state.witness import Look, is_inert, look_at
+from midepoch.state.witness import Look, Witness, is_inert, look_at
 
 from .private import let_go
 
 __all__ = [
-    "Beginning", "Trial", "keeps_workers", "of_kept_workers", "passes_differ", "reading_threads", "reads_a_loader",
-    "standing", "started_threads", "undisturbed", "used_differs",
+    "Beginning", "Finding", "Outcome", "Trial", "compare", "keeps_workers", "of_kept_workers", "passes_differ",
+    "reading_threads", "reads_a_loader", "standing", "started_threads", "undisturbed", "used_differs",
 ]  # fmt: skip
 
 _LARGEST_BATCH = 256 << 20  # bytes that are copied
@@ -182,6 +182,56 @@ def undisturbed(batch: Any, read: Callable[[], _Read]) -> tuple[Any, _Read]:
     if kept is not None and look_at(kept).differing(look_at(batch)):
         batch = kept
     return batch, result
+
+
+# --- a state, tried on a copy -----------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What a read gave.
+
+    Attributes:
+        batch: None if there was none.
+        error: that ended it; StopIteration at the source's end; None if there was a batch.
+    """
+
+    batch: Any = None
+    error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing was left."""
+        return isinstance(self.error, StopIteration)
+
+
+class Finding(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        differs: how the copy differed from the source; empty if it did not.
+        order: other samples came, not only other numbers.
+        unseen: names of types whose content could not be compared.
+    """
+
+    differs: str = ""
+    order: bool = False
+    unseen: tuple[str, ...] = ()
+
+
+def compare(of_copy: Outcome, expected: Look) -> Finding:
+    """Compare what a copy gave with how the source's own batch looked."""
+    if of_copy.ended:
+        return Finding("the copy ended where another batch was left", True)
+    if of_copy.error is not None:
+        error = of_copy.error.__cause__ or of_copy.error  # the source's own
+        return Finding(f"the copy raised {type(error).__name__}: {error!s:.200}", True)
+    difference = Witness.of(0, None, expected).compare(look_at(of_copy.batch), False)
+    if difference is None:
+        return Finding(unseen=expected.unseen)
+    named = f" ({difference.names})" if difference.names else ""
+    if difference.another:
+        return Finding(f"the copy gave another batch{named}", True)
+    return Finding(f"the copy gave the same samples with other numbers{named}")
 
 
 # --- DataLoaders inside -----------------------------------------------------------------------------------------------
