@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from .errors import MidepochWarning, UnsupportedSourceError
+from .errors import UnsupportedSourceError, warn
 from .world import World
 
 __all__ = ["Division", "attributes_of", "check_division", "division_of", "is_rank", "is_world_size", "length_of"]
@@ -87,10 +86,8 @@ def check_division(sampler: Any, division: Division | None) -> None:
         raise UnsupportedSourceError(
             f"{name} divides its list among ranks ({division.signs}), and midepoch would divide it again: {cure}"
         )
-    warnings.warn(
+    warn(
         f"{name} may divide its list among ranks ({division.signs}), and midepoch divides it too. If it does: {cure}",
-        MidepochWarning,
-        stacklevel=6,
     )
 
 

@@ -5,6 +5,9 @@ Wrong arguments raise Python's own ``TypeError`` and ``ValueError``.
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "MidepochError",
     "MidepochWarning",
@@ -15,6 +18,7 @@ __all__ = [
     "StateMismatchError",
     "StateVersionError",
     "UnsupportedSourceError",
+    "warn",
 ]
 
 
@@ -52,3 +56,15 @@ class UnsupportedSourceError(MidepochError, TypeError):
 
 class MidepochWarning(UserWarning):
     """Warns about something that works but has a cost or a limit, such as a replay."""
+
+
+def warn(message: str) -> None:
+    """Warn, as from the line outside of this package that called into it, however deep the call is."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and (module := frame.f_globals.get("__name__", "")).partition(".")[0] in _PASSED:
+        level += "._bootstrap" not in module  # warnings does not count the frames of an import
+        frame = frame.f_back
+    warnings.warn(message, MidepochWarning, stacklevel=level)
+
+
+_PASSED = (__name__.partition(".")[0], "contextlib", "importlib")  # a package may be entered through the last two

@@ -10,11 +10,10 @@ import importlib
 import importlib.metadata
 import re
 import threading
-import warnings
 import weakref
 from typing import Any
 
-from .errors import MidepochWarning, UnsupportedSourceError
+from .errors import UnsupportedSourceError, warn
 
 __all__ = ["Need", "Package", "Replacement"]
 
@@ -27,24 +26,21 @@ class Package:
         distributions: the names under which it is published; the first one installed counts.
         tested: the first and the last series of versions that the tests ran with, such as ("2.4", "2.6"). The last
             series is tested as a whole: 2.6 stands for 2.6.0 and 2.6.9.
-        stacklevel: as in ``warnings.warn``.
 
     Warns:
         MidepochWarning: the installed version was not tested.
     """
 
-    def __init__(self, name: str, distributions: tuple[str, ...], tested: tuple[str, str], stacklevel: int = 2) -> None:
+    def __init__(self, name: str, distributions: tuple[str, ...], tested: tuple[str, str]) -> None:
         self.name, self._distributions, self.tested = name, distributions, tested
         self.distribution, self.version = _installed(distributions)
         first, last = map(_numbers, tested)
         here = _numbers(self.version)
         # An unknown version was not tested either.
         if not here or here[: len(first)] < first or here[: len(last)] > last:
-            warnings.warn(
+            warn(
                 f"midepoch uses private parts of {self.name}, tested with {self._range()} only, but "
                 f"{self.version} is installed: {self.cure}, or run midepoch.testing.check_resumable on your source",
-                MidepochWarning,
-                stacklevel=stacklevel,
             )
 
     def _range(self) -> str:

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import math
 import time
-import warnings
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from torch.utils.data import (
 
 from .copying import private_copy
 from .dividing import Division, division_of, is_rank, is_world_size, length_of
-from .errors import MidepochWarning, SourceError
+from .errors import SourceError, warn
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
@@ -194,11 +193,9 @@ class Listed:
                 )
             if enough and not told and time.perf_counter() - began > _SLOW:
                 told = True
-                warnings.warn(
+                warn(
                     f"{self._gave(indices, length)} in {_SLOW} seconds, and goes on: all that it gives in an epoch is "
                     f"listed before the first batch. If it does not end, {self._instead}",
-                    MidepochWarning,
-                    stacklevel=6,
                 )
         return items if indices <= _KEPT else None
 

@@ -10,7 +10,6 @@ import functools
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed
 
-from .errors import MidepochError, MidepochWarning
+from .errors import MidepochError, warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -144,13 +143,11 @@ def warn_of_mesh() -> None:
     mesh = mesh_in_use()
     if mesh is not None:
         names = mesh.mesh_dim_names or ("dp", "...")
-        warnings.warn(
+        warn(
             f"a DeviceMesh of shape {tuple(mesh.mesh.shape)} with dimensions {', '.join(names)} is in use, and "
             "this loader gives every rank other batches. Where ranks share a batch (tensor, pipeline or context "
             f"parallelism), pass world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all "
             "dimensions are data-parallel, pass world=midepoch.World.current()",
-            MidepochWarning,
-            stacklevel=6,
         )
 
 

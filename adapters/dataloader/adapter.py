@@ -6,7 +6,6 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from midepoch.dividing import check_division
-from midepoch.errors import MidepochWarning, StateCorruptError, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -162,13 +161,11 @@ class MapDataLoaderAdapter(Adapter):
             f"crc={listed.crc}"
         )
         if last:
-            warnings.warn(
+            warn(
                 f"{differs}. Unless you change the sampler between epochs yourself, it depends on something that "
                 "differs between processes (the order of a set or of a folder's files, the system's entropy), so "
                 f"epoch {epoch} is not the one that would have followed: sort what it is made of, and derive it from "
                 "the epoch or from torch's, numpy's or python's generators",
-                MidepochWarning,
-                stacklevel=5,
             )
             return
         raise StateMismatchError(

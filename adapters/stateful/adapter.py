@@ -12,7 +12,6 @@ import gc
 import importlib.metadata
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.adapters.stateful.trial import Loaded, Report, read_from
 from midepoch.copying import stateful_copy
 from midepoch.dividing import division_of
-from midepoch.errors import MidepochWarning, StateCorruptError, StateError, UnsupportedSourceError
+from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError, warn
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
@@ -159,11 +158,9 @@ class StatefulAdapter(Adapter):
         saved, here = piece_of(fingerprint, _PACKAGE), _package_of(self.source)
         self.saved_with = f"{saved!r:.80}, and {here!r} is installed" if saved and here and saved != here else ""
         if self.saved_with:
-            warnings.warn(
+            warn(
                 f"the state of this {type(self.source).__name__} was saved with {self.saved_with}: another version may "
                 "read it differently; install that version, or compare the first batches",
-                MidepochWarning,
-                stacklevel=4,
             )
 
     def capabilities(self) -> Capabilities:
@@ -235,12 +232,10 @@ class StatefulAdapter(Adapter):
     def _tell_of_undivided(self, world: World) -> None:
         if world.rank or self.divides:
             return
-        warnings.warn(
+        warn(
             f"{world.world_size} ranks read this {type(self.source).__name__}, and midepoch does not divide what keeps "
             f"its own state: if the source does not divide its data by rank, each rank reads all of it. "
             f"{self.how_to_divide}; if it does, or all ranks are meant to read the same, pass shard=False",
-            MidepochWarning,
-            stacklevel=6,
         )
 
     @property
@@ -281,11 +276,9 @@ class StatefulAdapter(Adapter):
         """A session begins to read."""
         epoch, follows = run.epoch, 0 if self._read_epoch is None else self._read_epoch + 1
         if epoch not in (0, self._read_epoch, follows) and not (run.detail or self.begins_anew or self._set_epoch):
-            warnings.warn(
+            warn(
                 f"epoch {epoch} is the next pass of this {type(self.source).__name__}, whatever its number: it counts "
                 "its passes itself, and has no set_epoch; load a state to go elsewhere",
-                MidepochWarning,
-                stacklevel=8,
             )
         self._read_epoch = epoch
         if not self._begun:
@@ -379,11 +372,9 @@ class StatefulAdapter(Adapter):
 
     def _tell(self, why: str, order: bool, what: str) -> None:
         self.found(why, order)
-        warnings.warn(
+        warn(
             f"the state of this {type(self.source).__name__} {what} ({why}), so a resumed run gets other data: "
             f"{self.instead(order)}. loader.capabilities says what still holds",
-            MidepochWarning,
-            stacklevel=8,
         )
 
     # --- what differs from one epoch to the next, and from one load to another ---
@@ -507,11 +498,9 @@ class StatefulAdapter(Adapter):
             f"{SEEDED_BATCHES} are seeded in any case"
         )
         self.found(f"{why}: they are not restored", order=False)
-        warnings.warn(
+        warn(
             f"{why}: its numbers, and what follows from them, may differ after a resume; each later batch is seeded. "
             "Let every sample draw, or draw in then=, whose numbers are restored",
-            MidepochWarning,
-            stacklevel=5,
         )
 
     def tell_of_its_end(self, run: Run, iterator: Iterator[Any], batches: int, detail: str) -> None:
@@ -526,13 +515,11 @@ class StatefulAdapter(Adapter):
         except Exception:  # noqa: BLE001  # of the source's code; whoever asks for the state will be told
             return
         if not moved:
-            warnings.warn(
+            warn(
                 f"a state was saved after batch {batches - 1} of epoch {run.epoch}, the last one, and "
                 f"{type(self.keeper).__name__} reports the same state at its end: if it begins anew from that, a run "
                 f"resumed there reads its next pass as the rest of epoch {run.epoch}. Give it a __len__, which says "
                 "where it ends, or load another state",
-                MidepochWarning,
-                stacklevel=5,
             )
 
     def shows_its_end(self, state: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.packages import RESTORED_BY_GRAIN
-from midepoch.errors import MidepochWarning, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -182,10 +181,8 @@ class LitDataAdapter(StatefulAdapter):
         if run.position and self._was_begun_by_others(run.detail, run.world):
             again = private.litdata_repeats(self.state_in(run.detail), self.source, run.world.world_size)
             if again and run.world.rank == 0:
-                warnings.warn(
+                warn(
                     f"LitData goes on at a multiple of its new global batch: the last {again} samples that were "
                     "read come again. A global batch that divides what was read repeats none",
-                    MidepochWarning,
-                    stacklevel=5,
                 )
         return super().open(run)

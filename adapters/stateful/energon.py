@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.session import ENDED
-from midepoch.errors import MidepochWarning, StateCorruptError, StateError
+from midepoch.errors import StateCorruptError, StateError, warn
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.reading.workers import workers_outlive_signals
@@ -119,11 +118,9 @@ class EnergonAdapter(StatefulAdapter):
             self._resumed = False
             why = "after a resume, Energon begins later passes with another of its worker processes"
             self.found(why, order=True)
-            warnings.warn(
+            warn(
                 f"{why}: epoch {run.epoch} has its samples in another order than an uninterrupted run's; read one "
                 "endless pass, as a training loader gives it, or use one worker process",
-                MidepochWarning,
-                stacklevel=6,
             )
         with workers_outlive_signals(self.source):
             return cast(Iterator[Any], iter(self.source))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import reproducibility
 
-from midepoch.errors import MidepochWarning
+from midepoch.errors import warn
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
@@ -54,11 +53,9 @@ class ExactResume(Callback):
                 loader.load_state_dict(now)
         else:
             if before is None and (begun or int(state.timestamp.epoch)):
-                warnings.warn(
+                warn(
                     "this Composer checkpoint was saved without ExactResume, so the train loader starts its first "
                     "epoch, whatever was read before. Resume from one saved with it, or load only the weights",
-                    MidepochWarning,
-                    stacklevel=2,
                 )
             return
         self._given = -1

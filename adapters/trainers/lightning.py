@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 from midepoch.adapters.trainers import lightning_private as private
 from midepoch.checkpoint.generators import check_generators, save_generators, seed_generators, set_generators
 from midepoch.combine.combine import combine
-from midepoch.errors import MidepochWarning, StateError
+from midepoch.errors import StateError, warn
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
@@ -211,12 +210,10 @@ class ExactResume(Callback):
         if trainer.accumulate_grad_batches > 1 and epoch_loop.batch_progress.current.processed > 0:
             lost = epoch_loop.batch_progress.current.processed % trainer.accumulate_grad_batches
             if lost and not _has_ended(trainer):
-                warnings.warn(
+                warn(
                     f"this checkpoint is saved after {lost} of {trainer.accumulate_grad_batches} batches whose "
                     "gradients are accumulated, and no checkpoint holds gradients: a run that resumes here loses them; "
                     "save after an optimizer step, as ModelCheckpoint(every_n_train_steps=...) does",
-                    MidepochWarning,
-                    stacklevel=2,
                 )
 
     # --- loading ---
@@ -405,11 +402,9 @@ class ExactResume(Callback):
                     each.load(state, place[1] if place[0] == index else 0)
         private.put_validation_at(val_loop, *place)
         self._validated = place
-        warnings.warn(
+        warn(
             f"the interrupted validation continues at batch {place[1]} of loader {place[0]}: earlier means of self.log "
             "are not in the checkpoint, but metrics that save their own state are",
-            MidepochWarning,
-            stacklevel=2,
         )
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
@@ -611,9 +606,7 @@ def _move_into_validation(loops: dict[str, Any], done: int | None = None) -> Non
 
 def _warn_of_bare(kind: str, bare: list[Any]) -> None:
     names = ", ".join(sorted({type(each).__name__ for each in bare}))
-    warnings.warn(
+    warn(
         f"{kind} loaders of type {names} are not wrapped, so they start again when a run resumes"
         f"{', and Lightning alone resumes the others' if kind == 'train' else ''}: pass midepoch.wrap(loader)",
-        MidepochWarning,
-        stacklevel=2,
     )

@@ -8,12 +8,11 @@ places. The loop is found in the frames of the calling code.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from midepoch.errors import MidepochWarning, StateError, UnsupportedSourceError
+from midepoch.errors import StateError, UnsupportedSourceError, warn
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
@@ -59,11 +58,9 @@ def warn_unless_exact(loader: Loader, frame: FrameType) -> None:
         why = "it was saved before the end of a validation, which Lightning leaves out or begins again"
     if why:
         _told[trainer] = checkpoint
-        warnings.warn(
+        warn(
             f"the run may not go on exactly where {checkpoint} was saved: {why}. Add "
             "midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
-            MidepochWarning,
-            stacklevel=2,
         )
 
 

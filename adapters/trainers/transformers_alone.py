@@ -7,11 +7,10 @@ here is for a loader that has not been led to its place by a state.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from types import FrameType
 
-from midepoch.errors import MidepochWarning
+from midepoch.errors import warn
 from midepoch.loader.loader import Loader
 
 __all__ = ["warn_unless_exact"]
@@ -31,9 +30,7 @@ def warn_unless_exact(loader: Loader, frame: FrameType) -> None:
     if not done:
         return
     _told.add(loader)
-    warnings.warn(
+    warn(
         f"the Trainer resumes after {done} of {steps} steps of an epoch, but with ignore_data_skip the loader begins "
         "it again: call midepoch.adapters.trainers.transformers.feed(trainer, loader), which continues it",
-        MidepochWarning,
-        stacklevel=4,
     )

@@ -12,7 +12,6 @@ import os
 import threading
 import traceback
 import uuid
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midepoch.errors import MidepochWarning, SnapshotError
+from midepoch.errors import SnapshotError, warn
 
 from .pickles import check_pickle
 
@@ -81,11 +80,9 @@ class SnapshotFile:
         try:
             _sync_folder(self.path.parent)
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"{self.path} was saved, but its folder could not be synced ({error.strerror}): after a power failure "
                 "the previous snapshot may be found instead",
-                MidepochWarning,
-                stacklevel=4,
             )
 
     def take_over(self, found: Found) -> None:

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.distributed import ProcessGroup
 
-from midepoch.errors import MidepochError, MidepochWarning, SnapshotError, StateError
+from midepoch.errors import MidepochError, SnapshotError, StateError, warn
 from midepoch.loader.bodies import (
     RUNNING,
     Passes,
@@ -384,14 +383,12 @@ class Snapshot:
                 self._dropped.discard(name)
                 if name not in self._told_of_iterators:
                     self._told_of_iterators.add(name)
-                    warnings.warn(
+                    warn(
                         f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a "
                         "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
                         f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
                         f"a generator, and by iter({name}) again where it ends. If it is to end with the body, do not "
                         "keep it in a variable",
-                        MidepochWarning,
-                        stacklevel=4,
                     )
             elif name in self._outlived or (each.ended and not each.awaits and not each.outlives):
                 self._dropped.discard(name)  # it had ended with its body
@@ -404,13 +401,11 @@ class Snapshot:
         """Warn of a `save` that may have taken a pass that was left for one that is being read."""
         for name, cursor, position in self._read_on:
             if cursor is self._passes[name].cursor and self._passes[name].leading and cursor.position == position:
-                warnings.warn(
+                warn(
                     f"save() saved in the middle of a pass over {name}. The body then read nothing more of that pass, "
                     "but something still holds it (a variable, a progress bar). If your loop had left the pass before "
                     "save(), a run that resumes there reads the rest of it: let only the loop hold the pass, and "
                     "save() waits for the end of the body",
-                    MidepochWarning,
-                    stacklevel=4,
                 )
         self._read_on = []
 
@@ -452,11 +447,9 @@ class Snapshot:
         except Exception as error:
             if handled is None:
                 raise
-            warnings.warn(
+            warn(
                 f"{self.path} was not saved after the {type(handled).__name__}, and the previous snapshot is "
                 f"unchanged: {error}",
-                MidepochWarning,
-                stacklevel=2,
             )
 
     def _waits_for_the_end(self, in_flight: int) -> bool:
@@ -475,13 +468,11 @@ class Snapshot:
         self._owes_a_save = True
         if on_the_way_out or not self._told_of_put_off:
             self._told_of_put_off = True
-            warnings.warn(
+            warn(
                 "save() was called after the passes of a body, so the snapshot is written when the body of "
                 "snapshot.epochs ends, and is not written if an exception leaves the body: call save() before the last "
                 "batch, or leave save() out and pass every="
                 + on_the_way_out * "; or, on the way out, call it around the step, or after the loop over epochs",
-                MidepochWarning,
-                stacklevel=3,
             )
 
     def _handled(self) -> BaseException | None:
@@ -620,12 +611,10 @@ class Snapshot:
         """Warn that the program may leave out what followed the last batch of an epoch."""
         self._resumed = None
         if resumed.ends or any(resumed.whole.values()):
-            warnings.warn(
+            warn(
                 f"{self.path} was saved after the last batch of an epoch. If your loop did more in that epoch (a "
                 "validation, schedule.step()), the resumed run leaves it out: write `for epoch in snapshot.epochs(n):` "
                 "around it, which ends an epoch with its body",
-                MidepochWarning,
-                stacklevel=3,
             )
 
     def _load(self) -> bool:
@@ -645,10 +634,8 @@ class Snapshot:
             self._file.claimed = True
             return False
         if ranks.rank == 0 and found.damaged:
-            warnings.warn(
+            warn(
                 f"{'; '.join(found.damaged)}: loading the previous snapshot, {found.path}",
-                MidepochWarning,
-                stacklevel=3,
             )
         content: dict[str, Any] = {}
         generators: dict[str, Any] | None = None

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
-from midepoch.errors import MidepochError, MidepochWarning, StateCorruptError
+from midepoch.errors import MidepochError, StateCorruptError, warn
 from midepoch.randomness.owned import find_generators
 from midepoch.repeating import Repeat
 from midepoch.state.parts import part_of
@@ -418,12 +417,10 @@ class Adapter(ABC):
         if repeat.differs:
             why = f"two calls of {function} for {argument} differ in {repeat.differs}"
             self.found(why, repeat.most and function != "then=")
-            warnings.warn(
+            warn(
                 f"{why}, so a resumed run does not get the same batches: let it keep nothing from one batch to the "
                 "next, and draw its numbers from python's, numpy's or torch's generators, or from "
                 "midepoch.sample_generator(). loader.capabilities says what still holds",
-                MidepochWarning,
-                stacklevel=7,
             )
 
     def believes(self, why: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from midepoch.errors import MidepochWarning
+from midepoch.errors import warn
 
 from .cursor import Cursor, Phase
 
@@ -114,11 +113,9 @@ class Passes:
         if self.cursor is not None and not goes_back and (not self._is_within or _have_gone_on(self._turns)):
             self.whole += 1
             if self.alone and self.whole == 1:
-                warnings.warn(
+                warn(
                     "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
                     "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
-                    MidepochWarning,
-                    stacklevel=6,
                 )
         if self._origin is None:
             self._origin = self.whole
@@ -421,8 +418,6 @@ def check_epochs(n: object) -> None:
 
 def tell_of_done(n: int, done: int) -> None:
     """Warn that more epochs are done than were asked for."""
-    warnings.warn(
+    warn(
         f"epochs({n}) runs nothing, because {done} epochs are done: pass the number of epochs in all",
-        MidepochWarning,
-        stacklevel=4,
     )

@@ -14,11 +14,10 @@ import contextlib
 import enum
 import logging
 import threading
-import warnings
 import weakref
 from typing import Any, NoReturn, Self
 
-from midepoch.errors import MidepochError, MidepochWarning, SourceError, StateError
+from midepoch.errors import MidepochError, SourceError, StateError, warn
 from midepoch.state.format import State
 from midepoch.world import Share, World
 
@@ -504,24 +503,20 @@ class Course:
         """Warn of a new pass that drops what was hardly meant to be dropped."""
         # In a body, a pass may be left on purpose, and the next one may be that of a later line.
         if before.resumed and before.opened.position and (self.passes is None or before.steps == 1):
-            warnings.warn(
+            warn(
                 f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
                 "to continue instead, keep the iterator, or load loader.state_dict()",
-                MidepochWarning,
-                stacklevel=5,
             )
         elif before.steps == 1:
-            self._tell_of_one(f"a new pass begins epoch {self.epoch + 1}", 5)
+            self._tell_of_one(f"a new pass begins epoch {self.epoch + 1}")
 
-    def _tell_of_one(self, follows: str, level: int) -> None:
-        """Warn once of what `next(iter(loader))` takes. `level`: of the stack, as seen from the caller."""
+    def _tell_of_one(self, follows: str) -> None:
+        """Warn once of what `next(iter(loader))` takes."""
         if not self._told_of_one:
             self._told_of_one = True
-            warnings.warn(
+            warn(
                 f"a pass over epoch {self.epoch} was given up after its first batch, and {follows}: to look at a "
                 "batch, use loader.peek(), which gives nothing up",
-                MidepochWarning,
-                stacklevel=level + 1,
             )
 
     def goes_on(self, cursor: Cursor, error: BaseException, mark: Any) -> bool:
@@ -603,12 +598,10 @@ class Course:
         """Warn the caller who asks again for a batch that has failed, and will each time."""
         here = self.epoch, self.position
         if here == self.stuck:
-            warnings.warn(
+            warn(
                 f"the batch at position {self.position} of epoch {self.epoch} has failed again, and what follows it "
                 "cannot be reached, because this source is read from its start, or from a state of its own: leave the "
                 "loop, or let the source pass over bad samples",
-                MidepochWarning,
-                stacklevel=4,
             )
         self.stuck = here
 
@@ -616,11 +609,9 @@ class Course:
         """Name the positions that were passed over, now that the caller has gone on after them."""
         failed = "; ".join(dict.fromkeys(self.failed))
         self.failed.clear()
-        warnings.warn(
+        warn(
             f"positions {start} to {stop - 1} of epoch {epoch} were passed over, because reading them failed "
             f"({failed:.300}): repair the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
-            MidepochWarning,
-            stacklevel=4,
         )
 
     # --- the body of an epoch ---
@@ -639,7 +630,7 @@ class Course:
             cursor = self.cursor
             fresh = cursor.phase is Phase.RUNNING and not (cursor.in_use or cursor.opened.position)
             if cursor.steps == 1 and fresh and not self._had_bodies:
-                self._tell_of_one(f"the body of epochs goes on after it, at position {self.position}", 3)
+                self._tell_of_one(f"the body of epochs goes on after it, at position {self.position}")
         self._had_bodies = True
 
     def leave_body(self, epoch: int | None = None) -> bool:

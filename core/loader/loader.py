@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal, NoReturn, Self
 
 from midepoch.errors import (
     MidepochError,
-    MidepochWarning,
     StateError,
     UnsupportedSourceError,
+    warn,
 )
 from midepoch.state.format import State
 from midepoch.world import MicroShare, Share, World
@@ -273,8 +272,8 @@ class Loader:
         self._course.refresh()
         last_read = place.epoch if place.position else place.epoch - 1
         if why := self._adapter.unreachable(place.epoch, place.position, place.detail):
-            warnings.warn(
-                f"{why}. Save after a batch: no other loader can load this state", MidepochWarning, stacklevel=3
+            warn(
+                f"{why}. Save after a batch: no other loader can load this state",
             )
         return self._states.build(place, self._setting.seed(world), world, self._witnesses.text(last_read))
 
@@ -359,14 +358,12 @@ class Loader:
         elif (loaded := course.unfinished == self.epoch) or (course.passes is not None and course.passes.alone):
             if self._ahead != epoch - self.epoch:
                 self._ahead = epoch - self.epoch
-                warnings.warn(
+                warn(
                     f"set_epoch({epoch}) is not followed: "
                     f"{'the loaded state is within' if loaded else 'this is the body of'} epoch {self.epoch}, whose "
                     f"rest would be lost. Later numbers are taken to be {abs(self._ahead)} too "
                     f"{'high' if self._ahead > 0 else 'low'}, until they agree with loader.epoch. To leave this epoch, "
                     f"call loader.seek(epoch={epoch})",
-                    MidepochWarning,
-                    stacklevel=2,
                 )
             return
         epoch = max(epoch - self._ahead, 0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import warnings
 
-from midepoch.errors import MidepochWarning, StateError
+from midepoch.errors import StateError, warn
 from midepoch.state.format import State
 
 from .loader import Loader
@@ -31,11 +30,9 @@ def state_or_that_of_now(loader: Loader, in_flight: int) -> tuple[State, int]:
             raise
         unknown = str(error)
     state = loader.state_dict()
-    warnings.warn(
+    warn(
         f"the state of {in_flight} batches ago is not known ({unknown}). The present state is saved, so a run that "
         f"resumes leaves these batches out: pass remember={in_flight} to midepoch.wrap",
-        MidepochWarning,
-        stacklevel=3,
     )
     return state, in_flight
 
@@ -52,10 +49,8 @@ def state_for_checkpoint(loader: Loader, in_flight: int = 0) -> tuple[State | No
         if handled is None:
             raise
         unknown = str(error)
-    warnings.warn(
+    warn(
         f"this checkpoint has no state of the {type(loader.source).__name__}, because it is not known after the "
         f"{type(handled).__name__} ({unknown}): resume from an earlier checkpoint, or pass remember=1 to midepoch.wrap",
-        MidepochWarning,
-        stacklevel=3,
     )
     return None, 0

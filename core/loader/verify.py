@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
-from midepoch.errors import MidepochWarning, StateMismatchError
+from midepoch.errors import StateMismatchError, warn
 from midepoch.state.witness import Witness
 
 from .adapter import Seen
@@ -82,4 +81,4 @@ def verify(witness: Witness, seen: Seen, epoch: int, strict: Verify) -> None:
 def _tell(message: str, error: bool) -> None:
     if error:
         raise StateMismatchError(message)
-    warnings.warn(message, MidepochWarning, stacklevel=7)
+    warn(message)

@@ -6,14 +6,13 @@ it returns is handed out, so a state counts a batch where its result is handed o
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from midepoch.errors import MidepochWarning, SourceError, StateError
+from midepoch.errors import SourceError, StateError, warn
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import BatchTrial
@@ -238,11 +237,9 @@ class _WholeBatches(Session):
             ) from None
 
     def _warn(self, what: str) -> None:
-        warnings.warn(
+        warn(
             f"the function passed as then= {what}, so its random numbers may differ after a resume: draw the numbers "
             "of each batch anew, make generators before the loader is iterated, or use midepoch.sample_generator()",
-            MidepochWarning,
-            stacklevel=6,
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
-from midepoch.errors import MidepochWarning
+from midepoch.errors import warn
 from midepoch.state.witness import LONGEST, Look, Witness
 
 from .adapter import Adapter, Options
@@ -84,22 +83,18 @@ class Witnesses:
                 self._left_out = look.named(differing)
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
                 self._adapter.found(why, look.holds_most(differing))
-                warnings.warn(
+                warn(
                     f"{why}, so a resumed run does not get the same data: make each sample a function of its index and "
                     "of python's, numpy's or torch's generators, or of midepoch.sample_generator(). "
                     "loader.capabilities says what still holds",
-                    MidepochWarning,
-                    stacklevel=6,
                 )
             elif seen.keeps:
                 why = f"sample {seen.index!r:.80} drew random numbers when it was first read, and none when read again"
                 self._adapter.found(why, order=False)
-                warnings.warn(
+                warn(
                     f"{why}: it keeps what it drew, which will differ after a resume. Draw anew for every sample, or "
                     "make what is kept a function of the index, as np.random.default_rng(index) does. "
                     "loader.capabilities says what still holds",
-                    MidepochWarning,
-                    stacklevel=6,
                 )
         if seen.threads:
             names = ", ".join(seen.threads[:4])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from midepoch.errors import MidepochError, MidepochWarning
+from midepoch.errors import MidepochError, warn
 from midepoch.order.keys import derive_key
 
 from .devices import LentDevices
@@ -169,12 +168,10 @@ class Streams:
 
     def warn_of_late(self) -> None:
         """Warn if `made_late` has found something and the batch cannot be read again."""
-        warnings.warn(
+        warn(
             "code of the source has made a random generator while the first batch was read, and that batch cannot be "
             "read again; its random numbers may differ after a resume: make the generator in __init__, or use "
             "midepoch.sample_generator()",
-            MidepochWarning,
-            stacklevel=3,
         )
 
     def _search(self, more: tuple[object, ...]) -> None:
@@ -182,11 +179,9 @@ class Streams:
         for path in hopeless:
             if path not in self._warned:
                 self._warned.add(path)
-                warnings.warn(
+                warn(
                     f"{path} cannot be seeded, so its random numbers will differ after a resume: use a generator that "
                     "can be seeded, or midepoch.sample_generator()",
-                    MidepochWarning,
-                    stacklevel=5,
                 )
 
     @property
@@ -393,12 +388,10 @@ class Streams:
         Its code caches what it drew.
         """
         if not self._drawn:
-            warnings.warn(
+            warn(
                 f"{type(reader).__name__} drew random numbers for {what} when it was first read, and none when it was "
                 "read again: it caches random numbers, which will differ after a resume; use "
                 "midepoch.sample_generator(), or draw new numbers for every sample",
-                MidepochWarning,
-                stacklevel=3,
             )
 
     def _enter(self, borrows: bool = True) -> None:

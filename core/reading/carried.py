@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, get_worker_info
 
 from midepoch.errors import (
-    MidepochWarning,
     SourceError,
     StateCorruptError,
     StateError,
     StateMismatchError,
     UnsupportedSourceError,
+    warn,
 )
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -370,7 +370,7 @@ class CarriedAdapter(Adapter):
         if self.options.verify != "warn":
             raise SourceError(f"{why}: {_CURE}")
         self.found(why, order=True)
-        warnings.warn(f"{why}: {_CURE}", MidepochWarning, stacklevel=5)
+        warn(f"{why}: {_CURE}")
 
     def conclude(self, finding: Finding) -> None:
         """Take over, and say, what a trial has shown."""
@@ -382,11 +382,9 @@ class CarriedAdapter(Adapter):
         what = "order" if finding.order else "random numbers"
         why = f"the state of this {type(self.source.dataset).__name__} does not restore its {what}"
         self.found(f"{why}: {finding.differs}", finding.order)
-        warnings.warn(
+        warn(
             f"{why} ({finding.differs}, when its state after the first batch was tried): {_CURE}. loader.capabilities "
             "says what still holds",
-            MidepochWarning,
-            stacklevel=4,
         )
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +11,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from midepoch.dividing import check_division
-from midepoch.errors import MidepochWarning, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import (
+    SourceError,
+    StateCorruptError,
+    StateMismatchError,
+    UnsupportedSourceError,
+    warn,
+)
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -290,11 +295,9 @@ class IterableAdapter(Adapter):
         varies = run.detail.startswith("varies")
         if not self._warned and run.position > 0:
             instead = "" if "then=" in self._why else self._instead("to jump")
-            warnings.warn(
+            warn(
                 f"{_name(self._stream)} is read again from its start to position {run.position} ({self._why}): "
                 f"loader.capabilities.constant_time_resume says what that costs{instead}",
-                MidepochWarning,
-                stacklevel=5,
             )
             self._warned = True
         key = "varying" if varies else "replay"
@@ -354,7 +357,7 @@ class IterableAdapter(Adapter):
 
     def _tell(self, what: str) -> None:
         message = f"{_name(self._stream)} cannot be resumed exactly: {what}. loader.capabilities says what still holds"
-        warnings.warn(message, MidepochWarning, stacklevel=7)
+        warn(message)
 
     def _replay_requests(self, run: Run, expected: str, former: bool, tries: bool) -> Iterator[ReplayRequest]:
         consumed = run.position // run.world.world_size if self._own_streams else run.position

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed
 
-from midepoch.errors import MidepochError, MidepochWarning, StateCorruptError, StateMismatchError
+from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError, warn
 
 from .format import State, from_values, reseal
 
@@ -202,13 +201,11 @@ def warn_of_witnesses(name: str, states: list[State], told: set[str] | None = No
             if seen == witness or what in told:
                 continue
             told.add(what)
-            warnings.warn(
+            warn(
                 f"rank {other} and rank {rank} do not see the same data in {what}: each has read the first sample of "
                 "the epoch, and they differ. If a rank lists its files in another order (glob and os.listdir do not "
                 "sort), samples are lost and repeated: sort them. If only bits differ (another decoder, a host's name "
                 "in the sample), samples depend on the rank that reads them",
-                MidepochWarning,
-                stacklevel=4,
             )
 
 

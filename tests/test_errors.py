@@ -1,0 +1,75 @@
+"""What a warning points at."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+import midepoch
+from midepoch.errors import warn
+
+
+def _given_up() -> midepoch.Loader:
+    loader = midepoch.wrap(DataLoader(list(range(8)), 2), seed=0)
+    next(iter(loader))
+    return loader
+
+
+def test_a_warning_names_the_line_that_called_into_the_package() -> None:
+    loader = _given_up()
+    with pytest.warns(midepoch.MidepochWarning, match="after its first batch") as told:
+        next(iter(loader))
+    assert [(each.filename, each.lineno) for each in told] == [(__file__, _last_line("next(iter(loader))"))]
+
+
+def test_it_does_however_deep_the_call_is() -> None:
+    loader = _given_up()
+    with pytest.warns(midepoch.MidepochWarning, match="after its first batch") as told:
+        for _ in loader.epochs(1):
+            list(loader)
+    assert [each.filename for each in told] == [__file__]
+
+
+def test_it_does_through_a_context_manager() -> None:
+    @contextlib.contextmanager
+    def outer() -> Iterator[None]:
+        warn("something")
+        yield
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with outer():
+            pass
+    assert [each.filename for each in told] == [__file__]
+
+
+def test_a_warning_at_import_names_the_import(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import warnings
+            import midepoch.packages
+            midepoch.packages._installed = lambda names: (names[0], "9.0")
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                import midepoch.adapters.webdataset.private
+            print([each.lineno for each in told if "private parts of webdataset" in str(each.message)])
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[7]"
+
+
+def _last_line(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return max(number for number, line in enumerate(lines, 1) if line.strip() == text)
