@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
@@ -18,7 +19,8 @@ from midepoch.errors import warn
 
 
 def _given_up() -> midepoch.Loader:
-    loader = midepoch.wrap(DataLoader(list(range(8)), 2), seed=0)
+    source: Any = list(range(8))
+    loader = midepoch.wrap(DataLoader(source, 2), seed=0)
     next(iter(loader))
     return loader
 
