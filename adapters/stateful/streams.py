@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.carried import CarriedAdapter, refuse_undivided
 from midepoch.reading.driven import RAW, exposed_samplers
 from midepoch.reading.private import iterates_as_torch, pinning
+from midepoch.reading.units import Units
 
 __all__ = ["StreamAdapter", "WorkersAdapter"]
 
@@ -107,16 +107,12 @@ class StreamAdapter(StatefulAdapter):
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
         source, collate = self.source, pinning(self.source)
-        if source.batch_size is None:
-            yield from map(collate, samples)
-            return
-        while units := list(itertools.islice(samples, source.batch_size)):
-            self._ended = len(units) < source.batch_size
+        stream, size = Units(samples), source.batch_size
+        while units := list(stream.take(size or 1)):
+            self._ended = size is not None and len(units) < size
             if self._ended and source.drop_last:
                 return
-            yield collate(units)
-            if self._ended:
-                return  # an iterator that is its own dataset may begin anew if it is asked again
+            yield collate(units[0] if size is None else units)
 
     def _note_beginning(self) -> None:
         own = state_of(self.source.dataset)

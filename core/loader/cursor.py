@@ -140,6 +140,8 @@ class Cursor:
     def catch_up(self) -> None:
         """Correct the position by the session's `drift`, and do not count a global batch before all of it is given."""
         if self.session is not None:
+            if self.session.varies:
+                self.share = self.own_steps = self.last_step = None
             moved = self.steps * self._global_batch if self._micro is None else self._micro.moved(self.steps)
             self.position = self.opened.position + moved + self.session.drift
 

@@ -39,6 +39,7 @@ from midepoch.state.witness import Look, look_at
 from midepoch.world import World
 
 from .trials import Finding, Outcome, compare
+from .units import Units
 from .workers import Server
 
 __all__ = ["CarriedAdapter", "refuse_undivided"]
@@ -123,8 +124,8 @@ class _Reader:
         self._streams = Streams(loader.dataset, loader.collate_fn) if streams else None
         self._proves, self._copied = proves, copied
         self._session: int | None = None
-        self._samples: Iterator[Any] = iter(())
-        self._read = self._batches = 0
+        self._samples = Units(iter(()))
+        self._batches = 0
         self._last, self._every = 0, 1  # the batch before which a state was sent, and after how many the next one is
         self._took, self._since = 0.0, 0.0  # seconds of the last state, and when that was
         self._key = 0
@@ -190,7 +191,7 @@ class _Reader:
                     "dataset as it was when the state was saved"
                 ) from error
         self._key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
-        self._samples, self._read, self._batches = iter(self.dataset), slot.read, slot.batches
+        self._samples, self._batches = Units(iter(self.dataset), slot.read), slot.batches
         self._last, self._took, self._since = slot.batches, 0.0, time.perf_counter()
         self._every = max(len(slot.state) // _BYTES_A_BATCH, 1)
         digest = slot.digest
@@ -202,7 +203,7 @@ class _Reader:
         fresh, unsaid = None, ""
         if self._batches - self._last >= self._every:
             try:
-                fresh = self._state(), self._read, self._batches
+                fresh = self._state(), self._samples.read, self._batches
             except Exception as error:  # noqa: BLE001  # whoever asks for a state is told; the next batch tries again
                 unsaid = self._why_unsaid(error)
             else:
@@ -230,15 +231,7 @@ class _Reader:
         )
 
     def _read_batch(self, start: Callable[[int], None]) -> _Answer:
-        units: list[Any] = []
-        while len(units) < (self._size or 1):
-            start(extend_key(self._key, self._read))
-            try:
-                units.append(next(self._samples))
-            except StopIteration:
-                self._samples = iter(())  # one that is its own dataset may begin anew if it is asked again
-                break
-            self._read += 1
+        units = list(self._samples.take(self._size or 1, lambda number: start(extend_key(self._key, number))))
         if not units or (self._drop_last and len(units) < (self._size or 1)):
             return _Answer(ended=True)
         self._batches += 1
@@ -248,12 +241,12 @@ class _Reader:
         given = units if self._size is not None else units[0]
         if self._twin is not None:
             self._look = look_at(given)
-        start(extend_key(self._key, self._read, Purpose.BATCH))
+        start(extend_key(self._key, self._samples.read, Purpose.BATCH))
         return _Answer(self._collate(given), digest)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_session": None, "_samples": iter(()), "_twin": None}
+        return {**self.__dict__, "_session": None, "_samples": Units(iter(())), "_twin": None}
 
 
 class CarriedAdapter(Adapter):

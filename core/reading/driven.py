@@ -4,12 +4,18 @@ The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__
 iter(self.sampler)``.
 midepoch iterates a copy of the dataset in which the samplers are its own. A jump is exact only if each sample draws a
 constant number of indices from each sampler. So draws are counted, first by `probe` and then at every sample.
+
+The samplers are a way to jump, not the source's end: it is asked for one more before an epoch's last batch is handed
+out. Where one process reads all of it, it may deviate: draw another number, begin a sampler again, end early, or go on
+after the last index. The pass then goes on with what the source gives.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler, get_worker_info
@@ -25,14 +31,17 @@ from midepoch.state.checksum import checksum_of
 
 from .indexed import as_list, draws_nothing, spans
 from .private import is_place_holder, let_go
+from .units import Units
 
 __all__ = [
     "RAW",
+    "AloneReader",
     "Driven",
     "DrivenReader",
     "DrivenRequest",
     "Path",
     "Probed",
+    "Sent",
     "driven_requests",
     "exposed_samplers",
     "probe",
@@ -89,23 +98,34 @@ class _Driven(Sampler[Any]):
     """Replaces a user's sampler: returns the indices of our order from any position.
 
     Its iterators share its position, so the position can be set between two samples.
+
+    Args:
+        original: the user's.
+        length: indices in the epoch.
+        order: of each pass over it, the first one's number being 0; None if the indices of each sample are `put`.
     """
 
     _AHEAD = 256  # positions taken from the order at once
 
-    def __init__(self, original: Any, order: EpochOrder | ListedEpoch) -> None:
-        self._original = original
-        self._order = order
-        self._length = len(order)
+    def __init__(self, original: Any, length: int, order: Callable[[int], EpochOrder | ListedEpoch] | None) -> None:
+        self._original, self._length, self._orders = original, length, order
+        self._order = None if order is None else order(0)
         self._chunk: list[Any] = []
         self._chunk_start = 0
         self.position = 0
         self.passes = 0
+        self.exceeded = False  # more was drawn than was put
+
+    def put(self, position: int, indices: list[Any]) -> None:
+        """The indices from this position on, until the next ones are put."""
+        self._chunk_start, self._chunk = position, indices
 
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         if self.passes > 1:
             self.position = 0  # as a sampler does; `probe` and the reader notice
+            if self._orders is not None:
+                self._order, self._chunk = self._orders(self.passes - 1), []
         return _Draws(self.draw)
 
     def draw(self) -> Any:
@@ -115,6 +135,9 @@ class _Driven(Sampler[Any]):
             raise StopIteration
         place = position - self._chunk_start
         if not 0 <= place < len(self._chunk):
+            if self._order is None:
+                self.exceeded = True
+                raise StopIteration
             self._chunk_start, place = position, 0
             self._chunk = as_list(self._order[position : min(position + self._AHEAD, self._length)])
         self.position = position + 1
@@ -156,11 +179,36 @@ class Driven:
         self.dataset = dataset
         self.orders = dict(orders)
 
-    def open(self, seed: int, epoch: int) -> tuple[Iterator[Any], list[_Driven]]:
-        """A new iterator over the dataset, and the samplers that drive it, at the epoch's start."""
-        samplers = exposed_samplers(self.dataset)
-        driven = {path: _Driven(samplers[path], order.epoch(seed, epoch)) for path, order in self.orders.items()}
+    def open(
+        self, seed: int, epoch: int, sent: Sequence[Sent | None] | None = None
+    ) -> tuple[Iterator[Any], list[_Driven]]:
+        """A new iterator over the dataset, and the samplers that drive it, at the epoch's start.
+
+        `sent`: for each sampler what the main process has sent of its list; None where it is computed here.
+        """
+        samplers, driven = exposed_samplers(self.dataset), {}
+        for (path, order), part in zip(self.orders.items(), sent or (None,) * len(self.orders), strict=True):
+            if part is None:
+                orders = functools.partial(_order_of_pass, order, seed, epoch)
+                driven[path] = _Driven(samplers[path], len(orders(0)), orders)
+            else:
+                driven[path] = _Driven(samplers[path], part.length, None)
         return iter(raw_copy(self.dataset, driven)), list(driven.values())
+
+    def prepare(self, seed: int, epoch: int) -> None:
+        """List the samplers whose order is not computed, for a pass that begins."""
+        for order in self.orders.values():
+            if isinstance(order, Listed):
+                order.epoch(seed, epoch)
+
+    def listed(self, seed: int, epoch: int) -> list[ListedEpoch | None]:
+        """The list of each sampler in an epoch; None where the order is computed."""
+        return [order.epoch(seed, epoch) if isinstance(order, Listed) else None for order in self.orders.values()]
+
+    def crc(self, seed: int, epoch: int) -> str:
+        """Of all lists of an epoch together, in eight digits; empty if every order is computed."""
+        crcs = [each.crc for each in self.listed(seed, epoch) if each is not None]
+        return f"{zlib.crc32(','.join(crcs).encode()):08x}" if crcs else ""
 
     def lengths(self, seed: int, epoch: int) -> list[int]:
         """The number of draws from each sampler in one epoch."""
@@ -172,6 +220,11 @@ class Driven:
         """Samples in one epoch, given the draws of one sample from each sampler."""
         lengths = self.lengths(seed, epoch)
         return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
+
+
+def _order_of_pass(order: Order | Listed, seed: int, epoch: int, number: int) -> EpochOrder | ListedEpoch:
+    """What a sampler gives when it is iterated again within one pass over its dataset; a list is kept as it is."""
+    return order.epoch(seed if isinstance(order, Listed) or not number else derive_key(seed, number), epoch)
 
 
 class Probed(NamedTuple):
@@ -191,9 +244,10 @@ class Probed(NamedTuple):
 def probe(driven: Driven, seed: int) -> Probed:
     """The draws of one sample from each sampler, if a jump is exact.
 
-    Reads samples 0, 1 and 2 in a row, and sample 1 again after a jump, all from a copy: the dataset itself may hold an
-    iterator that has begun. If the counts are constant and both samples 1 are equal, the dataset is believed to depend
-    on its samplers alone. Later samples are counted as they are read. The caller's generators stay unchanged.
+    Reads samples 0, 1 and 2 in a row, sample 1 again and the last one after a jump, all from a copy: the dataset itself
+    may hold an iterator that has begun. If the counts are constant, both samples 1 are equal, and it ends after the
+    last one, the dataset is believed to depend on its samplers alone. Later samples are counted as they are read. The
+    caller's generators stay unchanged.
     """
     copied = copy_apart(driven.dataset, may_use_globals=True)
     if copied.value is None:
@@ -231,6 +285,9 @@ def _probe(driven: Driven, seed: int) -> Probed:
         for name, value in in_a_row.places.items():
             if jumped.places.get(name, value) != value:
                 return Probed(None, f"it counts on its own, besides its samplers, in {name}")
+    at_end = _Counting(driven, guard, seed)
+    if at_end.read(size - 1, draws) is None or at_end.read(size) is not None:
+        return Probed(None, "it does not end with its samplers")
     told = f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
     return Probed(draws, told, first.unseen)
 
@@ -289,10 +346,27 @@ def _places(iterator: Any) -> dict[str, str]:
     return {name: repr(value) for name, value in kept.items() if isinstance(value, plain)}
 
 
+class Sent(NamedTuple):
+    """What a worker process gets of one sampler's list.
+
+    Attributes:
+        length: indices in the epoch.
+        indices: those of each sample of the request, and of the one before if it resumes.
+    """
+
+    length: int
+    indices: list[list[Any]]
+
+
 class DrivenRequest(NamedTuple):
     """A request for one batch of such an iterable: `units` positions from `start` on, out of `size`.
 
-    `session` and `left` are those of a `MapRequest`.
+    Attributes:
+        session: the run's session number.
+        seed, epoch, start, units, size: as said.
+        resumes: the epoch is continued here: the sample before is read, too, since it may not have been at its end.
+        last: the reader gets no further one in this session.
+        sent: for each sampler, what a worker cannot compute of its list; None if nothing has to be sent.
     """
 
     session: int
@@ -301,22 +375,72 @@ class DrivenRequest(NamedTuple):
     start: int
     units: int
     size: int
-    left: int
+    resumes: bool
+    last: bool
+    sent: tuple[Sent | None, ...] | None = None
 
 
-def driven_requests(run: Run, unchanged: Callable[[], None]) -> Iterator[DrivenRequest]:
-    """The requests of one session."""
+def driven_requests(
+    run: Run,
+    unchanged: Callable[[], None],
+    draws: tuple[int, ...],
+    lists: Sequence[ListedEpoch | None],
+    readers: int,
+    goes_on: Callable[[], bool],
+) -> Iterator[DrivenRequest]:
+    """The requests of one session.
+
+    Args:
+        run: the session's.
+        unchanged: called before each request; raises if the source has changed.
+        draws: indices that each sample draws from each sampler.
+        lists: those whose indices are to be sent to workers; empty if none are.
+        readers: that answer in turn.
+        goes_on: whether there is another batch after those of the samplers.
+    """
     share = run.share
     assert share is not None  # samplers have a length
-    left = share.steps
+    left, sends = share.steps, any(each is not None for each in lists)
     for start, stop in spans(share):
         unchanged()
         left -= 1
-        yield DrivenRequest(run.session, run.seed, run.epoch, start, stop - start, share.size, left)
+        resumes = 0 < start == run.position
+        request = DrivenRequest(
+            run.session, run.seed, run.epoch, start, stop - start, share.size, resumes, left < readers
+        )
+        if sends:
+            sent = (_part(each, count, request) for each, count in zip(lists, draws, strict=True))
+            request = request._replace(sent=tuple(sent))
+        yield request
+    start = run.position + share.steps * share.batch_size
+    while goes_on():
+        yield DrivenRequest(run.session, run.seed, run.epoch, start, share.batch_size, share.size, False, False)
+        start += share.batch_size
+
+
+def _part(listed: ListedEpoch | None, count: int, request: DrivenRequest) -> Sent | None:
+    if listed is None:
+        return None
+    positions = [*range(request.start, request.start + request.units), *([request.start - 1] * request.resumes)]
+    places = [position % request.size * count for position in positions]
+    return Sent(len(listed), [listed[place : place + count] for place in places])
+
+
+class _Deviation(Exception):  # noqa: N818  # caught here
+    """A sample did not follow from the samplers' positions as those before it.
+
+    Attributes:
+        why: in words that follow the source's name.
+        items: the sample, if there was one.
+    """
+
+    def __init__(self, why: str, *items: Any) -> None:
+        super().__init__(why)
+        self.why, self.items = why, items
 
 
 class DrivenReader:
-    """Reads batches from an iterable that exposes its samplers, each sample under its own random stream.
+    """Reads batches from an iterable that exposes its samplers, each sample after a jump and under its own stream.
 
     Args:
         driven: the dataset and its orders.
@@ -324,8 +448,6 @@ class DrivenReader:
         collate: from a list of samples, or from one if `single`, to a batch.
         single: samples are handed out one by one.
         streams: False lets the dataset draw from the caller's generators.
-        alone: no other process reads this epoch. Then the rest can still be read in a row after a sample that draws
-            another number.
         proved: samples of this dataset have been counted. If not, `draws` comes from a state.
     """
 
@@ -338,104 +460,268 @@ class DrivenReader:
         collate: Callable[[Any], Any],
         single: bool,
         streams: bool,
-        alone: bool,
         proved: bool,
     ) -> None:
         self.dataset = driven.dataset
-        self._driven, self._draws, self._collate, self._single, self._alone = driven, draws, collate, single, alone
+        self._driven, self._draws, self._collate, self._single = driven, draws, collate, single
         self._plain_collate = draws_nothing(collate)
         self._streams = Streams(driven.dataset, collate) if streams else None
         self._opened: tuple[int, int, int] | None = None  # session, seed, epoch
-        self._iterator: Iterator[Any] = iter(())
+        self._source = Units(iter(()))
+        self._iterator: Iterator[Any] | None = None
         self._samplers: list[_Driven] = []
         self._proved = proved
-        self.varies = False
 
     def __call__(self, request: DrivenRequest) -> Any:
-        """The batch. Raises StopIteration if an epoch that `varies` ends early."""
-        streams = self._streams
-        if self._opened != request[:3]:
-            if streams is None:
-                self._open(request)
-            else:
-                with streams.under(derive_key(Purpose.OPENING, request.seed, request.epoch)):
-                    self._open(request)
-                streams.begin_pass(self._iterator)
-        if streams is None:
-            return self._read(request, None)
-        batch = self._read_under(request, streams)
-        # If the iterator made a generator while it read, the batch is read again, after a jump back.
-        if streams.made_late(self._iterator) and not self.varies:
-            batch = self._read_under(request, streams)
-        return batch
+        """The batch.
 
-    def _read_under(self, request: DrivenRequest, streams: Streams) -> Any:
+        Raises:
+            SourceError: a sample deviates from those before it, or the source does not end with its samplers.
+        """
         try:
-            with streams as start:
-                return self._read(request, start)
+            if self._opened != request[:3]:
+                self._begin(request)
+            return self._batch(request)
         except BaseException:
             self._opened = None  # a generator cannot continue after an exception
             raise
 
-    def _read(self, request: DrivenRequest, start: Callable[[int], None] | None) -> Any:
-        sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
-        samples = []
-        for place in range(request.start, request.start + request.units):
-            position = place % request.size
-            if start is not None:
-                start(extend_key(sample_key, position))
-            try:
-                samples.append(self._sample(position))
-            except StopIteration:
-                if self.varies:
-                    break
-                raise SourceError(
-                    f"{type(self.dataset).__name__} ended at sample {position} of {request.size}, before its samplers: "
-                    "let it read until they end, give it a __len__, or wrap a generator function that reads it"
-                ) from None
-        if not samples:
-            raise StopIteration
-        if start is not None and not self._plain_collate:
-            start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
-        return self._collate(samples[0] if self._single else samples)
+    def goes_on(self) -> bool:
+        """Whether there may be batches after those that the samplers suffice for."""
+        return False
+
+    def _begin(self, request: DrivenRequest) -> None:
+        if self._streams is None:
+            self._open(request)
+            return
+        with self._streams.under(derive_key(Purpose.OPENING, request.seed, request.epoch)):
+            self._open(request)
+        self._streams.begin_pass(self._iterator)
 
     def _open(self, request: DrivenRequest) -> None:
-        self._iterator, self._samplers = self._driven.open(request.seed, request.epoch)
+        self._iterator, self._samplers = self._driven.open(request.seed, request.epoch, request.sent)
+        self._source = Units(self._iterator)
         self._opened = request[:3]
-        self.varies = False
 
-    def _sample(self, position: int) -> Any:
-        samplers, draws = self._samplers, self._draws
-        if not self.varies:
-            for sampler, count in zip(samplers, draws, strict=True):
-                sampler.position = position * count
-        item = next(self._iterator)
-        for sampler, count in zip(samplers, draws, strict=True):
-            if sampler.position != (position + 1) * count or sampler.passes > 1:
-                self._broken(position, sampler.position - position * count, count)
-                return item
+    def _batch(self, request: DrivenRequest) -> Any:
+        streams = self._streams
+        if streams is None:
+            samples = self._samples(request, None)
+            if request.last:
+                self._finish(request, samples, None)
+            return self._collated(samples)
+        with streams as start:
+            samples = self._samples(request, start)
+        # If the iterator made a generator while it read, the batch is read again, after a jump back.
+        if streams.made_late(self._iterator) and self._jumps:
+            with streams as start:
+                samples = self._samples(request, start)
+        if request.last:
+            with streams as start:
+                self._finish(request, samples, start)
+        if self._plain_collate:
+            return self._collated(samples)
+        with streams as start:
+            start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
+            return self._collated(samples)
+
+    def _collated(self, samples: list[Any]) -> Any:
+        return self._collate(samples[0] if self._single else samples)
+
+    @property
+    def _jumps(self) -> bool:
+        return True
+
+    def _samples(self, request: DrivenRequest, start: Callable[[int], None] | None) -> list[Any]:
+        """Those of a request, in order."""
+        try:
+            if request.resumes:
+                self._sample(request, -1, start)
+            return [self._sample(request, number, start) for number in range(request.units)]
+        except _Deviation as deviation:
+            raise self._divided(deviation.why) from None
+
+    def _finish(self, request: DrivenRequest, samples: list[Any], start: Callable[[int], None] | None) -> None:
+        """Ask the source for one more, before the last batch of its epoch is handed out."""
+        self._jump(request.size)
+        self._opened = None  # it has ended
+        try:
+            self._one_more(request, start)
+        except _Deviation as deviation:
+            raise self._divided(deviation.why) from None
+
+    def _jump(self, position: int) -> None:
+        for sampler, count in zip(self._samplers, self._draws, strict=True):
+            sampler.position = position * count
+
+    def _sample(self, request: DrivenRequest, number: int, start: Callable[[int], None] | None) -> Any:
+        """One sample of a request, after a jump to it."""
+        position = (request.start + number) % request.size
+        _put(start, request, position)
+        self._jump(position)
+        if request.sent is not None:
+            for sampler, count, sent in zip(self._samplers, self._draws, request.sent, strict=True):
+                if sent is not None:
+                    sampler.put(position * count, sent.indices[number])
+        return self._counted(position, request.size)
+
+    def _counted(self, position: int, size: int) -> Any:
+        """The sample that follows, if it draws as many indices as those before it."""
+        samplers = self._samplers
+        try:
+            items: tuple[Any, ...] = (self._source.next(),)
+        except StopIteration:
+            if not any(sampler.exceeded for sampler in samplers):
+                raise _Deviation(f"ended after {position} samples, and its samplers are enough for {size}") from None
+            items = ()
+        for sampler, count in zip(samplers, self._draws, strict=True):
+            if sampler.position != (position + 1) * count or sampler.passes > 1 or not items:
+                self._check_proved(position)
+                drawn = f"{sampler.position - position * count}" if items else f"more than {count}"
+                drew = f"drew {drawn} indices from a sampler for sample {position}, and {count} for each one before"
+                raise _Deviation("began a sampler again" if sampler.passes > 1 else drew, *items)
         self._proved = True
-        return item
+        return items[0]
 
-    def _broken(self, position: int, drawn: int, count: int) -> None:
+    def _one_more(self, request: DrivenRequest, start: Callable[[int], None] | None) -> None:
+        _put(start, request, request.size)
+        try:
+            item = self._source.next()
+        except StopIteration:
+            return
+        raise _Deviation("gave a sample after the last index of its samplers", item)
+
+    def _check_proved(self, position: int) -> None:
         # After a load: either this sample differs from the others, or the whole dataset has changed.
         if not self._proved and (self._opened is None or probe(self._driven, self._opened[1]).draws != self._draws):
             raise SourceError(
-                f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but the "
-                f"state was saved with {count} per sample: restore the dataset that it was saved with, or start over"
+                f"{type(self.dataset).__name__} draws other numbers of indices than when the state was saved (sample "
+                f"{position}; then {self._draws}): restore the dataset that it was saved with, or start over"
             )
         self._proved = True
-        if self._alone:
-            self.varies = True
-            return
+
+    def _divided(self, why: str) -> SourceError:
         worker = get_worker_info()
-        raise SourceError(
-            f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, and {count} for "
-            f"each one before{'' if worker is None else f' (in worker {worker.id})'}: if it divides its samplers among "
-            "workers or ranks itself, leave that to midepoch or pass shard=False; if its samples draw different "
-            "numbers, wrap a generator function that reads it, with shard=True"
+        return SourceError(
+            f"{type(self.dataset).__name__} {why}{'' if worker is None else f' (in worker {worker.id})'}, but its "
+            "indices are divided among ranks or workers: pass shard=True, with which every process reads all of it and "
+            "keeps its part, or shard=False if it divides itself"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_iterator": None, "_samplers": []}
+        return {**self.__dict__, "_opened": None, "_iterator": None, "_source": Units(iter(())), "_samplers": []}
+
+
+class AloneReader(DrivenReader):
+    """The same where one process reads the whole epoch, itself: it goes on after a deviation, without jumps.
+
+    Args:
+        batch_size: samples in a batch.
+        drop_last: leave out a last batch that is not full.
+        tell: called with the reason when a sample deviates, before the sample is handed out.
+        arguments: of a `DrivenReader`.
+
+    Attributes:
+        varies: a sample of this pass has deviated.
+        missing: samples by which its last batch was short.
+    """
+
+    def __init__(self, batch_size: int, drop_last: bool, tell: Callable[[str], None], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._batch_size, self._drop_last, self._tell = batch_size, drop_last, tell
+        self.varies, self.missing = False, 0
+        self._jumped = False  # this pass began within its epoch
+        self._read = 0  # samples of the epoch before the one that comes next
+        self._held: list[Any] = []  # samples that were read and not handed out
+
+    def _open(self, request: DrivenRequest) -> None:
+        super()._open(request)
+        self.varies, self.missing, self._held = False, 0, []
+        self._jumped, self._read = request.start > 0, request.start
+
+    def goes_on(self) -> bool:
+        """After a deviation."""
+        return self.varies
+
+    @property
+    def _jumps(self) -> bool:
+        return not self.varies
+
+    def _samples(self, request: DrivenRequest, start: Callable[[int], None] | None) -> list[Any]:
+        """Those of a request; after a deviation, a full batch of what follows. StopIteration if there is none."""
+        samples: list[Any] = []
+        if request.resumes and not self.varies:
+            self._sample(request, -1, start)
+        for number in range(0 if self.varies else request.units):
+            self._read = request.start + number
+            try:
+                samples.append(self._sample(request, number, start))
+            except _Deviation as deviation:
+                self._deviate(request, deviation, start)
+                break
+            self._read += 1
+        if self.varies:
+            self._fill(request, samples, start)
+        return samples
+
+    def _finish(self, request: DrivenRequest, samples: list[Any], start: Callable[[int], None] | None) -> None:
+        """Ask for one more; with `drop_last`, after the samples that no batch is made of."""
+        if self.varies:
+            return
+        left_out: list[Any] = []
+        try:
+            for number in range(request.units, request.size - request.start):
+                left_out.append(self._sample(request, number, start))
+                self._read += 1
+            self._one_more(request, start)
+        except _Deviation as deviation:
+            self._deviate(request, deviation, start)
+            self._held = left_out + self._held
+            self._fill(request, samples, start)
+
+    def _deviate(self, request: DrivenRequest, deviation: _Deviation, start: Callable[[int], None] | None) -> None:
+        """Go on without jumps. A pass that has jumped is read again from its start up to here."""
+        if self._jumped:
+            read = self._read
+            if start is not None:
+                start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+            self._open(request)
+            self._read = 0
+            for _ in range(read):
+                if not self._next(request, start):
+                    raise SourceError(
+                        f"{type(self.dataset).__name__} ended after {self._read} samples, and gave {read} before: it "
+                        "does not repeat itself; seed it, or start over with this data"
+                    )
+                self._held.clear()
+            self._jumped = False
+        else:
+            self._held.extend(deviation.items)
+            self._read += len(deviation.items)
+        self.varies = True
+        self._tell(deviation.why)
+
+    def _next(self, request: DrivenRequest, start: Callable[[int], None] | None) -> bool:
+        """Read one more sample, wherever the samplers are. False at the end."""
+        _put(start, request, self._read)
+        try:
+            self._held.append(self._source.next())
+        except StopIteration:
+            return False
+        self._read += 1
+        return True
+
+    def _fill(self, request: DrivenRequest, samples: list[Any], start: Callable[[int], None] | None) -> None:
+        """Let `samples` be a full batch, as far as the source goes."""
+        while len(samples) < self._batch_size and (self._held or self._next(request, start)):
+            samples.append(self._held.pop(0))
+        self.missing = self._batch_size - len(samples)
+        if not samples or (self._drop_last and self.missing):
+            raise StopIteration
+
+
+def _put(start: Callable[[int], None] | None, request: DrivenRequest, position: int) -> None:
+    """Begin the random stream of a sample."""
+    if start is not None:
+        start(extend_key(derive_key(Purpose.SAMPLE, request.seed, request.epoch), position))

@@ -25,7 +25,7 @@ from midepoch.loader.place import Place
 from midepoch.samplers import Understood, length_of, understand
 from midepoch.world import World
 
-from .driven import Driven, DrivenReader, driven_requests, exposed_samplers, probe
+from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import keeps_nothing, unchanged
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 from .trials import of_kept_workers, reads_a_loader
@@ -33,7 +33,8 @@ from .workers import Server
 
 __all__ = ["IterableAdapter", "IterableLoaderAdapter"]
 
-_DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)")
+_DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)(?:;crc=([0-9a-f]{8}))?")
+_VARIES = "varies;workers=0;chain="
 # Version 1 had the digest of the last unit in place of the chain.
 _REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});(chain|digest)=([0-9a-f]{8})?")
 
@@ -89,6 +90,7 @@ class IterableAdapter(Adapter):
         self._draws: tuple[int, ...] | None = None
         self._probed = False
         self._proved = False  # by reading, not by a state
+        self._varies = False  # a sample has deviated: from then on the source is replayed, with our samplers
         self._why = why or ("it exposes no samplers" if not understood else "it has not been tried yet")
         if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
@@ -158,7 +160,7 @@ class IterableAdapter(Adapter):
 
     def _draws_for(self, seed: int, detail: str) -> tuple[int, ...] | None:
         """The same, taken from a state's detail if possible, so that nothing has to be read."""
-        if self._driven is None or detail.startswith("varies"):
+        if self._driven is None or self._varies or detail.startswith("varies"):
             return None
         if self._draws is None and (match := _DRIVEN_DETAIL.fullmatch(detail)):
             return tuple(map(int, match[1].split(",")))
@@ -169,7 +171,13 @@ class IterableAdapter(Adapter):
         draws = self._draws_for(seed, detail)
         if draws is not None and self._driven is not None:
             return self._driven.size(draws, seed, epoch)
-        return None if self._own_streams or detail.startswith("varies") else length_of(self._stream)
+        varies = self._varies or detail.startswith("varies")
+        return None if self._own_streams or varies else length_of(self._stream)
+
+    def prepare(self, seed: int, epoch: int) -> None:
+        """List the samplers whose order is not computed."""
+        if self._driven is not None:
+            self._driven.prepare(seed, epoch)
 
     def describe(self) -> dict[str, str]:
         """The samplers' orders, or whose stream it is."""
@@ -184,7 +192,7 @@ class IterableAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """See the table in the README."""
         exact = promises.augmentations(self.options)
-        if self._driven is not None:
+        if self._driven is not None and not self._varies:
             tried = "" if self._probed else "; tried when reading begins"
             return Capabilities(
                 exact_order=promises.OUR_ORDER,
@@ -214,11 +222,22 @@ class IterableAdapter(Adapter):
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
+        if self._varies:
+            return _VARIES
         if not there[1]:
             return ""
         if self._driven is not None:
-            return "" if self._draws is None else _told(self._draws)
+            return "" if self._draws is None else self._detail(self._draws, seed, there[0])
         return f"workers={self._workers};chain="
+
+    def beginning(self, epoch: int, world: World) -> str:
+        """That the source is replayed, if a sample has deviated."""
+        return _VARIES if self._varies else ""
+
+    def _detail(self, draws: tuple[int, ...], seed: int, epoch: int) -> str:
+        """Of a place within an epoch: the draws of a sample, and the CRC of the samplers' lists, if there are any."""
+        crc = "" if self._driven is None else self._driven.crc(seed, epoch)
+        return f"draws={','.join(map(str, draws))}{f';crc={crc}' if crc else ''}"
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """The draws of a sample, or the workers and the chain of a replay."""
@@ -240,6 +259,12 @@ class IterableAdapter(Adapter):
                 raise StateMismatchError(
                     f"draws per sample differ: the state was saved with {saved}, this source draws {self._draws}; "
                     "restore the dataset that the state was saved with, or start over with this data"
+                )
+            if position and driven[2] != (crc := self._driven.crc(seed, epoch) or None):
+                raise StateMismatchError(
+                    f"the list of epoch {epoch} differs: the state was saved with crc={driven[2]}, the samplers of "
+                    f"{_name(self._stream)} give crc={crc}; restore what they are made of (sort what comes from a set "
+                    "or a folder), or start over without the state"
                 )
             return
         if not replayed or (replayed[1] and not self._exposes):
@@ -281,18 +306,36 @@ class IterableAdapter(Adapter):
         alone = run.world.world_size == 1 and self._workers == 0
         key = "driven alone" if alone else "driven"
         reader = self._readers.get(key)
-        if reader is None or reader.varies:  # a reader that varied cannot serve another epoch
-            single = self._samples_in_batch is None
-            collate = self._collate or _as_it_is
+        if reader is None:
             if self._collate is not None and not keeps_nothing(self._collate):
                 self.believes("the collate function was not tried: the source is read through its samplers")
-            reader = DrivenReader(driven, draws, collate, single, self.options.streams, alone, self._proved)
-            self._readers[key] = reader
-        answers, close = self.serve(reader, driven_requests(run, unchanged(self._stream, length_of(self._stream))), run)
-        return _DrivenSession(answers, close, reader, _told(draws))
+            single, collate = self._samples_in_batch is None, self._collate or _as_it_is
+            arguments = driven, draws, collate, single, self.options.streams, self._proved
+            reader = self._readers[key] = (
+                AloneReader(self._samples_in_batch or 1, self.drop_last, self._deviated, *arguments)
+                if alone
+                else DrivenReader(*arguments)
+            )
+        check = unchanged(self._stream, length_of(self._stream))
+        lists = driven.listed(run.seed, run.epoch) if self._workers else ()
+        requests = driven_requests(run, check, draws, lists, max(self._workers, 1), reader.goes_on)
+        answers, close = self.serve(reader, requests, run)
+        detail = self._detail(draws, run.seed, run.epoch)
+        if isinstance(reader, AloneReader):
+            return _AloneSession(answers, close, detail, reader)
+        return _DrivenSession(answers, close, detail)
+
+    def _deviated(self, why: str) -> None:
+        """A sample of a driven session has deviated: from here on, the source is replayed."""
+        self._varies, self._why = True, f"it {why}"
+        self.learned()
+        warn(
+            f"{_name(self._stream)} {why}: from here on, a resume reads the epoch again from its start. To resume at "
+            "once, let each sample draw as many indices, and let the source end with its samplers"
+        )
 
     def _open_replay(self, run: Run) -> Session:
-        varies = run.detail.startswith("varies")
+        varies = self._varies or run.detail.startswith("varies")
         if not self._warned and run.position > 0:
             instead = "" if "then=" in self._why else self._instead("to jump")
             warn(
@@ -376,10 +419,6 @@ class IterableAdapter(Adapter):
             tries = False
 
 
-def _told(draws: tuple[int, ...]) -> str:
-    return f"draws={','.join(map(str, draws))}"
-
-
 def _nothing() -> None:
     pass
 
@@ -451,26 +490,49 @@ class _Single:
 
 
 class _DrivenSession(Session):
-    def __init__(self, answers: Iterator[Any], close: Callable[[], None], reader: DrivenReader, detail: str) -> None:
+    def __init__(self, answers: Iterator[Any], close: Callable[[], None], detail: str) -> None:
         self.take = answers.__next__
-        self._close, self._reader, self._detail = close, reader, detail
+        self._close, self._detail = close, detail
+
+    def detail(self, mark: Any) -> str:
+        """The draws of a sample, and the CRC of the lists."""
+        return self._detail
+
+    def close(self) -> None:
+        self.take = iter(()).__next__
+        self._close()
+
+
+class _AloneSession(_DrivenSession):
+    """A session whose mark is whether a sample has deviated."""
+
+    marks = True
+
+    def __init__(self, answers: Iterator[Any], close: Callable[[], None], detail: str, reader: AloneReader) -> None:
+        super().__init__(answers, close, detail)
+        self._reader = reader
 
     @property
     def varies(self) -> bool:
         """Whether some sample drew another number of indices."""
         return self._reader.varies
 
-    def detail(self, mark: Any) -> str:
-        """The draws of a sample; or that they vary in this epoch, which can then only be replayed."""
-        return "varies;workers=0;chain=" if self._reader.varies else self._detail
+    @property
+    def drift(self) -> int:  # type: ignore[override]
+        """Samples by which the last batch was short."""
+        return -self._reader.missing
+
+    def mark(self) -> bool:
+        """Whether a sample has deviated."""
+        return self._reader.varies
+
+    def detail(self, mark: bool | None) -> str:
+        """That the epoch can only be replayed from now on, or what leads to a jump."""
+        return _VARIES if mark else self._detail
 
     def following(self) -> str:
-        """The draws of a sample."""
-        return self._detail
-
-    def close(self) -> None:
-        self.take = iter(()).__next__
-        self._close()
+        """The same, for the next epoch's beginning."""
+        return _VARIES if self._reader.varies else ""
 
 
 class _ReplaySession(Session):

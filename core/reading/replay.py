@@ -31,6 +31,7 @@ from .trials import (
     undisturbed,
     used_differs,
 )
+from .units import Units
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
 
@@ -197,8 +198,7 @@ class ReplayReader:
         self._start_stream: Callable[[int], None] | None = None
         self._opened: tuple[int, int, int] | None = None
         self._nonce: int | None = None
-        self._iterator: Iterator[Any] | None = None
-        self._read = 0  # units read from the iterator
+        self._source = Units(iter(()))
         self._sample_key = 0
         self._first = ""
         self._chain = Chain()
@@ -243,7 +243,7 @@ class ReplayReader:
                 attempt = functools.partial(passes_differ, copied, opened, request.seed, request.epoch, own)
                 batch, (trial, beginning) = undisturbed(getattr(answer, "batch", None), attempt)
                 answer = answer._replace(batch=batch) if isinstance(answer, Replayed) else answer
-                if beginning is not None and request.goes_on and self._iterator is not None:
+                if beginning is not None and request.goes_on and not self._source.ended:
                     self._beginning = beginning, kept
         return answer._replace(found=Found(tuple(self._unseen), trial, repeat))
 
@@ -290,32 +290,27 @@ class ReplayReader:
             # that all of them would write to.
             tell(request.epoch)
         self._threads = {each.ident for each in threading.enumerate()}
-        self._iterator = iter(self._open_source(request.seed, request.epoch))
+        self._source = Units(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
-        self._read, self._chain, self._digested = 0, Chain(), (0, "")
+        self._chain, self._digested = Chain(), (0, "")
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *self._own(request))
 
     def _units(self, count: int) -> list[Any]:
         """The next `count` units, fewer at the end."""
-        units: list[Any] = []
-        iterator = self._iterator
-        while iterator is not None and len(units) < count:
-            self._start(extend_key(self._sample_key, self._read))
-            try:
-                unit = next(iterator)
-            except StopIteration:
-                iterator = self._iterator = None
-                if self._beginning is not None:
-                    self._try_used(*self._beginning)
-                break
-            self._read += 1
-            if self._shared and self._read == self._chain.next:
+        source, units = self._source, []
+        for unit in source.take(count, None if self._start_stream is None else self._begin_unit):
+            if self._shared and source.read == self._chain.next:
                 digest = self._digest(unit)
                 self._chain.add(digest)
-                if self._read == 1:
+                if source.read == 1:
                     self._first = digest
             units.append(unit)
+        if source.ended and self._beginning is not None:
+            self._try_used(*self._beginning)
         return units
+
+    def _begin_unit(self, number: int) -> None:
+        self._start(extend_key(self._sample_key, number))
 
     def _try_used(self, beginning: Beginning, kept: str) -> None:
         """At the end of the first pass: whether a later one begins alike, if the source keeps something else now."""
@@ -338,9 +333,9 @@ class ReplayReader:
     def _digest(self, unit: Any) -> str:
         """The digest of the unit that was read last."""
         number, digest = self._digested
-        if number != self._read:
+        if number != self._source.read:
             digest = checksum_of(unit, self._unseen)
-            self._digested = self._read, digest
+            self._digested = self._source.read, digest
         return digest
 
     def _chain_to(self, unit: Any) -> str:
@@ -357,19 +352,19 @@ class ReplayReader:
     def _shared_batch(self, request: ReplayRequest) -> Replayed | End:
         global_batch = self._batch_size * request.world_size
         begin = request.start + request.step * global_batch
-        if self._opened != request[:3] or self._read > begin:
+        if self._opened != request[:3] or self._source.read > begin:
             self._open(request)
-        while self._read < begin:
-            reaches = request.start if self._read < request.start else begin
-            last = self._units(min(reaches - self._read, 1))
+        while self._source.read < begin:
+            reaches = request.start if self._source.read < request.start else begin
+            last = self._units(min(reaches - self._source.read, 1))
             if not last:
-                if self._read < request.start:
+                if (read := self._source.read) < request.start:
                     raise SourceError(
-                        f"the source ended after {self._read} units, but the state stands at {request.start}: it "
+                        f"the source ended after {read} units, but the state stands at {request.start}: it "
                         "does not repeat itself; seed it, or start over with this data"
                     )
                 return self._end(End(self._first))
-            if self._read == request.start and request.expected:
+            if self._source.read == request.start and request.expected:
                 seen = former_checksum_of(last[0]) if request.former else self._chain_to(last[0])
                 if seen != request.expected:
                     raise SourceError(
@@ -461,8 +456,9 @@ class ReplayReader:
         seen = self._digest(units[-1])
         if request.skip:
             return Replayed(None, seen, "", 0, former_checksum_of(units[-1]) if request.former else "")
-        return Replayed(self._collated(units, extend_key(self._sample_key, self._read, Purpose.BATCH)), seen, "", 0)
+        key = extend_key(self._sample_key, self._source.read, Purpose.BATCH)
+        return Replayed(self._collated(units, key), seen, "", 0)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_iterator": None, "_start_stream": None, "_beginning": None}
+        return {**self.__dict__, "_opened": None, "_source": Units(iter(())), "_start_stream": None, "_beginning": None}

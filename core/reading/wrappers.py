@@ -122,9 +122,14 @@ class _WrapperSession(Session):
     # --- batches ---
 
     def take(self) -> Any:
-        """The wrapper's next batch."""
-        if self._made:
-            return self._made.popleft()
+        """The wrapper's next batch. Before the last one is handed out, the wrapper is asked for one more."""
+        batch = self._made.popleft() if self._made else self._next()
+        share, reading = self._run.share, self._reading
+        if share is not None and reading.handed - len(self._made) == share.steps and not reading.ends():
+            raise SourceError(f"{self._name} gave a batch after those of the DataLoader inside{_INSTEAD}")
+        return batch
+
+    def _next(self) -> Any:
         reading = self._reading
         if not reading.ready:
             reading.fetch()
@@ -135,7 +140,7 @@ class _WrapperSession(Session):
                 sound, batch = reading.watched()
                 if not sound:
                     self._restart(reading.handed)
-                    return self.take()
+                    return self._next()
             else:
                 batch = reading.give()
                 if reading.handed == reading.first + 1:

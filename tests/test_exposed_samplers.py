@@ -1,0 +1,264 @@
+"""Iterables that expose samplers: the samplers are a way to jump, and the source says when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import midepoch
+import pytest
+import torch
+from midepoch import MidepochWarning, SourceError, StateMismatchError, World
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+
+SIZE = 22
+LONG = {5: 3, 6: 2, 15: 2}  # documents of several chunks; the others have one
+
+
+class Documents(IterableDataset[Any]):
+    """Each index is a document, which gives one sample or several."""
+
+    def __init__(self, long: dict[int, int] | None = None) -> None:
+        self.sampler = RandomSampler(range(SIZE))
+        self.long = LONG if long is None else long
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self.sampler:
+            for chunk in range(self.long.get(index, 1)):
+                yield 100 * index + chunk, torch.rand(())
+
+
+class Own(Documents):
+    """The same, as its own iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.indices, self.chunks = iter(self.sampler), iter(())  # type: ignore[var-annotated]
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            for chunk in self.chunks:
+                return chunk, torch.rand(())
+            index = next(self.indices)
+            self.chunks = iter([100 * index + chunk for chunk in range(self.long.get(index, 1))])
+
+
+class Flushed(Documents):
+    """Gives what it has kept of one rare document at its end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        kept = []
+        for index in self.sampler:
+            kept += [index] * (index == 7)
+            yield index, torch.rand(())
+        for index in kept:
+            yield 1000 + index, torch.rand(())
+
+
+class Stopped(Documents):
+    """Ends at a certain index, unless that comes first."""
+
+    def __iter__(self) -> Iterator[Any]:
+        first = None
+        for index in self.sampler:
+            if index == 7 and first is not None:
+                return
+            first = 0
+            yield index, torch.rand(())
+
+
+class Twice(Documents):
+    """Begins its sampler again, in some epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        last = -1
+        for last in self.sampler:
+            yield last, torch.rand(())
+        if last % 2:
+            for index in self.sampler:
+                yield 1000 + index, torch.rand(())
+
+
+KINDS = [Documents, Own, Flushed, Stopped, Twice]
+
+
+def make(kind: type[Documents], drop_last: bool = False, batch_size: int | None = 4, **keywords: Any) -> Any:
+    return midepoch.wrap(DataLoader(kind(), batch_size, drop_last=drop_last), seed=3, **keywords)
+
+
+def plain(batch: Any) -> Any:
+    return [each.tolist() if isinstance(each, torch.Tensor) else each for each in batch]
+
+
+def read(loader: Any, epochs: int = 2) -> list[list[Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MidepochWarning)
+        return [[plain(batch) for batch in loader] for _ in range(epochs)]
+
+
+def samples(batches: list[Any]) -> Counter[int]:
+    return Counter(int(each) for batch in batches for each in (batch[0] if isinstance(batch[0], list) else [batch[0]]))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 4, 5, SIZE, 100])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_gives_what_the_plain_loader_gives(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:
+    if batch_size is None and drop_last:
+        batch_size = 2
+    for got in read(make(kind, drop_last, batch_size), 3):
+        given = [int(i) for batch in got for i in (batch[0] if batch_size else [batch[0]])]
+        if not given and kind is Stopped and drop_last:
+            continue  # nothing shows the order
+        expected, size = plainly(kind, given), batch_size or 1
+        lengths = [len(expected[at : at + size]) for at in range(0, len(expected), size)]
+        lengths = [each for each in lengths if each == size or not drop_last]
+        assert [len(batch[0]) if batch_size else 1 for batch in got] == lengths
+        assert given[:SIZE] == expected[: sum(lengths)][:SIZE]
+        if not drop_last:  # whatever is begun again may come in another order
+            assert sorted(given) == sorted(expected)
+
+
+def plainly(kind: type[Documents], given: list[int]) -> list[int]:
+    """What the dataset gives by itself, if its sampler has the order in which its indices were given."""
+    scale = 100 if kind in (Documents, Own) else 1
+    order = dict.fromkeys(each // scale for each in given if each < 1000 or scale > 1)
+    dataset: Any = kind()
+    missing = sorted(set(range(SIZE)) - set(order), key=lambda index: index != 7)  # `Stopped` had stopped at it
+    dataset.sampler = [*order, *missing]
+    return [item for item, _ in dataset]
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:
+    if batch_size is None and drop_last:
+        batch_size = 3
+    epochs = read(make(kind, drop_last, batch_size), 4)
+    whole, ends = list(itertools.chain.from_iterable(epochs)), set(itertools.accumulate(map(len, epochs)))
+    loader, states = make(kind, drop_last, batch_size), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MidepochWarning)
+        for _ in range(2):
+            for _batch in loader:
+                states.append(loader.state_dict())
+    for taken, state in enumerate(states, 1):
+        if kind is Flushed and state["detail"].startswith("draws"):
+            continue  # what it keeps is known at the end of its first pass: docs/limits.md
+        resumed = make(kind, drop_last, batch_size)
+        resumed.load_state_dict(state)
+        rest = [batch for epoch in read(resumed, 2) for batch in epoch]
+        torch.manual_seed(taken)
+        random.seed(taken)
+        assert rest == whole[taken : taken + len(rest)], (taken, state["epoch"], state["position"], state["detail"])
+        assert taken + len(rest) in ends
+
+
+def test_a_deviation_is_told_once_and_its_states_are_replayed() -> None:
+    loader = make(Documents)
+    with pytest.warns(MidepochWarning, match="Documents drew .*a resume reads the epoch again from its start") as told:
+        for _ in loader:
+            pass
+        for _ in loader:
+            pass
+    assert len([each for each in told if each.category is MidepochWarning]) == 1
+    assert not loader.capabilities.constant_time_resume
+    assert not loader.capabilities.elastic_world
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_indices_are_divided_it_is_an_error_that_names_shard(kind: type[Documents], workers: int) -> None:
+    """Kinds whose first samples, and whose last one, do not deviate."""
+    loader = DataLoader(kind({5: 3} if kind is Own else {}), 4, num_workers=workers)
+    world = World() if workers else World(0, 2)
+    seeds = []
+    for seed in range(12):
+        wrapped = midepoch.wrap(loader, seed=seed, world=world)
+        try:
+            for _ in wrapped:
+                pass
+        except SourceError as error:
+            assert "shard=True" in str(error)
+            assert "shard=False" in str(error)
+            seeds.append(seed)
+        except midepoch.UnsupportedSourceError as error:  # the trial has found it before the first batch
+            assert "shard=True" in str(error)
+            seeds.append(seed)
+        finally:
+            wrapped.close()
+        if len(seeds) > 1:
+            return
+    raise AssertionError("no seed deviates")
+
+
+class AsksForWorkers(Sampler[int]):
+    """A list that differs from worker to worker, as dynamic bucketing makes it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        order = random.Random(1000 * self.epoch + (info.id if info else 0))
+        return iter(order.sample(range(SIZE), SIZE))
+
+
+class Listed(IterableDataset[Any]):
+    def __init__(self, sampler: Any = None) -> None:
+        self.sampler = AsksForWorkers() if sampler is None else sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.sampler
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_list_is_made_once_and_sent_to_workers(method: str) -> None:
+    keywords = {"num_workers": 2, "multiprocessing_context": method}
+    loader = midepoch.wrap(DataLoader(Listed(), 3, **keywords), seed=0)
+    alone = midepoch.wrap(DataLoader(Listed(), 3), seed=0)
+    for _ in range(2):
+        batches = [batch.tolist() for batch in loader]
+        assert sorted(itertools.chain.from_iterable(batches)) == list(range(SIZE))
+        assert batches == [batch.tolist() for batch in alone]
+
+
+class Given(Sampler[int]):
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_list_is_refused(workers: int) -> None:
+    def of(order: list[int]) -> Any:
+        return midepoch.wrap(DataLoader(Listed(Given(order)), 3, num_workers=workers), seed=0)
+
+    loader = of(list(range(SIZE)))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in batches]
+    same = of(list(range(SIZE)))
+    same.load_state_dict(state)
+    assert [batch.tolist() for batch in same] == rest
+    other = of(list(reversed(range(SIZE))))
+    with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
+        other.load_state_dict(state)
+    assert [batch.tolist() for batch in other][0] == [SIZE - 1, SIZE - 2, SIZE - 3]
