@@ -108,11 +108,17 @@ class StreamAdapter(StatefulAdapter):
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
         source, collate = self.source, pinning(self.source)
         stream, size = Units(samples), source.batch_size
-        while units := list(stream.take(size or 1)):
-            self._ended = size is not None and len(units) < size
+        while size is None:
+            try:
+                unit = stream.next()
+            except StopIteration:
+                return
+            yield collate(unit)
+        while units := list(stream.take(size)):
+            self._ended = len(units) < size
             if self._ended and source.drop_last:
                 return
-            yield collate(units[0] if size is None else units)
+            yield collate(units)
 
     def _note_beginning(self) -> None:
         own = state_of(self.source.dataset)
