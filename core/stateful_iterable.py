@@ -26,7 +26,8 @@ class StatefulIterable(Protocol):
     """Anything that can be iterated and that can save and restore where it stands.
 
     What `midepoch.wrap` returns satisfies it. A class of your own can also derive from it. It inherits the two methods,
-    and the torch Samplers that its objects expose are made resumable and sharded:
+    and the torch Samplers that its objects expose are made resumable and sharded. They are a way to jump: the object
+    itself says when a pass ends.
 
         class Samples(StatefulIterable, IterableDataset):
             def __init__(self, data):

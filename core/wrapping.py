@@ -128,8 +128,9 @@ def wrap(
         world: which ranks share the data. None: torch.distributed if it is initialized when iteration starts, otherwise
             RANK, WORLD_SIZE and LOCAL_RANK, otherwise a single process.
         shard: whether midepoch shards the data over ranks and workers (True) or the source does so itself (False).
-            None: midepoch shards sources that can be indexed. For others, you must pass it if there are several ranks
-            or workers.
+            None: midepoch shards sources that can be indexed, and iterables that take the same number of indices from
+            the samplers that they expose for every sample. For others, you must pass it if there are several ranks or
+            workers.
         randomness: "sample" gives each sample its own random stream; "none" lets the source use the caller's
             generators, so its augmentations are not repeated after a resume.
         tail: what to do with the last samples if the number of samples is not divisible by the world size: "pad"

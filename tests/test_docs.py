@@ -126,6 +126,19 @@ def test_an_entry_of_the_start_resumes_exactly(name: str, tmp_path: Path, monkey
         assert trained(f"{number}", number) + trained(f"{number}") == whole
 
 
+@pytest.mark.parametrize("name", ["programs.md", "what_else_draws.md"])
+def test_the_evaluation_of_one_rank_has_all_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a world of two, where each block's own assertions fail once it does not say so."""
+    (code,) = (code for code in blocks(ROOT / "docs" / name, "python") if "midepoch.World()" in code)
+    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(variable, value)
+    exec(code, {})
+    for said in (", world=midepoch.World()", "test_loader.seek(epoch=0)"):
+        assert said in code
+        with pytest.raises((AssertionError, RuntimeError)):
+            exec(code.replace(said, "" if said[0] == "," else "pass"), {})
+
+
 def outline(code: str) -> list[tuple[str, list[int]]]:
     """Each line, without what it says to tools, and the numbers of those inside of which it stands."""
     found: list[tuple[str, list[int]]] = []
@@ -233,7 +246,7 @@ def test_the_front_pages_lead_to_every_entry_of_the_start() -> None:
 
 
 def test_the_sites_front_page_is_the_beginning_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text().partition("## Install")[0]
+    readme = (ROOT / "README.md").read_text().partition("## Read on")[0]
     assert (ROOT / "docs" / "index.md").read_text().partition("## Read on")[0] == readme.replace("](docs/", "](")
 
 
@@ -244,7 +257,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
         for line in filter(None, (line.partition("#")[0].strip() for line in code.splitlines())):
             if match := re.fullmatch(r"make (\w+)\b.*", line):
                 run(["make", "-n", match[1]], ROOT)
-            elif match := re.fullmatch(r"pip install '?midepoch(?:\[(\w+)\])?'?", line):
+            elif match := re.fullmatch(r"pip install (?:\.|'\.\[(\w+)\]')", line):
                 assert match[1] is None or match[1] in extras, line
             elif match := re.match(r"(?:\.venv/bin/)?python (benchmarks/\w+\.py)", line):
                 assert (ROOT / match[1]).exists(), line
@@ -252,6 +265,12 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
                 pass  # which test_the_tutorial does
             else:
                 assert re.match(r"(git|cd|\.venv/bin/|midepoch|torchrun) ?", line), f"nothing checks {line!r}"
+
+
+def test_no_page_installs_by_a_name_that_was_not_published() -> None:
+    for page in PAGES:
+        for command in re.findall(r"\bpip install\s[^`#\n]*", page.read_text()):
+            assert "midepoch" not in command, f"{page.name}: {command}"
 
 
 def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:

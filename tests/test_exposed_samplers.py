@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import midepoch
 import pytest
 import torch
-from midepoch import MidepochWarning, SourceError, StateMismatchError, World
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+
+import midepoch
+from midepoch import MidepochWarning, SourceError, StateMismatchError, World
 
 SIZE = 22
 LONG = {5: 3, 6: 2, 15: 2}  # documents of several chunks; the others have one
@@ -261,4 +262,4 @@ def test_another_list_is_refused(workers: int) -> None:
     other = of(list(reversed(range(SIZE))))
     with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
         other.load_state_dict(state)
-    assert [batch.tolist() for batch in other][0] == [SIZE - 1, SIZE - 2, SIZE - 3]
+    assert next(iter(other)).tolist() == [SIZE - 1, SIZE - 2, SIZE - 3]
