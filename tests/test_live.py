@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import random
 import sys
@@ -247,6 +248,39 @@ def test_the_first_batch_behind_a_reshard_waits_for_one_batch_at_most(workers: i
         until = min(max(map(read.index, batch)) + 1 for read in reads if set(batch) <= set(read))
         assert until <= 5 * (1 + bool(workers))
     loader.close()
+
+
+class Halting(IterableDataset[int]):
+    """Writes down what is read, and stops at its twelfth unit until it is told to go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.there, self.goes_on = path, multiprocessing.Event(), multiprocessing.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        for unit in range(400):
+            with self.path.open("a") as noted:
+                noted.write(f"{unit}\n")
+            if unit == 12:
+                self.there.set()
+                assert self.goes_on.wait(300)
+            yield unit
+
+
+def test_a_replay_reads_nothing_more_of_what_was_asked_for_in_the_old_world(tmp_path: Path) -> None:
+    source = Halting(tmp_path / "read")
+    settings: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "prefetch_factor": 20}
+    loader = midepoch.wrap(DataLoader(source, **settings), shard=True, world=World(0, 2), tail="uneven")
+    each = iter(loader)
+    assert next(each).tolist() == [0, 1]
+    assert source.there.wait(300)
+    loader.reshard(World(0, 3))
+    source.goes_on.set()
+    with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
+        assert next(each).tolist() == [4, 5]
+    loader.close()
+    reads = [int(unit) for unit in (tmp_path / "read").read_text().split()]
+    begun_again = reads.index(0, 1)
+    assert reads[:begun_again] == list(range(16))  # the rest of the global batch that was being read
 
 
 def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:
