@@ -148,7 +148,10 @@ class Snapshot:
         self._in_body = self._owes_a_save = self._told_of_put_off = False
         self._body_was_left = self._stays = False  # before its end, by the loop; what `poll` has left with
         self._polling, self._polls = Agreement(group), 0
-        self._made_in = id(sys.exception())  # a whole run may be in an `except` clause
+        # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
+        # frame alive, and as long as they exist no other exception has the same.
+        outer = sys.exception()
+        self._made_in = None if outer is None else vars(outer)
         self._signals = Signals(signals, self._signalled)
         weakref.finalize(self, self._signals.drop).atexit = False
 
@@ -478,7 +481,7 @@ class Snapshot:
     def _handled(self) -> BaseException | None:
         """The exception that is being handled, if it came up after this object was made."""
         handled = sys.exception()
-        return None if id(handled) == self._made_in else handled
+        return None if handled is None or vars(handled) is self._made_in else handled
 
     def _save(self, in_flight: int, by_step: bool = False) -> None:
         ranks = self._agreement.ranks()
