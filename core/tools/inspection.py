@@ -13,7 +13,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import stat
 import time
 import uuid
@@ -276,7 +275,18 @@ class _NotUnpickledError(SnapshotError):
 
 @contextlib.contextmanager
 def limited_memory(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it."""
+    """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it.
+
+    Raises:
+        SnapshotError: this system cannot.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError as error:
+        raise SnapshotError(
+            "this system cannot limit the memory that a file may take: inspect it on Linux, or load it with "
+            "torch.load(path, weights_only=True)"
+        ) from error
     path = Path(path)
     files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
     largest = max((each.stat().st_size for each in files[: 10 * _MOST_FILES] if each.is_file()), default=0)
