@@ -28,7 +28,9 @@ import check_sources
 import forking
 
 import midepoch
-from midepoch.testing import items
+import midepoch.adapters.dataloader
+from midepoch import adapters
+from midepoch.testing import diagnosis, items
 from midepoch.testing.diagnosis import Diagnosis, entropy
 from midepoch.testing.page import Picture, make_page
 from midepoch.testing.record import Settings
@@ -203,6 +205,17 @@ def test_an_error_of_the_dataset_is_named_with_its_line() -> None:
     assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
     assert re.search(r"raised at +check_sources.py:\d+: raise OSError", done.stdout)
     assert len(done.stdout.splitlines()) < 15 and "Traceback" not in done.stdout
+
+
+def test_a_line_of_the_users_is_known_in_any_folder_and_one_of_midepochs_by_where_it_is(tmp_path: Path) -> None:
+    """A checkout may be called midepoch, and midepoch's own files may be imported through links."""
+    users = tmp_path / "midepoch" / "mine.py"
+    users.parent.mkdir()
+    users.write_text("def read(index):\n    raise OSError(index)\n")
+    ours = [midepoch.__file__, adapters.dataloader.__file__, checking.__file__, os.path.realpath(midepoch.__file__)]
+    frames = [(str(users), 2, "raise OSError(index)"), *((file, 1, "import os") for file in [*ours, os.__file__])]
+    trace = "".join(f'  File "{file}", line {line}, in read\n    {text}\n' for file, line, text in frames)
+    assert diagnosis._raised_at(trace) == ["mine.py:2: raise OSError(index)"]
 
 
 def test_a_generator_function_and_what_cannot_be_wrapped() -> None:
