@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torchdata.nodes as parts
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -203,8 +204,6 @@ def wrapped_nodes_ahead(rank: int = 0, world_size: int = 1, seed: int | None = S
 
 
 def _nodes_of(rank: int, world_size: int, seed: int | None, read: Callable[[int], Any], ahead: bool) -> Any:
-    import torchdata.nodes as parts
-
     numbers: Any = range(SIZE)
     sampler: Any = DistributedSampler(numbers, world_size, rank, shuffle=True, seed=seed or 0)
     node: Any = parts.Batcher(parts.Mapper(parts.SamplerWrapper(sampler), read), BATCH, drop_last=False)
@@ -347,8 +346,6 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
 class EpochOrder:
     """A sampler with ``set_epoch``, as torchdata.nodes asks for."""
 
-    first = int(np.random.RandomState(0).permutation(SIZE)[0])
-
     def __init__(self) -> None:
         self.epoch = 0
 
@@ -366,11 +363,39 @@ def drawing(number: int) -> Any:
     return {"number": np.array([number]), "value": random.random()}
 
 
-def drawing_in_turn(number: int) -> Any:
-    """The first sample of all draws first, whichever thread is faster."""
-    if number != EpochOrder.first:
-        time.sleep(0.005)
-    return drawing(number)
+class CountsDraws:
+    """Augments with the global generator, and counts how often."""
+
+    drawn = 0
+
+    def __call__(self, number: int) -> Any:
+        sample = drawing(number)
+        self.drawn += 1
+        return sample
+
+
+class DrawsAhead(parts.Loader[Any]):  # type: ignore[misc]
+    """Reads and augments two samples ahead, in a thread, which has drawn their numbers when a pass begins.
+
+    So which numbers these are does not depend on how fast the thread is: a pass's first sample has the first ones.
+    """
+
+    ahead = 2
+
+    def __init__(self) -> None:
+        self.function = CountsDraws()
+        super().__init__(parts.ParallelMapper(parts.SamplerWrapper(EpochOrder()), self.function, 1, method="thread"))
+
+    def __iter__(self) -> Any:
+        before = self.function.drawn
+        iterator = super().__iter__()
+        self.wait(before + self.ahead)
+        return iterator
+
+    def wait(self, draws: int) -> None:
+        """Return when so many samples have been augmented, or all of the epoch."""
+        while self.function.drawn < min(draws, SIZE):
+            time.sleep(0.001)
 
 
 class DrawsFromItsOwn:
@@ -401,16 +426,12 @@ def still(number: int) -> Any:
 def nodes(
     function: Callable[[int], Any] = still, prefetch: bool = False, threads: bool = False, sampler: Any = None
 ) -> Any:
-    import torchdata.nodes as parts
-
     node: Any = parts.SamplerWrapper(sampler() if sampler else EpochOrder())  # has what is needed of a sampler
     node = parts.ParallelMapper(node, function, 2, method="thread") if threads else parts.Mapper(node, function)
     return parts.Loader(parts.Prefetcher(node, 3) if prefetch else node)
 
 
 def many_nodes() -> Any:
-    import torchdata.nodes as parts
-
     return parts.Loader(parts.IterableWrapper(range(1 << 20)))
 
 
@@ -470,11 +491,11 @@ TOLD: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),
-    "torchdata.nodes, drawing in threads": functools.partial(nodes, drawing_in_turn, threads=True),
+    "torchdata.nodes, drawing in a thread": DrawsAhead,
 }
 """Each resumes wrongly somewhere, by a fault of its own.
 
-That whose threads draw comes last: until they have ended, they disturb what is tried after it.
+That whose thread draws comes last: until it has ended, it disturbs what is tried after it.
 """
 
 

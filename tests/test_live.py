@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import random
 import sys
@@ -194,38 +195,18 @@ def test_worker_processes_outlive_a_change_of_the_world(persistent: bool) -> Non
     assert not {child.pid for child in psutil.Process().children()} - before
 
 
-class Slow(Dataset[int]):
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.1)
-        return index
-
-
-def test_what_was_read_ahead_for_the_old_world_is_not_waited_for() -> None:
-    loader = midepoch.wrap(DataLoader(Slow(), batch_size=2, num_workers=1, prefetch_factor=50), world=World(0, 2))
-    each = iter(loader)
-    next(each)
-    loader.reshard(World(0, 3))
-    start = time.monotonic()
-    assert next(each).tolist() == [4, 5]
-    assert time.monotonic() - start < 6  # fifty batches of 0.2 s were asked for
-    loader.close()
-
-
 class Noting(Dataset[int]):
-    """Writes down what is read, in this process or in others."""
+    """Writes down what is read, in this process or in others. Nothing is while somebody has the lock."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.lock = path, multiprocessing.Lock()
 
     def __len__(self) -> int:
         return 400
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.01)
-        with self.path.open("a") as noted:
+        with self.lock, self.path.open("a") as noted:
             noted.write(f"{index} {os.getpid()}\n")
         return index
 
@@ -234,19 +215,53 @@ class Noting(Dataset[int]):
 def test_the_first_batch_behind_a_reshard_waits_for_one_batch_at_most(workers: int, tmp_path: Path) -> None:
     """In the worker process that reads it, for the rest of the batch that it was reading."""
     options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 20} if workers else {}
-    source: Any = DataLoader(Noting(tmp_path / "read"), batch_size=5, **options)
+    source: Any = DataLoader(data := Noting(tmp_path / "read"), batch_size=5, **options)
     loader = midepoch.wrap(source, world=World(0, 2), verify="off")
     each = iter(loader)
     next(each)
     for world in (World(0, 3), World(1, 2), World()):
-        before = len((tmp_path / "read").read_text().splitlines())
-        loader.reshard(world)
+        with data.lock:
+            before = len((tmp_path / "read").read_text().splitlines())
+            loader.reshard(world)
         batch = next(each).tolist()
         lines = [line.split() for line in (tmp_path / "read").read_text().splitlines()[before:]]
         reads = [[int(index) for index, process in lines if process == each] for _, each in lines]
         until = min(max(map(read.index, batch)) + 1 for read in reads if set(batch) <= set(read))
         assert until <= 5 * (1 + bool(workers))
     loader.close()
+
+
+class Halting(IterableDataset[int]):
+    """Writes down what is read, and stops at its twelfth unit until it is told to go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.there, self.goes_on = path, multiprocessing.Event(), multiprocessing.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        for unit in range(400):
+            with self.path.open("a") as noted:
+                noted.write(f"{unit}\n")
+            if unit == 12:
+                self.there.set()
+                assert self.goes_on.wait(300)
+            yield unit
+
+
+def test_a_replay_reads_nothing_more_of_what_was_asked_for_in_the_old_world(tmp_path: Path) -> None:
+    source = Halting(tmp_path / "read")
+    settings: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "prefetch_factor": 20}
+    loader = midepoch.wrap(DataLoader(source, **settings), shard=True, world=World(0, 2), tail="uneven")
+    each = iter(loader)
+    assert next(each).tolist() == [0, 1]
+    assert source.there.wait(300)
+    loader.reshard(World(0, 3))
+    source.goes_on.set()
+    with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
+        assert next(each).tolist() == [4, 5]
+    loader.close()
+    reads = [int(unit) for unit in (tmp_path / "read").read_text().split()]
+    begun_again = reads.index(0, 1)
+    assert reads[:begun_again] == list(range(16))  # the rest of the global batch that was being read
 
 
 def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:

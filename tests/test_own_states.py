@@ -282,13 +282,15 @@ def saving(name: str, batches: int) -> tuple[list[str], list[dict[str, Any]], in
     given: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loader = wrap((own.EXACT | own.TOLD)[name](), seed=own.SEED)
+        source = (own.EXACT | own.TOLD)[name]()
+        loader = wrap(source, seed=own.SEED)
         states = [loader.state_dict()]
         while len(given) < batches:
             for batch in loader:
                 given.append(repr(batch))
-                if "threads" in name:
-                    time.sleep(0.1)  # until they have read ahead: they share the generators with what is tried
+                if isinstance(source, own.DrawsAhead):
+                    # The thread shares the generators with what is tried.
+                    source.wait(len(given) + source.ahead)
                 states.append(loader.state_dict())
                 if told is None and any(issubclass(each.category, midepoch.MidepochWarning) for each in caught):
                     told = len(given)
@@ -302,7 +304,7 @@ def resumes() -> Iterator[dict[str, Any]]:
     """For each source: what was given, told and promised; and what another process gives from each state on."""
     found, calls = {}, []
     for name in own.EXACT | own.TOLD:
-        slow = any(each in name for each in ("rows", "prefetched", "threads"))  # threads are started for each state
+        slow = any(each in name for each in ("rows", "prefetched", "thread"))  # threads are started for each state
         given, states, told, loader = saving(name, 11 if slow else 30)
         found[name] = given, told, loader.capabilities
         loader.close()

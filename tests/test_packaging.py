@@ -78,6 +78,38 @@ def test_import_loads_no_backend_and_no_adapter() -> None:
     assert unwanted == []
 
 
+# Takes away what Python on Windows lacks, once all that midepoch imports has been imported, and midepoch itself.
+AS_ON_WINDOWS = """
+import multiprocessing.context, os, signal, sys, torch
+import midepoch.testing
+for name in [each for each in sys.modules if each.partition(".")[0] == "midepoch"]:
+    del sys.modules[name]
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in ("ForkContext", "ForkProcess", "ForkServerContext", "ForkServerProcess"):
+    delattr(multiprocessing.context, name)
+del signal.SIGUSR1, signal.SIGCHLD, signal.SIGKILL, signal.pthread_sigmask, os.geteuid, os.register_at_fork
+sys.platform = "win32"
+"""
+
+
+def test_import_needs_nothing_that_windows_lacks(tmp_path: Path) -> None:
+    code = """
+import midepoch, midepoch.testing
+loader = midepoch.wrap(torch.utils.data.DataLoader(range(6), batch_size=2), seed=0)
+print([batch.tolist() for batch in loader])
+try:
+    midepoch.Snapshot("snapshot.pt", data=loader)
+except midepoch.SnapshotError as error:
+    print(error)
+"""
+    run = [sys.executable, "-c", AS_ON_WINDOWS + code]
+    lines = subprocess.check_output(run, text=True, cwd=tmp_path).splitlines()
+    assert lines[0] == "[[0, 1], [2, 3], [4, 5]]"
+    assert "has no fcntl" in lines[1] and "in a checkpoint of your own" in lines[1]
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_package_is_named_after_the_source_folders() -> None:
     # `core` and `adapters` would shadow other people's modules of these common names.
     # Not what a build has left in the checkout, where it lies on the path when pytest is run from there.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,6 +149,23 @@ def test_core_imports_neither_adapters_nor_the_front_door() -> None:
         for each in imported
         if not name.startswith(("midepoch.adapters", "midepoch.tools.demo"))
         and (each == "midepoch" or each.startswith("midepoch.adapters"))
+    ]
+    assert found == []
+
+
+def test_core_imports_only_what_the_package_requires() -> None:
+    """What the commands and the laws need besides is asked for by name when they are used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
+    assert required == {"torch", "numpy"}
+    found = [
+        f"{name} imports {each}"
+        for name, tree in trees().items()
+        if not name.startswith(("midepoch.adapters", "midepoch.testing", "midepoch.tools"))
+        for node in walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
+        for each in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
+        if each.partition(".")[0] not in {*sys.stdlib_module_names, *required, "midepoch"}
     ]
     assert found == []
 

@@ -13,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import forking
 
+import midepoch
+from midepoch.adapters.trainers.ignite import refuse_to_be_skipped
+
 JOB = Path(__file__).parent / "skipping_job.py"
 
 
@@ -61,6 +64,22 @@ def test_a_deterministic_engine_that_was_ended_and_runs_again_is_refused(tmp_pat
     """In one process, without any load: it would skip batches of the loader's next epoch."""
     found, told = run("ignite", tmp_path, 3, "again")
     assert len(found) == 3 and "about to skip 3 batches" in told
+
+
+@pytest.mark.parametrize("iteration", [0, 3])
+@pytest.mark.parametrize("of_known_length", [False, True])
+def test_how_many_batches_an_engine_skips_is_known_of_any_length(iteration: int, of_known_length: bool) -> None:
+    """An empty epoch has no batches to count in, and a generator function tells no length."""
+    loader = midepoch.wrap([] if of_known_length else lambda: iter(range(5)), seed=0)
+
+    def _from_iteration(iteration: int) -> None:
+        refuse_to_be_skipped(loader, sys._getframe())
+
+    if not iteration:
+        _from_iteration(iteration)
+        return
+    with pytest.raises(midepoch.UnsupportedSourceError, match="is about to skip 3 batches"):
+        _from_iteration(iteration)
 
 
 # --- Accelerate -------------------------------------------------------------------------------------------------------

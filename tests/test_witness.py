@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 import warnings
 from collections import Counter, deque
@@ -878,6 +879,9 @@ class OnDevice(torch.Tensor):
         raise NotImplementedError(f"{function} has no kernel here")
 
 
+OnDevice.__name__ = "Tensor"  # as torch's own; the name of a type is part of what a sample looks like
+
+
 def test_content_on_a_device_is_seen() -> None:
     numbers = torch.arange(100_000.0)
     looks, digests = set(), set()
@@ -889,12 +893,24 @@ def test_content_on_a_device_is_seen() -> None:
     assert len(looks) == len(digests) == 3
 
 
+def agree_on(device: str) -> None:
+    """Fail unless a device's tensors are seen as the stand-in is, and told apart."""
+    for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
+        assert look_at(each.to(device)) == look_at(OnDevice(each.clone()))
+        assert look_at(each.to(device)).differing(look_at((each + 1).to(device)))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_content_on_a_gpu_is_seen() -> None:
-    for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
-        assert look_at(each.cuda()) == look_at(OnDevice(each.clone()))
-        assert look_at(each.cuda()).differing(look_at((each + 1).cuda()))
+    agree_on("cuda")
+
+
+def test_the_stand_in_is_seen_as_torchs_own_tensors_on_a_device_are() -> None:
+    """The device of torch's lazy tensors, which compute on any machine."""
+    pytest.importorskip("torch._lazy.ts_backend", reason="this torch has no lazy tensors")
+    code = "import torch._lazy.ts_backend as lazy, test_witness; lazy.init(); test_witness.agree_on('lazy')"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
 def test_a_look_says_the_same_in_another_process() -> None:

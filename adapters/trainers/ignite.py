@@ -15,8 +15,8 @@ __all__ = ["refuse_to_be_skipped"]
 
 def refuse_to_be_skipped(loader: Loader, frame: FrameType) -> None:
     """Raise UnsupportedSourceError if the engine that asks for an iterator is about to skip batches of it."""
-    state = getattr(frame.f_locals.get("self"), "state", None)
-    skipped = getattr(state, "iteration", 0) % len(loader)
+    # The engine's own number: it counts in batches of an epoch, whose length the loader need not know.
+    skipped = frame.f_locals.get("iteration", 0)
     if skipped:
         raise UnsupportedSourceError(
             f"ignite's DeterministicEngine is about to skip {skipped} batches, but a wrapped loader is past them "

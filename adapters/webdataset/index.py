@@ -7,7 +7,6 @@ read with the samples, so webdataset's own rules for names apply.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -360,6 +359,8 @@ class _Cache:
 
     @contextlib.contextmanager
     def _locked(self, key: str, wait: bool = True) -> Iterator[None]:
+        import fcntl  # Windows has none
+
         descriptor = self._file(f"{key}.lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

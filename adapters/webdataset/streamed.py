@@ -41,8 +41,6 @@ MOST_STREAMS = 4096
 # The number of streams unless the user sets it. Any number of readers that divides it can share them.
 _STREAMS = (12, 6, 4, 3, 2, 1)
 
-_nonces = itertools.count(1)
-
 
 class StreamedAdapter(Adapter):
     """A pipeline over shards that can only be read from their start. The unit is a batch."""
@@ -316,13 +314,13 @@ def _nothing() -> None:
 def _requests(
     run: Run, place: Cursors, streams: int, last_pass: int | None, left: int | None
 ) -> Iterator[StreamRequest]:
-    session, world = next(_nonces), run.world
+    world = run.world
     counts: dict[int, int] = {}
     for step in itertools.count() if left is None else range(left):
         stream = (place.following + step * world.world_size + world.rank) % streams
         count = counts.get(stream, 0)
         counts[stream] = count + 1
-        yield StreamRequest(session, streams, run.seed, stream, place.cursors[stream], count, last_pass)
+        yield StreamRequest(run.session, streams, run.seed, stream, place.cursors[stream], count, last_pass)
 
 
 class _Known:

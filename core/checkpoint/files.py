@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import importlib.util
 import os
 import threading
 import traceback
@@ -41,9 +41,17 @@ class SnapshotFile:
 
     Attributes:
         claimed: this run may replace what is at `path`: it has loaded that, or saved there itself.
+
+    Raises:
+        SnapshotError: this system does not lock files.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
+        if importlib.util.find_spec("fcntl") is None:
+            raise SnapshotError(
+                "a Snapshot locks its file, and this system's Python has no fcntl: save loader.state_dict() in a "
+                "checkpoint of your own"
+            )
         self.path = path
         self.claimed = False
         self._keep = keep
@@ -227,11 +235,18 @@ def _locked_draft(path: Path) -> Iterator[tuple[Path, int]]:
     descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         yield draft, descriptor
     finally:
         draft.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file until it is closed. Raises OSError if another process has locked it, or its system has no locks."""
+    import fcntl  # Windows has none, and imports this module all the same
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_drafts(path: Path) -> None:
@@ -240,7 +255,7 @@ def _remove_drafts(path: Path) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDWR)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
                 left.unlink()
             finally:
                 os.close(descriptor)

@@ -63,6 +63,9 @@ class _Contribution(NamedTuple):
     problem: str
 
 
+_SIGNALS = tuple(each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1"))  # Windows has no SIGUSR1
+
+
 class Snapshot:
     """Saves and restores a training run, on any number of processes, so that it continues as if uninterrupted:
 
@@ -96,7 +99,7 @@ class Snapshot:
         *,
         every: int | None = None,
         keep: int = 2,
-        signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        signals: Iterable[signal.Signals] = _SIGNALS,
         exit_status: int = 0,
         group: ProcessGroup | None = None,
         parts: Mapping[str, Any] | None = None,
@@ -107,7 +110,7 @@ class Snapshot:
             path: of the file, on storage that all processes see.
             every: batches between saves by `step`, at least 1; None to save on a signal only.
             keep: snapshots to keep, the newest included; at least 1.
-            signals: on which `step` saves and exits; empty to install no handlers.
+            signals: on which `step` saves and exits, SIGTERM and SIGUSR1 by default; empty to install no handlers.
             exit_status: of the SystemExit that follows. torchrun takes 0 for success. Pass another status if your
                 scheduler restarts the job on it.
             group: the processes that train together; None for all. It must support CPU tensors. If the default group
@@ -121,6 +124,7 @@ class Snapshot:
             TypeError: there is nothing to save, a part has no state, or a name is both in `parts` and a keyword.
             ValueError: an argument is out of range.
             MidepochError: signals are wanted, but this is not the main thread.
+            SnapshotError: this system has no locks for files, as Windows.
         """
         self.path = Path.cwd() / path  # also after a change of the working directory
         if every is not None and (type(every) is not int or every < 1):
@@ -148,7 +152,10 @@ class Snapshot:
         self._in_body = self._owes_a_save = self._told_of_put_off = False
         self._body_was_left = self._stays = False  # before its end, by the loop; what `poll` has left with
         self._polling, self._polls = Agreement(group), 0
-        self._made_in = id(sys.exception())  # a whole run may be in an `except` clause
+        # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
+        # frame alive, and as long as they exist no other exception has the same.
+        outer = sys.exception()
+        self._made_in = None if outer is None else vars(outer)
         self._signals = Signals(signals, self._signalled)
         weakref.finalize(self, self._signals.drop).atexit = False
 
@@ -478,7 +485,7 @@ class Snapshot:
     def _handled(self) -> BaseException | None:
         """The exception that is being handled, if it came up after this object was made."""
         handled = sys.exception()
-        return None if id(handled) == self._made_in else handled
+        return None if handled is None or vars(handled) is self._made_in else handled
 
     def _save(self, in_flight: int, by_step: bool = False) -> None:
         ranks = self._agreement.ranks()

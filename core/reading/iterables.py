@@ -38,8 +38,6 @@ _VARIES = "varies;workers=0;chain="
 # Version 1 had the digest of the last unit in place of the chain.
 _REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});(chain|digest)=([0-9a-f]{8})?")
 
-_nonces = itertools.count(1)
-
 
 class IterableAdapter(Adapter):
     """The common part of adapters for `IterableDataset`s, re-iterable objects and generator functions.
@@ -406,7 +404,7 @@ class IterableAdapter(Adapter):
         consumed = run.position // run.world.world_size if self._own_streams else run.position
         size = None if run.share is None else run.share.size
         request = ReplayRequest(
-            next(_nonces), run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
+            run.session, run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
             run.world.world_size, run.tail, size, False, former,
         )  # fmt: skip
         goes_on = not self._workers or getattr(self.source, "persistent_workers", False)

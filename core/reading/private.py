@@ -12,13 +12,15 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
-from typing_extensions import TypeIs
 
 from midepoch.errors import UnsupportedSourceError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # in Python's own typing from 3.13 on
 
 __all__ = [
     "alive",

@@ -83,7 +83,7 @@ class ReplayRequest(NamedTuple):
     """A request for one batch of a stream.
 
     Attributes:
-        nonce: the session's number; a new one makes the reader start over.
+        session: its number; a new one makes the reader start over.
         seed, epoch: of the random streams.
         start: units consumed by all ranks before the session.
         step: batches of the session before this one.
@@ -96,7 +96,7 @@ class ReplayRequest(NamedTuple):
         former: `expected` is from a state of version 1: the digest of the last unit before `start`.
     """
 
-    nonce: int
+    session: int
     seed: int
     epoch: int
     start: int
@@ -197,7 +197,7 @@ class ReplayReader:
         self._streams = Streams(dataset, collate) if streams else None
         self._start_stream: Callable[[int], None] | None = None
         self._opened: tuple[int, int, int] | None = None
-        self._nonce: int | None = None
+        self._session: int | None = None
         self._source = Units(iter(()))
         self._sample_key = 0
         self._first = ""
@@ -215,7 +215,7 @@ class ReplayReader:
         Raises:
             SourceError: the stream differs from the one consumed before, or its length from its len().
         """
-        if self._nonce != request.nonce:
+        if self._session != request.session:
             return self._begin(request)
         if self._streams is None:
             return self._batch(request)
@@ -224,7 +224,7 @@ class ReplayReader:
 
     def _begin(self, request: ReplayRequest) -> Replayed | End:
         """The first batch of a session in this process."""
-        self._nonce = request.nonce
+        self._session = request.session
         if self._streams is not None:
             self._streams.begin_replay()
         # Before reading: an object that is being read can rarely be copied.

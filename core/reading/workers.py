@@ -13,21 +13,13 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import (
-    BaseContext,
-    DefaultContext,
-    ForkContext,
-    ForkProcess,
-    ForkServerContext,
-    ForkServerProcess,
-    SpawnContext,
-    SpawnProcess,
-)
+from multiprocessing.context import BaseContext, DefaultContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
@@ -52,6 +44,9 @@ from .private import (
     shut_down,
     workers_of,
 )
+
+if sys.platform != "win32":
+    from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 
 __all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
@@ -303,15 +298,17 @@ def _starting(loader: DataLoader[Any]) -> Iterator[None]:
         resource_tracker.ensure_running()
         if method == "forkserver":
             forkserver.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if numbers else None
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
+        if numbers:
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
         yield
     except RuntimeError as error:
         raise_if_worker_died(str(error), error)
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_method(loader: DataLoader[Any]) -> str:
@@ -340,35 +337,31 @@ _outliving: weakref.WeakSet[_Worker] = weakref.WeakSet()
 """The worker processes that survive signals."""
 
 
-class _ForkWorker(_Worker, ForkProcess):
-    pass
-
-
 class _SpawnWorker(_Worker, SpawnProcess):
     pass
-
-
-class _ForkServerWorker(_Worker, ForkServerProcess):
-    pass
-
-
-class _ForkWorkers(ForkContext):
-    Process = _ForkWorker
 
 
 class _SpawnWorkers(SpawnContext):
     Process = _SpawnWorker
 
 
-class _ForkServerWorkers(ForkServerContext):
-    Process = _ForkServerWorker
+_CONTEXTS: dict[str, BaseContext] = {"spawn": _SpawnWorkers()}
 
+if sys.platform != "win32":
 
-_CONTEXTS: dict[str, BaseContext] = {
-    "fork": _ForkWorkers(),
-    "spawn": _SpawnWorkers(),
-    "forkserver": _ForkServerWorkers(),
-}
+    class _ForkWorker(_Worker, ForkProcess):
+        pass
+
+    class _ForkServerWorker(_Worker, ForkServerProcess):
+        pass
+
+    class _ForkWorkers(ForkContext):
+        Process = _ForkWorker
+
+    class _ForkServerWorkers(ForkServerContext):
+        Process = _ForkServerWorker
+
+    _CONTEXTS |= {"fork": _ForkWorkers(), "forkserver": _ForkServerWorkers()}
 
 
 def _context(loader: DataLoader[Any]) -> Any:
@@ -524,7 +517,8 @@ class _Outlive:
         if os.getppid() != (self._main or os.getppid()):
             # torch's worker watches its parent only from here on, and would take the process that adopted it for that.
             os._exit(1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
+        if self._held_back:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
         self._shown()
         if self._then is not None:
             self._then(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import linecache
 import os
@@ -162,28 +163,38 @@ def entropy(settings: Settings, options: Mapping[str, Any]) -> list[str]:
     return list(found)[:_SHOWN]
 
 
-_LIBRARIES = tuple(
-    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+def _own_folder(package: str) -> str:
+    """The folder in which a package's files are, which may be imported through links from elsewhere."""
+    found = importlib.util.find_spec(package)
+    return str(Path(os.path.realpath(found.origin)).parent) if found is not None and found.origin else ""
+
+
+_PASSED_OVER = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+        *map(_own_folder, ("midepoch", "midepoch.adapters")),
+    )
+    if folder
 )
 
 
 def _raised_at(trace: str) -> list[str]:
     """The innermost line of the user's own files in a traceback, in a list; empty if there is none."""
     lines = re.findall(r'File "(.*?)", line (\d+), in .*\n +(.*)', trace)
-    own = [(file, number, line) for file, number, line in lines if _is_users(file) and "/midepoch/" not in file]
+    own = [(file, number, line) for file, number, line in lines if _is_users(file)]
     return [f"{Path(file).name}:{number}: {line}" for file, number, line in own[-1:]]
 
 
 def _is_users(file: str) -> bool:
-    return not os.path.realpath(file).startswith(_LIBRARIES) and Path(file).is_file()
+    return not os.path.realpath(file).startswith(_PASSED_OVER) and Path(file).is_file()
 
 
 def _users_line(frame: FrameType | None) -> str:
     """File, number and text of the innermost line that is neither a library's nor midepoch's; '' if there is none."""
     while frame is not None:
         file = os.path.realpath(frame.f_code.co_filename)
-        ours = frame.f_globals.get("__name__", "").partition(".")[0] == "midepoch"
-        if not ours and _is_users(file):
+        if _is_users(file):
             line = linecache.getline(file, frame.f_lineno).strip()
             return f"{Path(file).name}:{frame.f_lineno}: {line}"
         frame = frame.f_back

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import stat
 import time
 import uuid
@@ -30,7 +29,7 @@ from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
 from midepoch.state.format import FIELDS, FIELDS_OF_VERSION_1, State, check, reseal
 
-__all__ = ["Contents", "FoundState", "limited_memory", "look", "seek"]
+__all__ = ["Contents", "DamagedError", "FoundState", "limited_memory", "look", "seek"]
 
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
 _LARGEST_PICKLE = 256 << 20  # bytes of a checkpoint's pickle, which refers to its tensors
@@ -90,6 +89,7 @@ def look(path: str | os.PathLike[str]) -> Contents:
     """Find all states of loaders in a file or folder.
 
     Raises:
+        DamagedError: it is damaged. A damaged file in a folder is among the problems instead.
         SnapshotError: it cannot be read, is of an unknown kind, or contains what weights_only refuses.
     """
     path = Path(path)
@@ -248,7 +248,7 @@ def _check_records(source: Path | io.BytesIO, path: Path) -> None:
                 if is_pickle:
                     check_pickle(archive.read(record))
     except Exception as error:
-        raise SnapshotError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
 
 
 def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
@@ -267,7 +267,11 @@ def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
                 f"{path} contains {names[:300]}, which midepoch does not unpickle: save the loaders' states in a file "
                 "of tensors and built-in types"
             ) from error
-        raise SnapshotError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+
+
+class DamagedError(SnapshotError):
+    """A file that is of a kind that can be read, and cannot be read."""
 
 
 class _NotUnpickledError(SnapshotError):
@@ -276,7 +280,18 @@ class _NotUnpickledError(SnapshotError):
 
 @contextlib.contextmanager
 def limited_memory(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it."""
+    """Limit this process's memory to little more than the files' size: a few bytes can ask for any amount of it.
+
+    Raises:
+        SnapshotError: this system cannot.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError as error:
+        raise SnapshotError(
+            "this system cannot limit the memory that a file may take: inspect it on Linux, or load it with "
+            "torch.load(path, weights_only=True)"
+        ) from error
     path = Path(path)
     files = [path] if not path.is_dir() else [each for each in path.rglob("*") if each.is_file()]
     largest = max((each.stat().st_size for each in files[: 10 * _MOST_FILES] if each.is_file()), default=0)
@@ -393,8 +408,10 @@ def _look_into_shards(path: Path) -> Contents:
         described = _ShardsUnpickler(io.BytesIO(data)).load()
         stored = {index.fqn: info for index, info in described.storage_data.items()}
         names = [name for name in described.state_dict_metadata if isinstance(name, str)]
+    except OSError as error:
+        raise SnapshotError(f"{file} cannot be read ({error.strerror}): use another checkpoint") from error
     except Exception as error:
-        raise SnapshotError(
+        raise DamagedError(
             f"{file} is damaged, or from another version of torch ({type(error).__name__}: {str(error)[:200]}): use "
             "another checkpoint"
         ) from error
@@ -415,7 +432,7 @@ def _entry(folder: Path, info: Any) -> Any:
     if not isinstance(name, str) or not plain or (folder / name).is_symlink():
         raise SnapshotError(f"{folder} names a file outside of itself ({str(name)[:200]!r}): use another checkpoint")
     if not (type(offset) is int and type(length) is int and 0 <= offset < 1 << 62 and 0 <= length <= _LARGEST_TEXT):
-        raise SnapshotError(f"{folder} is damaged (an entry of impossible length): use another checkpoint")
+        raise DamagedError(f"{folder} is damaged (an entry of impossible length): use another checkpoint")
     try:
         with _opened(folder / name) as file:
             file.seek(offset)
