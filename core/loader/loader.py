@@ -477,7 +477,8 @@ class Loader:
         is a new epoch, and starts with that epoch's first batch.
 
         Raises:
-            StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
+            StopIteration: nothing is left of this epoch, and its pass has not been told so (its length is unknown), or
+                its body has not ended.
         """
         return self._course.peek()
 
