@@ -168,6 +168,16 @@ def test_batches_in_flight_resume_exactly_across_epochs() -> None:
                     assert rest
 
 
+def test_a_reset_is_an_error_that_says_what_to_do() -> None:
+    loader = shuffled()
+    list(loader)
+    before = loader.state_dict()
+    with pytest.raises(AttributeError, match=r"no reset\(\).*leave the call out.*loader\.seek\(epoch=0\)"):
+        loader.reset()
+    assert not hasattr(loader, "reset")  # a trainer that asks first has nothing to do
+    assert loader.state_dict() == before
+
+
 def test_more_in_flight_than_known_is_refused() -> None:
     loader = shuffled()
     with pytest.raises(StateError, match="in_flight=1"):

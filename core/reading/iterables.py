@@ -171,6 +171,10 @@ class IterableAdapter(Adapter):
             return self._driven.size(draws, seed, epoch)
         return None if self._own_streams or detail.startswith("varies") else length_of(self._stream)
 
+    def stated_length(self) -> int | None:
+        """As the source says that divides itself."""
+        return length_of(self.source) if self._own_streams else None
+
     def describe(self) -> dict[str, str]:
         """The samplers' orders, or whose stream it is."""
         if self._driven is not None:
