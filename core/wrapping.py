@@ -15,8 +15,10 @@ import torch
 
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
+from .loader.course import Pass
 from .loader.loader import Loader, when_used_by
 from .reading.indexed import never_draws
+from .reading.private import is_iterator
 from .samplers import understand_as_parent
 from .world import Tail, World
 
@@ -178,6 +180,9 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
             f"{source!r:.80} is not a source of batches: pass a loader, a dataset, a list of batches or a generator "
             "function"
         )
+    if is_iterator(source) or type(source) is Pass:
+        cure = "iterate the wrapped loader itself" if type(source) is Pass else "wrap the DataLoader itself"
+        raise UnsupportedSourceError(f"an iterator of a loader ({type(source).__name__}) gives one pass only: {cure}")
     passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another one
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
         if not adapter.recognises(source):

@@ -34,6 +34,7 @@ from torch.utils.data import (
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import sources
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import (
@@ -48,6 +49,23 @@ from midepoch import (
 from midepoch.loader.loader import Loader
 
 SIZE = 22
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("data", [sources.Noisy(SIZE), sources.Stream(SIZE)], ids=["indexed", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_of_a_loader_is_refused(kind: Any, data: Any, workers: int) -> None:
+    iterator = iter(kind(data, 4, num_workers=workers))
+    with pytest.raises(UnsupportedSourceError, match=f"{type(iterator).__name__}.*wrap the DataLoader itself"):
+        midepoch.wrap(iterator, seed=0)
+
+
+def test_an_iterator_of_a_wrapped_loader_is_refused() -> None:
+    loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), 4), seed=0)
+    with pytest.raises(UnsupportedSourceError, match="iterate the wrapped loader itself"):
+        midepoch.wrap(iter(loader))
+    assert midepoch.wrap(loader) is loader
+
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "sequential": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4),

@@ -29,6 +29,80 @@ from midepoch.loader.loader import Loader
 from midepoch.reading.replay import Chain
 from midepoch.state.checksum import former_checksum_of
 
+
+class Stated(IterableDataset[Any]):
+    """Eleven samples, and a length that need not be true."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class StatedSamplers(Stated):
+    """The same, exposing its sampler."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.sampler = SequentialSampler(range(11))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.sampler
+
+
+class StatedState(Stated):
+    """The same, with a state of its own."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 11:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", [Stated, StatedSamplers, StatedState])
+@pytest.mark.parametrize("length", [8, 11, 14])
+@pytest.mark.parametrize(("workers", "shard"), [(0, None), (0, False), (0, True), (1, None), (2, True), (2, False)])
+@pytest.mark.parametrize(("batch_size", "drop_last"), [(4, False), (4, True), (None, False)])
+def test_the_length_of_a_dataloader_over_a_stream_is_torch_s_own(
+    kind: Any, length: int, workers: int, shard: bool | None, batch_size: int | None, drop_last: bool
+) -> None:
+    loader: Any = DataLoader(kind(length), batch_size, num_workers=workers, drop_last=drop_last)
+    assert len(midepoch.wrap(loader, seed=0, shard=shard)) == len(loader)
+
+
+class Alone(midepoch.StatefulIterable):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class NoDataset:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bases"), [(Alone, "StatefulIterable and IterableDataset"), (NoDataset, "IterableDataset")]
+)
+def test_what_a_dataloader_cannot_index_is_told_its_base_class(kind: Any, bases: str) -> None:
+    with pytest.raises(TypeError):
+        list(DataLoader(kind(), 2))
+    with pytest.raises(UnsupportedSourceError, match=f"{kind.__name__} by index.*derive it from {bases}$"):
+        midepoch.wrap(DataLoader(kind(), 2))
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*naively fast-forwarding.*")
 
 # --- lists and tuples of batches ---

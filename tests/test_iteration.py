@@ -168,6 +168,16 @@ def test_batches_in_flight_resume_exactly_across_epochs() -> None:
                     assert rest
 
 
+def test_a_reset_is_an_error_that_says_what_to_do() -> None:
+    loader = shuffled()
+    list(loader)
+    before = loader.state_dict()
+    with pytest.raises(AttributeError, match=r"no reset\(\).*leave the call out.*loader\.seek\(epoch=0\)"):
+        loader.reset()
+    assert not hasattr(loader, "reset")  # a trainer that asks first has nothing to do
+    assert loader.state_dict() == before
+
+
 def test_more_in_flight_than_known_is_refused() -> None:
     loader = shuffled()
     with pytest.raises(StateError, match="in_flight=1"):
@@ -385,18 +395,62 @@ def test_the_first_batch_may_be_the_last(peeks: bool) -> None:
         assert loader.epoch == (2 if loader is short else 1)
 
 
-def test_where_the_length_is_unknown_the_state_stays() -> None:
+def test_where_the_length_is_unknown_the_state_stays_until_the_source_has_ended() -> None:
     first, second = epochs(stream, 2)
     loader = stream()
-    assert [place(loader) for _ in loader][-1] == (0, 7)
-    state = loader.state_dict()
-    assert (state["epoch"], state["position"]) == (0, 7)
+    states = [loader.state_dict() for _ in loader]
+    assert [(state["epoch"], state["position"]) for state in states[-2:]] == [(0, 6), (0, 7)]
+    assert place(loader) == (1, 0) and loader.peek() == second[0]
     assert first != second
-    fresh = stream()
-    fresh.load_state_dict(state)
-    with pytest.warns(MidepochWarning, match="read again"):
-        assert sources.taken(fresh) == second
-    assert place(fresh) == (1, 7)
+    for state in (states[-1], loader.state_dict()):
+        fresh = stream()
+        fresh.load_state_dict(state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*read again", MidepochWarning)
+            assert sources.taken(fresh) == second
+        assert place(fresh) == (2, 0)
+
+
+def nothing() -> Iterator[int]:
+    return iter(())
+
+
+@pytest.mark.parametrize("make", [stream, MAKERS["stream in batches"], lambda: midepoch.wrap(nothing, seed=5)])
+@pytest.mark.parametrize("cut", [None, 2, -1], ids=["whole", "resumed", "resumed behind the last batch"])
+def test_a_loop_while_the_epoch_is_small_makes_as_many_passes(make: Callable[[], Loader], cut: int | None) -> None:
+    whole = epochs(make, 3)
+    loader, first = make(), whole[0]
+    if cut is not None and first:
+        batches = iter(make_loader := make())
+        for _ in range(cut % (len(first) + 1)):
+            next(batches)
+        loader.load_state_dict(make_loader.state_dict())
+        first = first[cut:] if cut > 0 else []
+    passes: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*read again", MidepochWarning)
+        while loader.epoch < 2:
+            loader.set_epoch(loader.epoch)
+            passes.append(sources.taken(loader))
+    # A pass that is resumed behind the last batch goes on with the next epoch.
+    assert passes == ([first, whole[1]] if cut != -1 or not whole[0] else [whole[1]])
+    assert sources.taken(loader) == whole[2] and loader.epoch == 3
+
+
+def test_a_rollback_at_the_end_of_an_unknown_length_gives_again_what_was_not_committed() -> None:
+    first, second = epochs(stream, 2)
+    loader = stream()
+    for _ in loader:
+        loader.commit()
+    with pytest.raises(MidepochError, match="nothing to commit"):
+        loader.commit()
+    batches = iter(loader)
+    assert [next(batches), next(batches)] == second[:2]
+    loader.rollback()
+    assert list(batches) == second and place(loader) == (2, 0)
+    loader.rollback()
+    assert place(loader) == (1, 0) and list(loader) == second
+    assert first != second
 
 
 def test_the_last_batch_may_be_short() -> None:

@@ -93,6 +93,41 @@ def test_sample_streams_are_pinned(batch_size: int, num_workers: int) -> None:
         assert sources.flat(sources.taken(wrapped)) == SECOND_EPOCH
 
 
+class Initial(sources.Indices):
+    """Sample i is what torch's generators, the global one and its own, say that they were seeded with."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.own = torch.Generator()
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.initial_seed(), self.own.initial_seed()
+
+    def __reduce__(self) -> Any:
+        return type(self), (len(self),)  # torch cannot send a generator to a process that is spawned
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_what_torch_was_seeded_with_can_be_collated(method: str | None) -> None:
+    with midepoch.wrap(
+        DataLoader(Initial(64), 16, num_workers=2 if method else 0, multiprocessing_context=method), seed=5
+    ) as loader:
+        seeds = torch.cat([torch.stack(batch) for batch in loader], dim=1)
+    assert seeds.dtype == torch.int64 and len(set(seeds.flatten().tolist())) == 128
+
+
+@pytest.mark.parametrize("key", [0, 5, 1 << 63, (1 << 63) + 5, derive_key(5, 0, 12), MASK])
+def test_a_torch_generator_draws_what_the_whole_key_gives(key: int) -> None:
+    own = torch.Generator()
+    with Streams([own]) as start:
+        start(key)
+        drawn = torch.rand(3), torch.randn(3)
+        watched = own.initial_seed()
+    whole = torch.Generator().manual_seed(key)
+    assert all(map(torch.equal, drawn, (torch.rand(3, generator=whole), torch.randn(3, generator=whole))))
+    assert 0 <= watched < 1 << 63
+
+
 class FromSampleGenerator(sources.Indices):
     """Sample i draws from the sample's own generator, asking for it twice."""
 

@@ -18,6 +18,7 @@ from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSo
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.lending import LENDS
 from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
@@ -41,6 +42,12 @@ class MapDataLoaderAdapter(Adapter):
 
     def __init__(self, source: DataLoader[Any], options: Options) -> None:
         super().__init__(source, options)
+        kind = type(source.dataset)
+        if hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+            bases = "StatefulIterable and IterableDataset" if hasattr(kind, LENDS) else "IterableDataset"
+            raise UnsupportedSourceError(
+                f"a DataLoader reads {kind.__name__} by index, and it can only be iterated: derive it from {bases}"
+            )
         batch_sampler = source.batch_sampler
         self._listed_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
         if batch_sampler is None:

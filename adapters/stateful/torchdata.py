@@ -15,7 +15,7 @@ from midepoch.adapters.stateful.keyed import keyed
 from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.order.keys import derive_key
+from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of
@@ -234,7 +234,7 @@ def _seed_generators(holders: list[Any], key: int) -> None:
     for holder in holders:
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(key)
+            generator.manual_seed(key & TORCH_KEYS)
 
 
 def _give_generators(samplers: list[Any]) -> None:

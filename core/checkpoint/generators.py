@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from midepoch.order.keys import TORCH_KEYS
 from midepoch.state.codec import decode, encode
 
 __all__ = ["check_generators", "save_generators", "seed_generators", "set_generators"]
@@ -61,4 +62,4 @@ def seed_generators(key: int) -> None:
     """Seed all of them, also those of GPUs, from a key in [0, 2**64)."""
     random.seed(key)
     np.random.seed(np.array([key & 0xFFFFFFFF, key >> 32], dtype=np.uint32))
-    torch.manual_seed(key & ((1 << 63) - 1))
+    torch.manual_seed(key & TORCH_KEYS)

@@ -56,7 +56,7 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} has global_batch={part.global_batch}, and a combination counts single batches: "
                     "wrap it without, and accumulate over the combination's batches"
                 )
-            part.retry_errors()
+            part.wait_for_others()
         self.remembers = all(part.remembers for part in self.parts)
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]

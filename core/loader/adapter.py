@@ -316,6 +316,13 @@ class Adapter(ABC):
             return Share(size, start, self.batch_size, world, self.tail_in_use, self.drop_last)
         return MicroShare(size, start, self.batch_size, world, "uneven", self.drop_last, together)
 
+    def stated_length(self) -> int | None:
+        """Batches of an epoch on this rank as the source itself says, where `size` is unknown; None if it says nothing.
+
+        Nothing is built on it: the epoch ends where the source does.
+        """
+        return None
+
     @property
     def sized_by(self) -> str:
         """What the epoch's size follows from, in words. Another size means that this has changed."""

@@ -5,7 +5,7 @@ The rules of iteration for all adapters (docs/design.md tells why):
 * `iter()` has no side effect; the first `next()` starts the pass. The first pass after a load continues from the state;
   every later pass is a new epoch.
 * The position moves when a batch is handed out, not when it is prefetched. Handing out an epoch's last batch moves the
-  state to (epoch + 1, 0), so 'finished' has one spelling.
+  state to (epoch + 1, 0), so 'finished' has one spelling. If the length is unknown, the pass's StopIteration does.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Course:
         failed: why the batches after the place are to be passed over.
         ends_early: the running pass was resharded, and ends with this epoch.
         retries: a batch that fails is given again, where nothing was stated.
+        stays: at the end of an epoch of unknown length, until the next one begins: a combination's state of some steps
+            ago may have to find it there.
         refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         passes: those of the body of an `epochs` loop; None outside.
         taken_by: the thread that is in `next` of a pass, or in `peek`; 0 if none is.
@@ -87,7 +89,7 @@ class Course:
         self.lost = ""
         self.failed: list[str] = []
         self.stuck: tuple[int, int] | None = None  # where a batch failed last that cannot be passed over
-        self.ends_early = self.retries = False
+        self.ends_early = self.retries = self.stays = False
         self.refusal: tuple[type[BaseException], str] | None = None
         self.passes: Passes | None = None
         self.given: tuple[Share | None, int] = (None, 0)
@@ -107,9 +109,9 @@ class Course:
 
     def start_as(self, other: Course) -> None:
         """Stand where another loader of the same source stands."""
-        names = ("came", "kept", "loaded", "unfinished", "lost", "ends_early", "retries", "refusal", "_told_of_one")
+        names = ("came", "kept", "loaded", "unfinished", "lost", "ends_early", "retries", "stays", "refusal")
         self.place = other.here()
-        for name in names:
+        for name in (*names, "_told_of_one"):
             setattr(self, name, getattr(other, name))
 
     def _new_history(self) -> History:
@@ -367,7 +369,8 @@ class Course:
         is a new epoch, and starts with that epoch's first batch.
 
         Raises:
-            StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
+            StopIteration: nothing is left of this epoch, and its pass has not been told so (its length is unknown), or
+                its body has not ended.
         """
         self.taken_by = _here.thread
         try:
@@ -551,25 +554,20 @@ class Course:
             else:
                 self._exhaust(cursor)
             return goes_on
-        nothing = cursor.position == 0
-        if self.passes is not None:
-            self._end_pass(cursor, session)
-            if resumed:
-                self._tell_of_empty()
-        else:
+        before = sum(epoch == cursor.epoch - 1 for _, epoch, _, _ in self.history)
+        if cursor.position == 0 and before:
             self.close_session()
-        if resumed and self.passes is None:
-            self.unfinished = None
-            self.place = self.lead(self.place.epoch + 1, 0)
-            if not session.others_go_on:
-                return True
-        self._exhaust(cursor)
-        before = sum(epoch == self.place.epoch - 1 for _, epoch, _, _ in self.history)
-        if nothing and before:
+            self._exhaust(cursor)
             raise SourceError(
-                f"the source was empty in epoch {self.place.epoch}, after {before} batches in the last one: "
+                f"the source was empty in epoch {cursor.epoch}, after {before} batches in the last one: "
                 "it can be iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
             ) from None
+        self._end_pass(cursor, session, resumed)
+        if resumed and self.passes is not None:
+            self._tell_of_empty()
+        elif resumed and not session.others_go_on:
+            return True
+        self._exhaust(cursor)
         return False
 
     def roll(self, cursor: Cursor) -> None:
@@ -661,19 +659,28 @@ class Course:
                 cursor.phase = Phase.GIVEN  # a pass that is kept has ended
         return False
 
-    def _end_pass(self, cursor: Cursor, session: Session) -> None:
-        """Note where the next epoch begins, now that the source has ended this one in a body."""
+    def _end_pass(self, cursor: Cursor, session: Session, resumed: bool) -> None:
+        """Stand at the next epoch's beginning, now that the source has ended this one; in a body, right before it.
+
+        `resumed`: there was nothing left of it.
+        """
         following: Place | None = None
         if not self.adapter.can_seek:
             with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
                 following = Place(cursor.epoch + 1, 0, session.following())
         self.close_session()
-        if following is None and not self.lost:
-            following = self.lead(cursor.epoch + 1, 0)
-        cursor.over = cursor.position
-        if following is not None:
-            self.place = following.before(cursor.position)
+        if following is None and not (self.lost and self.passes is not None):
+            with contextlib.suppress(StateError):  # likewise: the next pass begins the next epoch
+                following = self.lead(cursor.epoch + 1, 0)
         self.came = Came.READ
+        if self.passes is not None:
+            cursor.over = cursor.position
+            self.place = self.place if following is None else following.before(cursor.position)
+        elif following is not None and (resumed or not self.stays):
+            nothing_since = self.place[:2] == self.origin[:2]
+            self.place, self.lost, self.loaded, self.unfinished = following, "", None, None
+            if nothing_since:
+                self.keep(following, self.committed)
 
     def _leave_empty(self, cursor: Cursor) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""

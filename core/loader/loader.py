@@ -141,6 +141,18 @@ class Loader:
     def sampler(self, value: object) -> NoReturn:
         refuse_change("sampler")
 
+    @property
+    def reset(self) -> NoReturn:
+        """There is none, as ``hasattr`` says: code that calls it at an epoch's end, if there is one, has nothing to do.
+
+        Raises:
+            AttributeError: always; it says what to do in the place of the call, which DALI's iterators need.
+        """
+        raise AttributeError(
+            "a wrapped loader has no reset(): each pass begins the next epoch by itself, so leave the call out; to go "
+            "back, call loader.seek(epoch=0)"
+        )
+
     def _samples(self) -> int:
         world = self._setting.world()
         size = self._adapter.size(self._setting.seed(world), self.epoch, world) if self.unit == "sample" else None
@@ -169,15 +181,16 @@ class Loader:
         return TypeError(f"this {self._adapter.name} source has no length: {instead}")
 
     def __len__(self) -> int:
-        """Batches of one full epoch on this rank.
+        """Batches of one full epoch on this rank; of a source that divides itself, what its own ``__len__`` says.
 
         Raises:
             TypeError: the source's length is not known.
         """
         share = self._course.share(self._setting.world(), self.epoch, 0)
-        if share is None:
+        length = self._adapter.stated_length() if share is None else share.steps
+        if length is None:
             raise self._no_length("iterate it to its end")
-        return share.steps
+        return length
 
     @property
     def batches_left(self) -> int:
@@ -477,7 +490,8 @@ class Loader:
         is a new epoch, and starts with that epoch's first batch.
 
         Raises:
-            StopIteration: this epoch has ended: if its length is unknown, or in the body of `epochs`.
+            StopIteration: nothing is left of this epoch, and its pass has not been told so (its length is unknown), or
+                its body has not ended.
         """
         return self._course.peek()
 

@@ -38,9 +38,9 @@ class Part:
         """Whether it still knows its state of some batches ago, as `in_flight` needs."""
         return self.loader._adapter.remembers
 
-    def retry_errors(self) -> None:
-        """Give a batch that failed again, unless the user states otherwise: the other parts wait for it."""
-        self.loader._course.retries = True
+    def wait_for_others(self) -> None:
+        """Give a batch that failed again, unless the user states otherwise, and stay at the end of an epoch."""
+        self.loader._course.retries = self.loader._course.stays = True
 
     @property
     def promises(self) -> Capabilities:

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["derive_key", "derive_keys", "extend_key", "extend_keys", "mix"]
+__all__ = ["TORCH_KEYS", "derive_key", "derive_keys", "extend_key", "extend_keys", "mix"]
+
+TORCH_KEYS = (1 << 63) - 1
+"""A mask for keys that a torch generator is seeded with: code may collate what ``initial_seed()`` returns to an int64.
+
+Generators of the CPU draw the same numbers without the highest bit: they use the lower 32. Those of devices use all 64
+bits, so they get whole keys.
+"""
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

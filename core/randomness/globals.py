@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from midepoch.order.keys import TORCH_KEYS
+
 __all__ = ["LentGlobals", "Touched"]
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
@@ -49,7 +51,8 @@ class LentGlobals:
     Attributes:
         python: python's generator.
         seed_python, seed_numpy, seed_torch: seed one of them. numpy's takes 32 bits: give it the upper half of a key,
-            because torch seeds a generator of the same kind with the lower one, and the numbers would be equal.
+            because torch seeds a generator of the same kind with the lower one, and the numbers would be equal. Mask
+            torch's with `TORCH_KEYS`.
     """
 
     def __init__(self, by_memory: bool = True) -> None:
@@ -223,7 +226,7 @@ class LentGlobals:
         self.seed_python(key)
         self.python.gauss_next = None
         self.seed_numpy(key >> 32)
-        self.seed_torch(key)
+        self.seed_torch(key & TORCH_KEYS)
         self._numpy_at = self._numpy_stamp.tobytes()
         self._stamps = (
             self._python_stamp.tobytes(),

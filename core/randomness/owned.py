@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midepoch.order.keys import mix
+from midepoch.order.keys import TORCH_KEYS, mix
 
 __all__ = ["LONGEST_CONTAINER", "MOST_OBJECTS", "OwnedGenerator", "find_generators", "global_generators"]
 
@@ -240,7 +240,8 @@ def _controls(found: Any) -> _Controls | None:
         start = _seeding(found) if seeded else functools.partial(_start_bit_generator, found._bit_generator)
         return functools.partial(found.get_state, legacy=False), found.set_state, start
     if isinstance(found, torch.Generator):
-        return found.get_state, found.set_state, found.manual_seed
+        on_cpu = found.device.type == "cpu"
+        return found.get_state, found.set_state, _seeding_torch(found) if on_cpu else found.manual_seed
     if isinstance(found, random.Random) and not isinstance(found, random.SystemRandom):
         return found.getstate, found.setstate, found.seed
     return None
@@ -248,6 +249,10 @@ def _controls(found: Any) -> _Controls | None:
 
 def _seeding(generator: np.random.RandomState) -> Callable[[int], None]:
     return lambda key: generator.seed(key & _MASK_32)
+
+
+def _seeding_torch(generator: torch.Generator) -> Callable[[int], Any]:
+    return lambda key: generator.manual_seed(key & TORCH_KEYS)
 
 
 def _start_bit_generator(bits: Any, key: int) -> None:

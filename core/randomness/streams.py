@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from midepoch.errors import MidepochError, warn
-from midepoch.order.keys import derive_key
+from midepoch.order.keys import TORCH_KEYS, derive_key
 
 from .devices import LentDevices
 from .globals import LentGlobals, Touched
@@ -218,7 +218,7 @@ class Streams:
         self._seed_python(key)
         self._python.gauss_next = None
         self._seed_numpy(key >> 32)
-        self._seed_torch(key)
+        self._seed_torch(key & TORCH_KEYS)
         if self._devices is not None:
             self._devices.start(key)
         if self._owned:
@@ -277,7 +277,7 @@ class Streams:
         if numpy:
             self._seed_numpy(key >> 32)
         if of_torch:
-            self._seed_torch(key)
+            self._seed_torch(key & TORCH_KEYS)
         if self._devices is not None and self._devices.held:
             self._devices.start(key)
         if self._owned:

@@ -177,6 +177,10 @@ class IterableAdapter(Adapter):
         if self._driven is not None:
             self._driven.prepare(seed, epoch)
 
+    def stated_length(self) -> int | None:
+        """As the source says that divides itself."""
+        return length_of(self.source) if self._own_streams else None
+
     def describe(self) -> dict[str, str]:
         """The samplers' orders, or whose stream it is."""
         if self._driven is not None:

@@ -120,8 +120,8 @@ def iterates_with(loader: DataLoader[Any], iterator: Any, **instead: Any) -> Non
 
 
 def is_iterator(value: object) -> bool:
-    """Whether it is an iterator of a DataLoader."""
-    return isinstance(value, _Iterator)
+    """Whether it is an iterator of a DataLoader, or of torchdata's, whose classes derive from torch's."""
+    return issubclass(type(value), _Iterator)
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:

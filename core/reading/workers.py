@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from midepoch.errors import SourceError
 from midepoch.loader.adapter import Options, Run
-from midepoch.order.keys import derive_key
+from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.streams import Purpose
 
 from .private import (
@@ -125,7 +125,7 @@ class Server:
         sampler.asked = weakref.ref(asked)
         if self._streams and ours.generator is not None:
             # Worker processes take their base seed from it, not from the caller's generator.
-            ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch))
+            ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch) & TORCH_KEYS)
         with _starting(ours):
             answers = iter(ours)
         return self._answering(_Held(here, run.epoch, ours, answers, asked), run)
