@@ -527,6 +527,10 @@ class Course:
         if not isinstance(error, StopIteration):
             # The loader stays after the last good batch, whether the next `next()` tries this one again or not.
             self.close_session(mark)
+            if error is session.raises:  # it ends the pass, as in a plain one
+                self.came = Came.READ
+                self._exhaust(cursor)
+                return False
             if self._passes_over(error):
                 # A worker's error has its whole traceback in its message; the last line says what it was.
                 self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)

@@ -304,6 +304,7 @@ class Loader:
         """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
         committed = self._course.committed is not None
         self._course.move(place)
+        self._adapter.moved(place.detail)
         self._adapter.let_go()
         self._course.keep(place, (state or self._state_at(place)) if committed else None)
 
@@ -326,7 +327,9 @@ class Loader:
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
         world = self._setting.world()
-        size = self._adapter.size(self._setting.seed(world), epoch, world)
+        if position:
+            self._adapter.expect(self._setting.seed(world), epoch)
+        size = self._adapter.size(self._setting.seed(world), epoch, world) if position else None
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._course.is_over and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already

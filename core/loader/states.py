@@ -23,14 +23,23 @@ class States:
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter, self._options = adapter, options
-        own = {} if options.fingerprint is None else {"fingerprint": options.fingerprint}
-        self._fingerprint = json.dumps({**adapter.describe(), **own}, separators=(",", ":"), sort_keys=True)
+        self._own = {} if options.fingerprint is None else {"fingerprint": options.fingerprint}
+        self._describe()
+
+    def _describe(self) -> None:
+        described = {**self._adapter.describe(), **self._own}
+        self._fingerprint = json.dumps(described, separators=(",", ":"), sort_keys=True)
+        self._redescribed = self._adapter.redescribed
 
     def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
         """The state at a place."""
         adapter, detail = self._adapter, place.detail
         if not detail and (place.over or not place.position):
             detail = adapter.beginning(place.epoch + place.over, world)
+        if not place.over:
+            adapter.expect(seed, place.epoch)
+        if adapter.redescribed != self._redescribed:
+            self._describe()
         fields = {
             "adapter": adapter.name,
             "epoch": place.epoch,
@@ -70,13 +79,13 @@ class States:
                 f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})"
                 + adapter.elsewhere,
             )
+        adapter.refresh()
+        if adapter.redescribed != self._redescribed:
+            self._describe()
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         adapter.note_saved_with(checked["fingerprint"])
         place = self.place(checked, world)
-        if place.position:
-            adapter.prepare(checked["seed"], place.epoch)
-        else:
-            adapter.refresh()  # the user may still change what the epoch's order comes from
+        adapter.expect(checked["seed"], place.epoch)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
         if checked["size"] != size and not (size is None and (place.over or adapter.size_is_its_readers)):
             by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"

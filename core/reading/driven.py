@@ -97,6 +97,7 @@ class _Driven(Sampler[Any]):
         self._original = original
         self._order = order
         self._length = len(order)
+        self._error = order.error if isinstance(order, ListedEpoch) else None
         self._chunk: list[Any] = []
         self._chunk_start = 0
         self.position = 0
@@ -112,7 +113,7 @@ class _Driven(Sampler[Any]):
         """The next index."""
         position = self.position
         if position >= self._length:
-            raise StopIteration
+            raise StopIteration if self._error is None else self._error
         place = position - self._chunk_start
         if not 0 <= place < len(self._chunk):
             self._chunk_start, place = position, 0
