@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -10,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sources
 
 import midepoch
-from midepoch import UnsupportedSourceError, World
+from midepoch import MidepochError, UnsupportedSourceError, World
 
 SIZE = 24
 METHODS: dict[str, dict[str, Any]] = {
@@ -118,7 +130,7 @@ def test_ranks_give_their_full_batches_before_it() -> None:
 
 
 def test_it_comes_through_then_and_a_peek() -> None:
-    source: Any = DataLoader(range(SIZE), 2, sampler=Ends(4))
+    source: DataLoader[int] = DataLoader(range(SIZE), 2, sampler=Ends(4))  # type: ignore[arg-type]
     for prefetch in (0, 3):
         loader = midepoch.wrap(source, seed=1, then=lambda batch: batch + 1, prefetch=prefetch)
         assert len(until_error(loader)[0]) == 2
@@ -233,3 +245,199 @@ def test_an_index_that_holds_the_size_is_the_cure() -> None:
     dataset = Reads()
     loader = midepoch.wrap(DataLoader(dataset, batch_sampler=Pairs(dataset, "never")), seed=1)
     assert sizes(loader) == [0, 32, 64, 96, 128, 160]
+
+
+# --- what a training loop sets on a loader and its samplers -----------------------------------------------------------
+
+
+class Mosaic(BatchSampler):
+    """Marks its indices."""
+
+    mosaic = True
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield [(self.mosaic, index) for index in batch]
+
+
+class Marked(Dataset[str]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, key: Any) -> str:
+        return str(key)
+
+
+def weighted(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(range(6), 3, sampler=WeightedRandomSampler(torch.ones(6), 6), **keywords)  # type: ignore[arg-type]
+
+
+def mosaic(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(Marked(), batch_sampler=Mosaic(SequentialSampler(range(6)), 3, False), **keywords)
+
+
+def in_order(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(range(6), 2, **keywords)  # type: ignore[arg-type]
+
+
+def distributed(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(range(6), 2, sampler=DistributedSampler(range(6), 1, 0), **keywords)  # type: ignore[arg-type]
+
+
+def times(batch: list[int]) -> torch.Tensor:
+    return torch.tensor(batch) * 1000
+
+
+def set_weights(loader: Any) -> None:
+    loader.sampler.weights = torch.tensor([0.0] * 5 + [1.0])
+
+
+def set_weights_in_place(loader: Any) -> None:
+    loader.sampler.weights[:5] = 0
+
+
+def set_mosaic(loader: Any) -> None:
+    loader.batch_sampler.mosaic = False
+
+
+def set_batch_size(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+
+
+def set_drop_last(loader: Any) -> None:
+    loader.batch_sampler.batch_size, loader.batch_sampler.drop_last = 4, True
+
+
+def set_sampler(loader: Any) -> None:
+    loader.batch_sampler.sampler = [5, 4, 3]
+
+
+def set_inner(loader: Any) -> None:
+    loader.batch_sampler.sampler.shuffle = False
+
+
+def set_collate(loader: Any) -> None:
+    loader.collate_fn = times
+
+
+SET_BY_LOOPS: dict[str, tuple[Callable[..., DataLoader[Any]], Callable[[Any], None]]] = {
+    "weights": (weighted, set_weights),
+    "weights in place": (weighted, set_weights_in_place),
+    "an attribute of a batch sampler": (mosaic, set_mosaic),
+    "a batch size": (in_order, set_batch_size),
+    "drop_last": (in_order, set_drop_last),
+    "another sampler": (in_order, set_sampler),
+    "whether it shuffles": (distributed, set_inner),
+}
+
+
+def shown(loader: Any) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+def torch_would(make: Callable[..., DataLoader[Any]], change: Callable[[Any], None]) -> list[Any]:
+    plain = make()
+    change(plain)
+    return shown(plain)
+
+
+@pytest.mark.parametrize("on", ["loader", "source"])
+@pytest.mark.parametrize("name", SET_BY_LOOPS)
+def test_what_a_loop_sets_between_passes_is_followed(name: str, on: str) -> None:
+    make, change = SET_BY_LOOPS[name]
+    expected = torch_would(make, change)
+    source = make()
+    loader = midepoch.wrap(source, seed=0)
+    assert shown(loader) != expected
+    before = len(loader)
+    change(loader if on == "loader" else source)
+    assert len(loader) == loader.batches_left == len(expected), before
+    assert shown(loader) == expected
+    resumed = midepoch.wrap(make(), seed=0)
+    change(resumed)
+    state = sources.heads(lambda: loader, 1)[1] if len(expected) > 1 else None
+    if state is not None:
+        resumed.load_state_dict(state)
+        assert shown(resumed) == expected[1:]
+
+
+@pytest.mark.parametrize("name", SET_BY_LOOPS)
+def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
+    make, change = SET_BY_LOOPS[name]
+    loader = midepoch.wrap(make(), seed=0)
+    if "in place" in name:
+        return  # nobody sees it; the next pass follows
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(MidepochError, match=r"loader\..* was set while a pass is read.*between two passes"):
+        change(loader)
+    rest = shown(batches)
+    assert rest == shown(resumed_after_one(make)), "the loader is unchanged"
+    for _ in loader:
+        break
+    change(loader)  # a pass that was left is none
+    assert shown(loader) == torch_would(make, change)
+    loader.peek()
+    with pytest.raises(MidepochError, match="between two passes"):
+        change(loader)
+
+
+def resumed_after_one(make: Callable[..., DataLoader[Any]]) -> midepoch.Loader:
+    state = sources.heads(lambda: midepoch.wrap(make(), seed=0), 1)[1]
+    resumed = midepoch.wrap(make(), seed=0)
+    resumed.load_state_dict(state)
+    return resumed
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_another_collate_function_is_followed(method: str, persistent: bool) -> None:
+    if persistent and method != "fork":
+        return
+    source = in_order(**METHODS[method], **({"persistent_workers": True} if persistent else {}))
+    with midepoch.wrap(source, seed=0) as loader:
+        assert shown(loader) == [[0, 1], [2, 3], [4, 5]]
+        workers = set(multiprocessing.active_children())
+        set_collate(source)
+        assert shown(loader) == torch_would(in_order, set_collate)
+        assert loader.collate_fn is times
+        assert not any(each.is_alive() for each in workers), "those that had the other one have ended"
+        with pytest.raises(AttributeError, match="collate_fn of a wrapped loader"):
+            set_collate(loader)
+
+
+def test_a_seed_that_is_set_on_a_sampler_is_refused() -> None:
+    source = distributed()
+    loader = midepoch.wrap(source)
+    list(loader)
+    loader.sampler.seed = 5
+    for _ in range(2):
+        with pytest.raises(UnsupportedSourceError, match=r"seed was 0 .* and is 5 now: .*made with seed=5"):
+            next(iter(loader))
+
+
+def test_the_stand_ins_read_the_samplers_and_tell_the_epoch() -> None:
+    source = mosaic()
+    loader = midepoch.wrap(source, seed=0)
+    assert (loader.batch_sampler.mosaic, loader.batch_sampler.batch_size) == (True, 3)
+    assert loader.batch_sampler.sampler.data_source == range(6)
+    loader.batch_sampler.set_epoch(2)
+    assert loader.epoch == 2
+    loader.sampler.set_epoch(3)
+    assert loader.epoch == 3
+    with pytest.raises(UnsupportedSourceError, match="rebuilt from the parts"):
+        iter(loader.batch_sampler)
+    with pytest.raises(TypeError):
+        iter(loader.sampler)
+    with pytest.raises(AttributeError, match="nothing"):
+        loader.batch_sampler.nothing  # noqa: B018
+    for other, no in (
+        (midepoch.wrap([1, 2]), "list has no sampler"),
+        (midepoch.wrap(DataLoader(sources.Stream(4)), shard=True), "IterableDataset has no"),
+    ):
+        assert callable(other.sampler.set_epoch)
+        for act in (lambda other=other: other.sampler.weights, lambda other=other: set_weights(other)):
+            with pytest.raises(AttributeError, match=no):
+                act()
+    for stand_in in (copy.copy(loader.sampler), copy.deepcopy(loader.batch_sampler)):
+        assert hasattr(stand_in, "set_epoch")

@@ -141,6 +141,12 @@ class Course:
         return self.place.over if cursor.session is None else cursor.phase is Phase.GIVEN and cursor.over is not None
 
     @property
+    def is_reading(self) -> bool:
+        """Whether a pass reads this epoch, or `peek` has begun one, and somebody may go on with it."""
+        cursor = self.cursor
+        return cursor.session is not None and cursor.phase is Phase.RUNNING and (cursor.in_use or not cursor.owned)
+
+    @property
     def next_is_empty(self) -> bool:
         """Whether the next pass gives nothing, because it had ended before the body was begun again."""
         return self.passes is not None and self.passes.empty > 0

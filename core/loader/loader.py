@@ -25,7 +25,7 @@ from .cursor import Phase, place_before
 from .notebook import table
 from .place import Place
 from .setting import Setting
-from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset, refuse_change
+from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
 from .states import States
 from .witnesses import Witnesses
 
@@ -124,18 +124,22 @@ class Loader:
     pin_memory, timeout, multiprocessing_context = (SourceAttribute() for _ in range(3))
 
     @property
-    def batch_sampler(self) -> BatchesOfOurs:
-        """Raises when it is iterated: a loader rebuilt from this one's parts would not resume."""
-        return BatchesOfOurs()
+    def batch_sampler(self) -> BatchSamplerOfSource:
+        """The source's, as `sampler`. Raises when it is iterated: a loader rebuilt from its parts would not resume."""
+        return BatchSamplerOfSource(self, ("batch_sampler",), self._samples, lambda: self._course.is_reading)
 
     @batch_sampler.setter
     def batch_sampler(self, value: object) -> NoReturn:
         refuse_change("batch_sampler")
 
     @property
-    def sampler(self) -> Sampler:
-        """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank."""
-        return Sampler(self.set_epoch, self._samples)
+    def sampler(self) -> SamplerOfSource:
+        """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank.
+
+        Other attributes are those of the source's sampler. Set between two passes, they count from the next one on;
+        within a pass, setting one raises MidepochError.
+        """
+        return SamplerOfSource(self, ("sampler",), self._samples, lambda: self._course.is_reading)
 
     @sampler.setter
     def sampler(self, value: object) -> NoReturn:
