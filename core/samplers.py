@@ -12,7 +12,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, GeneratorType
 from typing import Any, cast
 
@@ -480,7 +480,9 @@ def understand_as_parent(module: str, name: str) -> None:
     _as_parent.add((module, name))
 
 
-def understand(sampler: Any, size: int | None = None, world_size: int = 1, gives_batches: bool = False) -> Understood:
+def understand(
+    sampler: Any, size: int | None = None, world_size: int = 1, gives_batches: bool = False, left_alone: bool = False
+) -> Understood:
     """The order that `sampler` stands for: computed where possible, listed otherwise.
 
     Args:
@@ -488,6 +490,10 @@ def understand(sampler: Any, size: int | None = None, world_size: int = 1, gives
         size: of the dataset, if known; a list that is shorter may be one rank's share.
         world_size: ranks that share the data, as far as is known.
         gives_batches: it is a batch sampler.
+        left_alone: one that shards by itself is to do so: its order is the list that it gives this rank.
+
+    Raises:
+        UnsupportedSourceError: `left_alone`, of one without an end.
     """
     kind = type(sampler)
     if (kind.__module__, kind.__qualname__) in _as_parent:
@@ -496,17 +502,25 @@ def understand(sampler: Any, size: int | None = None, world_size: int = 1, gives
         return Understood(Sequential(len(sampler.data_source)))
     if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return Understood(Shuffled(len(sampler.data_source)), seed=_seed_of(sampler.generator))
+    stated: Understood | None = None
     if kind is DistributedSampler:
-        size = len(sampler.dataset)
-        return Understood(
-            Shuffled(size) if sampler.shuffle else Sequential(size),
+        count = len(sampler.dataset)
+        stated = Understood(
+            Shuffled(count) if sampler.shuffle else Sequential(count),
             seed=sampler.seed % (1 << 64),
             tail="drop" if sampler.drop_last else "pad",
             world=World(sampler.rank, sampler.num_replicas),
         )
-    if "understood" in vars(kind):  # not a subclass of such a class, which may have another order
-        return cast(OrderedSampler, sampler).understood()
+    elif "understood" in vars(kind):  # not a subclass of such a class, which may have another order
+        stated = cast(OrderedSampler, sampler).understood()
+    if stated is not None:
+        return replace(stated, order=Listed(sampler, size), tail=None) if left_alone else stated
     if size and not gives_batches and (endless := _endless(sampler, size)) is not None:
+        if left_alone and endless.world is not None:
+            raise UnsupportedSourceError(
+                f"shard=False: {kind.__name__} divides an order without an end, which cannot be listed: leave shard= "
+                "out, and midepoch divides it as the sampler does"
+            )
         return endless
     seed = _seed_of(getattr(sampler, "generator", None))
     return Understood(Listed(sampler, size), seed=seed, division=division_of(sampler, size, world_size, gives_batches))

@@ -27,9 +27,11 @@ from torch.utils.data import (
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sources
+import wild_sources
 
 import midepoch
-from midepoch import MidepochError, UnsupportedSourceError, World
+from midepoch import MidepochError, StateMismatchError, UnsupportedSourceError, World
+from midepoch.state.parts import join_states
 
 SIZE = 24
 METHODS: dict[str, dict[str, Any]] = {
@@ -441,3 +443,113 @@ def test_the_stand_ins_read_the_samplers_and_tell_the_epoch() -> None:
                 act()
     for stand_in in (copy.copy(loader.sampler), copy.deepcopy(loader.batch_sampler)):
         assert hasattr(stand_in, "set_epoch")
+
+
+# --- shard=False leaves a sampler alone that shards by itself ---------------------------------------------------------
+
+
+class Strided(Sampler[int]):
+    """As detectron2's: every rank shuffles alike, and takes its part."""
+
+    def __init__(self, rank: int, world_size: int, own_seed: bool = True) -> None:
+        self.rank, self.world_size, self.own_seed, self.epoch = rank, world_size, own_seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(self.rank, 100, self.world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(100, generator=torch.Generator().manual_seed(self.epoch) if self.own_seed else None)
+        return iter(order.tolist()[self.rank :: self.world_size])
+
+
+def stateful(rank: int) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="needs torchdata")
+    return module.StatefulDistributedSampler(range(100), 3, rank)
+
+
+DIVIDING: dict[str, Callable[[int], Any]] = {
+    "torch's": lambda rank: DistributedSampler(range(100), 3, rank),  # type: ignore[arg-type]
+    "torch's, in order": lambda rank: DistributedSampler(range(100), 3, rank, shuffle=False),  # type: ignore[arg-type]
+    "torchdata's": stateful,
+    "of a seed of its own": lambda rank: Strided(rank, 3),
+    "of torch's generator": lambda rank: Strided(rank, 3, own_seed=False),
+}
+
+
+def of_rank(name: str, rank: int, batches: bool = False, **keywords: Any) -> midepoch.Loader:
+    sampler, data = DIVIDING[name](rank), range(100)
+    kind: dict[str, Any] = (
+        {"batch_sampler": OwnBatches(sampler, 4, False)} if batches else {"sampler": sampler, "batch_size": 4}
+    )
+    return midepoch.wrap(DataLoader(data, **kind, **keywords), seed=0, shard=False, world=World(rank, 3))  # type: ignore[arg-type]
+
+
+class OwnBatches(BatchSampler):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("name", DIVIDING)
+def test_each_rank_gets_the_list_of_its_own_sampler(name: str, batches: bool) -> None:
+    loaders = [of_rank(name, rank, batches) for rank in range(3)]
+    for epoch in range(2):
+        ranks = [sources.flat(shown(each)) for each in loaders]
+        assert {index for given in ranks for index in given} == set(range(100))
+        for rank, given in enumerate(ranks):
+            sampler = DIVIDING[name](rank)
+            sampler.set_epoch(epoch)
+            assert len(given) == len(sampler), "33 or 34, as the plain one"
+            if "generator" not in name:
+                assert given == list(sampler)
+    one = loaders[0].capabilities
+    assert not one.elastic_world and not one.rank_independent and one.exact_order and one.constant_time_resume
+
+
+@pytest.mark.parametrize("name", ["torch's", "torchdata's", "of torch's generator"])
+def test_each_ranks_state_has_the_crc_of_its_own_list(name: str) -> None:
+    wholes = [shown(of_rank(name, rank)) for rank in range(3)]
+    states = [sources.heads(lambda rank=rank: of_rank(name, rank), 2)[1] for rank in range(3)]  # type: ignore[misc]
+    assert len({state["detail"] for state in states}) == 3
+    for saved in (states, [join_states(states)] * 3):
+        for rank in range(3):
+            resumed = of_rank(name, rank)
+            resumed.load_state_dict(saved[rank])
+            assert (resumed.position, resumed.batches_left) == (24, len(wholes[rank]) - 2)
+            assert shown(resumed) == wholes[rank][2:]
+    with pytest.raises(StateMismatchError, match="only the part of rank 1, and this is rank 0 of 3"):
+        of_rank(name, 0).load_state_dict(states[1])
+    source = DataLoader(range(100), 4, sampler=Strided(0, 2))  # type: ignore[arg-type]
+    with pytest.raises(
+        StateMismatchError, match="the world size differs: the state was saved with 3, this loader has 2"
+    ):
+        midepoch.wrap(source, seed=0, shard=False, world=World(0, 2)).load_state_dict(states[0])
+    if name == "torch's":
+        source = DataLoader(range(100), 4, sampler=DistributedSampler(range(100), 3, 0, seed=1))  # type: ignore[arg-type]
+        with pytest.raises(StateMismatchError, match=r"the list of epoch 0 differs"):
+            midepoch.wrap(source, seed=0, shard=False).load_state_dict(states[0])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_are_sent_the_ranks_own_list(method: str) -> None:
+    with of_rank("torch's", 1, **METHODS[method]) as loader:
+        assert shown(loader) == shown(of_rank("torch's", 1))
+
+
+def test_without_an_end_it_is_refused_with_the_cure() -> None:
+    source: DataLoader[int] = DataLoader(range(22), 4, sampler=wild_sources.TrainingSampler(22, rank=0, world_size=2))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedSourceError, match="leave shard= out"):
+        midepoch.wrap(source, shard=False)
+    assert midepoch.wrap(source).capabilities.elastic_world
+
+
+def test_plain_samplers_with_shard_false_draw_for_each_rank() -> None:
+    """Each rank has data of its own, so weights are drawn anew on each."""
+    ranks = [shown(midepoch.wrap(weighted(), seed=0, shard=False, world=World(rank, 2))) for rank in range(2)]
+    assert ranks[0] != ranks[1]
+    shuffled: DataLoader[int] = DataLoader(range(6), 2, shuffle=True)  # type: ignore[arg-type]
+    loader = midepoch.wrap(shuffled, seed=0, shard=False, world=World(1, 2))
+    assert loader.capabilities.rank_independent and not loader.capabilities.elastic_world
+    assert len(shown(loader)) == 3

@@ -25,7 +25,7 @@ from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_re
 from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
-from midepoch.samplers import Listed, ListedEpoch, Understood, length_of, understand
+from midepoch.samplers import Listed, Understood, length_of, understand
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
@@ -89,7 +89,7 @@ class MapDataLoaderAdapter(Adapter):
 
     def _understand(self, parts: _Parts) -> Understood:
         sampler, _, _, size = parts
-        understood = understand(sampler, size, self.options.known_ranks, self._listed_batches)
+        understood = understand(sampler, size, self.options.known_ranks, self._listed_batches, self._own)
         if self.options.shard is None:
             check_division(sampler, understood.division)
         return understood
@@ -146,14 +146,14 @@ class MapDataLoaderAdapter(Adapter):
             self.learned()
         if isinstance(self._order, Listed):
             untried = self._order.untried
-            self._order.begin(seed, epoch)
+            self._order.begin(self._listed_under(seed), epoch)
             if self._order.untried is not untried:
                 self.learned()
 
     def expect(self, seed: int, epoch: int) -> None:
         """List a copy of the sampler, if only a list tells how many there are."""
         if isinstance(self._order, Listed):
-            self._order.length(seed, epoch)
+            self._order.length(self._listed_under(seed), epoch)
 
     def moved(self, detail: str) -> None:
         """Let the next pass ask the sampler again, unless it is to go on with a list that is known."""
@@ -172,13 +172,14 @@ class MapDataLoaderAdapter(Adapter):
         order = self._order
         if isinstance(order, Endless):
             return None
-        size = order.stated_length(seed, epoch) if isinstance(order, Listed) else order.size
+        size = order.stated_length(self._listed_under(seed), epoch) if isinstance(order, Listed) else order.size
         return size * world.world_size if self._own else size
 
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""
         share = super().share(seed, epoch, position, world, detail)
-        listed = self._order.known(seed, epoch) if isinstance(self._order, Listed) else None
+        order = self._order
+        listed = order.known(self._listed_under(seed), epoch) if isinstance(order, Listed) else None
         if share is None or listed is None or listed.error is None:
             return share
         given = len(listed) * (world.world_size if self._own else 1)
@@ -195,7 +196,7 @@ class MapDataLoaderAdapter(Adapter):
         return self.source.dataset, self.source.collate_fn
 
     def capabilities(self) -> Capabilities:
-        """All yes; with shard=False, not elastic."""
+        """All yes; with shard=False, not elastic, and each rank's list is its own."""
         exact = promises.augmentations(
             self.options,
             "numbers drawn in __getitems__ or collate_fn are the batch's: exact on the same split",
@@ -211,8 +212,20 @@ class MapDataLoaderAdapter(Adapter):
             if self._own
             else promises.POSITIONS,
             elastic_workers=promises.POSITIONS,
-            rank_independent=promises.ONE_STATE,
+            rank_independent=Capability(False, "with shard=False each rank has its own list, whose CRC is in its state")
+            if self._own and listed
+            else promises.ONE_STATE,
         )
+
+    @property
+    def size_is_its_ranks(self) -> bool:
+        """Where each rank has its own list."""
+        return self._own and isinstance(self._order, Listed)
+
+    @property
+    def can_seek(self) -> bool:
+        """Anywhere, also where each rank's state has the CRC of its own list."""
+        return True
 
     def _exact_list(self) -> Capability:
         """What is known of a listed order."""
@@ -240,7 +253,7 @@ class MapDataLoaderAdapter(Adapter):
         if not last and not detail.startswith(_OF_THIS):
             raise StateCorruptError(f"{detail!r:.40} is not a CRC of a sampler's list: use an undamaged state")
         saved = detail.partition("=")[2]
-        same, crc = self._order.saved_as(saved, seed, epoch - last)
+        same, crc = self._order.saved_as(saved, self._listed_under(seed), epoch - last)
         if same:
             return
         differs = self._list_differs(epoch - last, saved, crc)
@@ -268,30 +281,39 @@ class MapDataLoaderAdapter(Adapter):
         """Open a session at the run's position."""
         if run.share is None:
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
-        listed = self._order.epoch(run.seed, run.epoch) if isinstance(self._order, Listed) else None
+        order, listed = self._order, None
+        if isinstance(order, Listed):
+            listed = order.epoch(self._listed_under(run.seed), run.epoch)
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
-        order = self._order.epoch(run.seed, run.epoch) if listed is None else listed
-        if isinstance(order, ListedEpoch) and run.position and run.detail.startswith(_OF_THIS):
-            saved = run.detail.partition("=")[2]
-            if not order.has(saved):  # it was changed since the state was loaded, and may be restored
-                if isinstance(self._order, Listed):
-                    self._order.forget()
-                raise StateMismatchError(f"{self._list_differs(run.epoch, saved, order.crc)}; {self._why_list_differs}")
-        requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
-        with self._order.as_it_began(listed) if isinstance(self._order, Listed) and listed else nullcontext():
+        if isinstance(order, Listed) and listed is not None and run.position and run.detail.startswith(_OF_THIS):
+            saved = run.detail.removeprefix(_OF_THIS)
+            if not listed.has(saved):  # it was changed since the state was loaded, and may be restored
+                order.forget()
+                raise StateMismatchError(
+                    f"{self._list_differs(run.epoch, saved, listed.crc)}; {self._why_list_differs}"
+                )
+        indices = order.epoch(run.seed, run.epoch) if listed is None else listed
+        requests = map_requests(run, indices, unchanged(self.source.dataset, self._length), self._listed_batches)
+        with nullcontext() if listed is None or not isinstance(order, Listed) else order.as_it_began(listed):
             answers, close = self._server(self._reader, requests, run)
-        # With shard=False each rank has its own list. Its CRC would tie the state to one rank.
-        crc = order.crc if isinstance(order, ListedEpoch) and not self._own else ""
-        error = order.error if isinstance(order, ListedEpoch) else None
-        details = (f"{_OF_THIS}{crc}", f"{_OF_LAST}{crc}") if crc else ("", "")
-        return IteratorSession(answers, *details, close, error)
+        if listed is None:
+            return IteratorSession(answers, close=close)
+        return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close, listed.error)
 
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """The dataset's, in the sampler's order; None if that does not end."""
         if isinstance(self._order, Endless):
             return None
-        return self._reader.samples(self._order.epoch(seed, epoch), seed, epoch)
+        key = self._listed_under(seed) if isinstance(self._order, Listed) else seed
+        return self._reader.samples(self._order.epoch(key, epoch), seed, epoch)
+
+    def _listed_under(self, seed: int) -> int:
+        """The seed of a list: of this rank where each has its own data, but the same for one that shards by itself."""
+        if not self._own or self._understood.world is not None or self._understood.division is not None:
+            return seed
+        world = self.options.world or World.current()
+        return derive_key(seed, world.rank) if world.world_size > 1 else seed
 
     def _own_run(self, run: Run) -> Run:
         """A run over this rank's data alone: positions divided by the number of ranks, and its own random streams."""

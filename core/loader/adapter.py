@@ -335,6 +335,11 @@ class Adapter(ABC):
         return False
 
     @property
+    def size_is_its_ranks(self) -> bool:
+        """Whether each rank's epoch has a size of its own, which its part of a state proves."""
+        return False
+
+    @property
     def tail_in_use(self) -> Tail:
         """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
 

@@ -87,7 +87,9 @@ class States:
         place = self.place(checked, world)
         adapter.expect(checked["seed"], place.epoch)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
-        if checked["size"] != size and not (size is None and (place.over or adapter.size_is_its_readers)):
+        is_its_own = adapter.size_is_its_ranks and place.detail  # gathered ranks have one size for all
+        is_unknown = size is None and (place.over or adapter.size_is_its_readers)
+        if checked["size"] != size and not (is_its_own or is_unknown):
             by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
             if by == "data":
                 _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
