@@ -521,7 +521,7 @@ def test_each_ranks_state_has_the_crc_of_its_own_list(name: str) -> None:
             assert shown(resumed) == wholes[rank][2:]
     with pytest.raises(StateMismatchError, match="only the part of rank 1, and this is rank 0 of 3"):
         of_rank(name, 0).load_state_dict(states[1])
-    source = DataLoader(range(100), 4, sampler=Strided(0, 2))  # type: ignore[arg-type]
+    source: DataLoader[int] = DataLoader(range(100), 4, sampler=Strided(0, 2))  # type: ignore[arg-type]
     with pytest.raises(
         StateMismatchError, match="the world size differs: the state was saved with 3, this loader has 2"
     ):
