@@ -336,7 +336,7 @@ class Adapter(ABC):
 
     @property
     def size_is_its_ranks(self) -> bool:
-        """Whether each rank's epoch has a size of its own, which its part of a state proves."""
+        """Whether each rank's epoch has a size of its own, which its part of a state proves. A state says None."""
         return False
 
     @property

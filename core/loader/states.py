@@ -45,7 +45,7 @@ class States:
             "epoch": place.epoch,
             "position": place.position,
             "seed": seed,
-            "size": place.position if place.over else adapter.size(seed, place.epoch, world, detail),
+            "size": place.position if place.over else self._size(seed, place.epoch, world, detail),
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
@@ -55,6 +55,11 @@ class States:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
         detail = parts.single_part(world.rank, detail) if detail and own else detail
         return states.build(**fields, detail=detail, witness=witness)
+
+    def _size(self, seed: int, epoch: int, world: World, detail: str) -> int | None:
+        adapter = self._adapter
+        own = adapter.size_is_its_ranks and world.world_size > 1
+        return None if own else adapter.size(seed, epoch, world, detail)
 
     def check(self, state: State, world: World) -> tuple[State, Place]:
         """A copy of `state`, if this source can continue from it, and its place.
@@ -87,9 +92,11 @@ class States:
         place = self.place(checked, world)
         adapter.expect(checked["seed"], place.epoch)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
-        is_its_own = adapter.size_is_its_ranks and place.detail  # gathered ranks have one size for all
-        is_unknown = size is None and (place.over or adapter.size_is_its_readers)
-        if checked["size"] != size and not (is_its_own or is_unknown):
+        if adapter.size_is_its_ranks and world.world_size > 1:
+            if size is not None and place.position > size:
+                _mismatch("the size", f"position {place.position}", size, "use an undamaged state")
+            size = None
+        if checked["size"] != size and not (size is None and (place.over or adapter.size_is_its_readers)):
             by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
             if by == "data":
                 _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
