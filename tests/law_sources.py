@@ -205,6 +205,38 @@ def map_distributed(
     return midepoch.wrap(loader, seed=seed)
 
 
+def map_left_alone(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE,
+    read_log: str | None = None,
+) -> Any:  # fmt: skip
+    dataset = Samples(size, read_log)
+    sampler: Any = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed or 0)
+    loader = DataLoader(dataset, BATCH, sampler=sampler, num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed, shard=False)
+
+
+class InPlace(Sampler[int]):
+    """Shuffles a list of its own, which stays shuffled from pass to pass."""
+
+    def __init__(self, size: int) -> None:
+        self.order = list(range(size))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+def map_remembering(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    loader = DataLoader(Samples(size, read_log), batch_size, sampler=InPlace(size), num_workers=num_workers)
+    return _wrap(loader, rank, world_size, seed)
+
+
 def map_batch_sampler(
     rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = 7,
     read_log: str | None = None,

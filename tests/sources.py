@@ -332,16 +332,18 @@ class Buckets(Sampler[list[int]]):
 
 
 class Forgetful(Sampler[int]):
-    """Does not repeat itself: its order depends on how often it was asked."""
+    """Does not repeat itself: its order depends on how often objects of its class were asked."""
+
+    asked = 0
 
     def __init__(self, size: int) -> None:
-        self.size, self.asked = size, 0
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        self.asked += 1
+        Forgetful.asked += 1
         return iter([(index + self.asked) % self.size for index in range(self.size)])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,8 +22,12 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sources
+
 import midepoch
-from midepoch import MidepochWarning, SourceError, UnsupportedSourceError, World
+from midepoch import MidepochWarning, StateMismatchError, UnsupportedSourceError, World
 from midepoch.copying import LARGEST_COPY, private_copy
 
 SIZE = 24
@@ -280,7 +286,7 @@ def test_a_sampler_that_shuffles_a_list_of_its_own_repeats_itself() -> None:
     sampler = InPlace()
     ours = midepoch.wrap(loader(sampler), seed=1)
     first, second = taken(ours), taken(ours)
-    assert first != second and sampler.indices == list(range(SIZE)), "the user's own is left as it was"
+    assert first != second and sampler.indices == sources.flat(second), "as a plain pass leaves it"
     for epoch, whole in enumerate((first, second)):
         for cut in range(6):
             head = midepoch.wrap(loader(InPlace()), seed=1)
@@ -288,9 +294,138 @@ def test_a_sampler_that_shuffles_a_list_of_its_own_repeats_itself() -> None:
             assert taken(head) == whole[cut:]
 
 
-def test_an_order_that_only_passes_change_is_refused() -> None:
-    with pytest.raises(SourceError, match="does not repeat itself"):
-        list(midepoch.wrap(loader(Passes()), seed=1))
+class Seen(Sampler[int]):
+    """Gives each sample once in all its passes, some in each."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        given = random.sample(sorted(set(range(SIZE)) - self.seen), 8)
+        for index in given:
+            self.seen.add(index)
+            yield index
+
+
+REMEMBERING = {"a list of its own": InPlace, "a count of passes": Passes, "what it has given": Seen}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_what_a_sampler_remembers_is_what_plain_passes_leave(kind: str, asks: bool) -> None:
+    plain, ours = REMEMBERING[kind](), REMEMBERING[kind]()
+    bare, loaded = loader(plain), midepoch.wrap(loader(ours), seed=1)
+    for _ in range(3):
+        if asks:
+            loaded.state_dict(), loaded.batches_left
+        assert len(list(bare)) == len(list(loaded))
+    assert vars(plain).keys() == vars(ours).keys()
+    if isinstance(plain, Passes):
+        assert plain.passes == ours.passes == 3  # type: ignore[attr-defined]
+    if isinstance(plain, Seen):
+        assert plain.seen == ours.seen == set(range(SIZE))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_a_sampler_that_remembers_resumes_in_any_epoch(kind: str) -> None:
+    """The epochs before are listed first, in a process that has not read them."""
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(loader(REMEMBERING[kind]()), seed=1)
+
+    def taken(ours: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in ours]
+
+    undisturbed = make()
+    epochs = [taken(undisturbed) for _ in range(3)]
+    head = make()
+    for epoch in range(3):
+        batches = iter(head)
+        next(batches)
+        state = head.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert taken(resumed) == epochs[epoch][1:]
+        if epoch < 2:
+            assert taken(resumed) == epochs[epoch + 1]
+        head.load_state_dict(state)  # in this process, the pass goes on with its own list
+        assert taken(head) == epochs[epoch][1:]
+        boundary = make()
+        boundary.load_state_dict(head.state_dict())
+        if epoch < 2:
+            assert taken(boundary) == epochs[epoch + 1]
+
+
+class Counting(Sampler[int]):
+    """Counts what is asked of it, where copies count too."""
+
+    asked: ClassVar[dict[str, int]] = {"len": 0, "iter": 0}
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        self.asked["len"] += 1
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked["iter"] += 1
+        self.passes += 1
+        return iter(random.sample(range(SIZE), SIZE))
+
+
+def test_the_sampler_itself_is_iterated_once_an_epoch_and_its_len_asked_before() -> None:
+    sampler = Counting()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    Counting.asked["iter"] = 0
+    assert (len(ours), ours.batches_left, ours.batches_done, len(ours.sampler)) == (6, 6, 0, SIZE)
+    assert Counting.asked["iter"] == 0, "a length lists nothing"
+    for epoch in range(3):
+        list(ours)
+        assert sampler.passes == epoch + 1
+    assert Counting.asked["iter"] == 3 + 2, "one trial, two passes over a copy"
+    state = sources.heads(lambda: midepoch.wrap(loader(Counting()), seed=1), 2)[1]
+    sampler = Counting()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    ours.load_state_dict(state)
+    assert sampler.passes == 0, "a copy is compared"
+    batches = iter(ours)
+    next(batches)
+    ours.load_state_dict(ours.state_dict())
+    list(ours)
+    assert sampler.passes == 1
+
+
+def test_what_a_loop_changes_in_a_sampler_counts_wherever_it_is_asked() -> None:
+    sampler = Named()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    assert (len(ours), ours.state_dict()["size"]) == (6, SIZE)
+    sampler.length = 8
+    assert (len(ours), ours.batches_left, ours.state_dict()["size"]) == (2, 2, 8)
+    assert len(list(ours)) == 2
+    sampler.length = 12
+    assert (len(ours), ours.batches_left) == (3, 3)
+    ours.seek(epoch=0)
+    assert (len(ours), ours.batches_left, ours.state_dict()["size"]) == (3, 3, 12)
+    assert [batch.tolist() for batch in ours] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    sampler.length = 4
+    assert len(list(ours)) == 1
+
+
+def test_a_sampler_that_is_changed_after_a_load_is_refused() -> None:
+    def make() -> tuple[Named, midepoch.Loader]:
+        sampler = Named()
+        return sampler, midepoch.wrap(loader(sampler), seed=1)
+
+    state = sources.heads(lambda: make()[1], 2)[1]
+    sampler, ours = make()
+    ours.load_state_dict(state)
+    sampler.length = 20
+    with pytest.raises(StateMismatchError, match=r"the list of epoch 0 differs.*you change it between epochs"):
+        next(iter(ours))
+    sampler.length = SIZE
+    ours.load_state_dict(state)
+    assert len(list(ours)) == 4
 
 
 def test_what_is_tuned_between_epochs_is_followed() -> None:

@@ -58,6 +58,17 @@ class TestMapListed(_Sampled):
     shuffled = True
 
 
+class TestMapLeftAlone(_Sampled):
+    make_loader = staticmethod(sources.map_left_alone)
+    shuffled = True
+
+
+@pytest.mark.long
+class TestMapRemembering(_Sampled):
+    make_loader = staticmethod(sources.map_remembering)
+    shuffled = True
+
+
 @pytest.mark.long
 class TestMapWindowed(_Sampled):
     make_loader = staticmethod(sources.map_windowed)

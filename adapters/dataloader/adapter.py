@@ -6,9 +6,10 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from operator import is_
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -25,13 +26,28 @@ from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_re
 from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
-from midepoch.samplers import Listed, ListedEpoch, length_of, understand
+from midepoch.samplers import Listed, Understood, length_of, understand
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
 
 
 _OF_THIS, _OF_LAST = "crc=", "last="  # what a state's detail says a list is of: its own epoch, or the one before
+
+
+class _Parts(NamedTuple):
+    """What a training loop may replace in a DataLoader, or change in its batch sampler.
+
+    Attributes:
+        sampler: of samples; the batch sampler if it is the user's own.
+        batch_size, drop_last: of torch's batch sampler.
+        length: of the dataset; None if unknown.
+    """
+
+    sampler: Any
+    batch_size: int
+    drop_last: bool
+    length: int | None
 
 
 class MapDataLoaderAdapter(Adapter):
@@ -48,43 +64,53 @@ class MapDataLoaderAdapter(Adapter):
             raise UnsupportedSourceError(
                 f"a DataLoader reads {kind.__name__} by index, and it can only be iterated: derive it from {bases}"
             )
-        batch_sampler = source.batch_sampler
-        self._listed_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
-        if batch_sampler is None:
-            sampler: Any = source.sampler
-        elif isinstance(batch_sampler, BatchSampler) and not self._listed_batches:
-            sampler, self.batch_size, self.drop_last = (
-                batch_sampler.sampler,
-                batch_sampler.batch_size,
-                batch_sampler.drop_last,
-            )
-        else:
-            sampler = batch_sampler
-        self.unit = "batch" if self._listed_batches else "sample"
-        self._sampler = sampler
-        self._understand()
-        # With shard=False each rank has its own data, and so its own order.
+        # With shard=False each rank has its own data, or its own list, and so its own order.
         self._own = options.shard is False
         if self._own and options.global_batch is not None:
             raise UnsupportedSourceError(
                 "global_batch= with shard=False: each rank has its own data, so no global batch can be shared; leave "
                 "one of them out"
             )
-        single = batch_sampler is None
-        self._reader = MapReader(source.dataset, source.collate_fn, single, self._listed_batches, options.streams)
+        # torch lets nobody put another batch sampler into a DataLoader; what is in it may be replaced.
+        batch_sampler = source.batch_sampler
+        self._listed_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
+        self.unit = "batch" if self._listed_batches else "sample"
+        self._parts = self._parts_now()
+        self._understood = self._understand(self._parts)
+        self._held = list(getattr(self._parts.sampler, "__dict__", {}).values())
+        self._take_over()
+        self.seed = self._understood.seed
+        if self.seed is None and isinstance(source.generator, torch.Generator):
+            self.seed = source.generator.initial_seed() % (1 << 64)
+        self._reader = self._make_reader()
         self._server = Server(source, options)
 
-    def _understand(self) -> None:
-        size = length_of(self.source.dataset)
-        understood = understand(self._sampler, size, self.options.known_ranks, self._listed_batches)
+    def _parts_now(self) -> _Parts:
+        source = self.source
+        length, inside = length_of(source.dataset), source.batch_sampler
+        if inside is None:
+            return _Parts(source.sampler, 1, False, length)
+        if self._listed_batches:
+            return _Parts(inside, 1, False, length)
+        return _Parts(inside.sampler, inside.batch_size, inside.drop_last, length)
+
+    def _understand(self, parts: _Parts) -> Understood:
+        sampler, _, _, size = parts
+        understood = understand(sampler, size, self.options.known_ranks, self._listed_batches, self._own)
         if self.options.shard is None:
-            check_division(self._sampler, understood.division)
-        self._order, self._length = understood.order, size
-        self.tail, self.world = understood.tail, understood.world
-        own = self.source.generator
-        self.seed = understood.seed
-        if self.seed is None and isinstance(own, torch.Generator):
-            self.seed = own.initial_seed() % (1 << 64)
+            check_division(sampler, understood.division)
+        return understood
+
+    def _take_over(self) -> None:
+        understood, (_, self.batch_size, self.drop_last, self._length) = self._understood, self._parts
+        self._order, self.tail, self.world = understood.order, understood.tail, understood.world
+        if isinstance(self._order, Listed):
+            self._order.dataset, self._order.in_workers = self.source.dataset, self.source.num_workers > 0
+
+    def _make_reader(self) -> MapReader:
+        source, single = self.source, self.source.batch_sampler is None
+        self._collate = source.collate_fn
+        return MapReader(source.dataset, self._collate, single, self._listed_batches, self.options.streams)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -92,23 +118,80 @@ class MapDataLoaderAdapter(Adapter):
         return iterates_as_torch(source) and not isinstance(source.dataset, IterableDataset)
 
     def refresh(self) -> None:
-        """Follow a dataset that has changed between epochs."""
-        if length_of(self.source.dataset) != self._length:
-            self._understand()
+        """Follow what the training loop has changed in the DataLoader between epochs."""
+        parts, known, order = self._parts_now(), self._parts, self._order
+        same = parts.sampler is known.sampler
+        # What is listed is asked again in each pass. Other orders follow from the sampler's attributes.
+        held = list(getattr(parts.sampler, "__dict__", {}).values())
+        keeps = same and (
+            isinstance(order, Listed) or (len(held) == len(self._held) and all(map(is_, held, self._held)))
+        )
+        if keeps and parts[1:] == known[1:]:
+            return
+        understood = self._understood
+        if keeps and isinstance(order, Listed):
+            if parts.length != known.length:
+                order.follow(parts.length)
+        else:
+            understood = self._understand(parts)
+            if same and understood.world is not None and understood.seed != self._understood.seed:
+                raise UnsupportedSourceError(
+                    f"the sampler's seed was {self._understood.seed} when it was wrapped, and is {understood.seed} "
+                    f"now: wrap a DataLoader whose sampler is made with seed={understood.seed}"
+                )
+        self._parts, self._understood, self._held = parts, understood, held
+        self._take_over()
+        self.redescribed += 1
+        self.learned()
 
     def prepare(self, seed: int, epoch: int) -> None:
-        """The same, and build the list of a listed order."""
+        """The same, and let the sampler of a listed order give its list."""
         self.refresh()
+        if self.source.collate_fn is not self._collate:
+            self._server.close()  # workers that are kept have the other one
+            self._reader = self._make_reader()
+            self.learned()
         if isinstance(self._order, Listed):
-            self._order.epoch(seed, epoch)
+            untried = self._order.untried
+            self._order.begin(self._listed_under(seed), epoch)
+            if self._order.untried is not untried:
+                self.learned()
+
+    def expect(self, seed: int, epoch: int) -> None:
+        """List a copy of the sampler, if only a list tells how many there are."""
+        if isinstance(self._order, Listed):
+            self._order.length(self._listed_under(seed), epoch)
+
+    def moved(self, detail: str) -> None:
+        """Let the next pass ask the sampler again, unless it is to go on with a list that is known."""
+        if isinstance(self._order, Listed):
+            self._order.moved(detail.removeprefix(_OF_THIS) if detail.startswith(_OF_THIS) else "")
+
+    def twin(self) -> MapDataLoaderAdapter:
+        """One that knows what the sampler has given."""
+        twin = type(self)(self.source, self.options)
+        if isinstance(self._order, Listed) and isinstance(twin._order, Listed):
+            twin._order = self._order.twin()
+        return twin
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples, or batches of a user's batch sampler, in one epoch; None if it does not end."""
         order = self._order
         if isinstance(order, Endless):
             return None
-        size = order.length(seed, epoch) if isinstance(order, Listed) else order.size
+        size = order.stated_length(self._listed_under(seed), epoch) if isinstance(order, Listed) else order.size
         return size * world.world_size if self._own else size
+
+    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
+        """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""
+        share = super().share(seed, epoch, position, world, detail)
+        order = self._order
+        listed = order.known(self._listed_under(seed), epoch) if isinstance(order, Listed) else None
+        if share is None or listed is None or listed.error is None:
+            return share
+        given = len(listed) * (world.world_size if self._own else 1)
+        start, step = min(share.start, given), self.options.global_batch or share.global_batch
+        return replace(share, size=start + (given - start) // step * step, start=start, fails=True)
 
     def describe(self) -> dict[str, str]:
         """The order, and whether positions count batches or samples."""
@@ -120,16 +203,14 @@ class MapDataLoaderAdapter(Adapter):
         return self.source.dataset, self.source.collate_fn
 
     def capabilities(self) -> Capabilities:
-        """All yes; with shard=False, not elastic."""
+        """All yes; with shard=False, not elastic, and each rank's list is its own."""
         exact = promises.augmentations(
             self.options,
             "numbers drawn in __getitems__ or collate_fn are the batch's: exact on the same split",
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(
-            exact_order=Capability(True, "each epoch's list is built under its own stream, and its CRC is compared")
-            if listed
-            else promises.OUR_ORDER,
+            exact_order=self._exact_list() if listed else promises.OUR_ORDER,
             exact_augmentations=exact,
             constant_time_resume=Capability(True, "a jump, once the sampler has given the epoch's list")
             if listed
@@ -138,8 +219,28 @@ class MapDataLoaderAdapter(Adapter):
             if self._own
             else promises.POSITIONS,
             elastic_workers=promises.POSITIONS,
-            rank_independent=promises.ONE_STATE,
+            rank_independent=Capability(False, "with shard=False each rank has its own list, whose CRC is in its state")
+            if self._own and listed
+            else promises.ONE_STATE,
         )
+
+    @property
+    def size_is_its_ranks(self) -> bool:
+        """Where each rank has its own list."""
+        return self._own and isinstance(self._order, Listed)
+
+    @property
+    def can_seek(self) -> bool:
+        """Anywhere, also where each rank's state has the CRC of its own list."""
+        return True
+
+    def _exact_list(self) -> Capability:
+        """What is known of a listed order."""
+        exact = Capability(True, "each epoch's list is built under its own stream, and its CRC is compared")
+        if not (isinstance(self._order, Listed) and self._order.untried):
+            return exact
+        why = "that the sampler repeats itself was not tried, since it cannot be copied"
+        return replace(exact, reason=f"{exact.reason}; {why}", believed=True)
 
     @property
     def sized_by(self) -> str:
@@ -158,15 +259,11 @@ class MapDataLoaderAdapter(Adapter):
         last = detail.startswith(_OF_LAST) and not position and epoch > 0
         if not last and not detail.startswith(_OF_THIS):
             raise StateCorruptError(f"{detail!r:.40} is not a CRC of a sampler's list: use an undamaged state")
-        listed = self._order.epoch(seed, epoch - last)
         saved = detail.partition("=")[2]
-        if listed.has(saved):
+        same, crc = self._order.saved_as(saved, self._listed_under(seed), epoch - last)
+        if same:
             return
-        self._order.forget()  # the user may repair the sampler
-        differs = (
-            f"the list of epoch {epoch - last} differs: the state was saved with crc={saved}, this sampler gives "
-            f"crc={listed.crc}"
-        )
+        differs = self._list_differs(epoch - last, saved, crc)
         if last:
             warn(
                 f"{differs}. Unless you change the sampler between epochs yourself, it depends on something that "
@@ -175,29 +272,55 @@ class MapDataLoaderAdapter(Adapter):
                 "the epoch or from torch's, numpy's or python's generators",
             )
             return
-        raise StateMismatchError(
-            f"{differs}; this is another {self.sized_by}, it is not reproducible, its data has changed, or you change "
-            "it between epochs: restore what it was then before you load the state, or start over without the state"
+        raise StateMismatchError(f"{differs}; {self._why_list_differs}")
+
+    def _list_differs(self, epoch: int, saved: str, crc: str) -> str:
+        return f"the list of epoch {epoch} differs: the state was saved with crc={saved}, this sampler gives crc={crc}"
+
+    @property
+    def _why_list_differs(self) -> str:
+        return (
+            f"this is another {self.sized_by}, it is not reproducible, its data has changed, or you change it between "
+            "epochs: restore what it was then before you load the state, or start over without the state"
         )
 
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
         if run.share is None:
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
+        order, listed = self._order, None
+        if isinstance(order, Listed):
+            listed = order.epoch(self._listed_under(run.seed), run.epoch)
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
-        order = self._order.epoch(run.seed, run.epoch)
-        requests = map_requests(run, order, unchanged(self.source.dataset, self._length), self._listed_batches)
-        answers, close = self._server(self._reader, requests, run)
-        # With shard=False each rank has its own list. Its CRC would tie the state to one rank.
-        crc = order.crc if isinstance(order, ListedEpoch) and not self._own else ""
-        return IteratorSession(answers, f"{_OF_THIS}{crc}" if crc else "", f"{_OF_LAST}{crc}" if crc else "", close)
+        if isinstance(order, Listed) and listed is not None and run.position and run.detail.startswith(_OF_THIS):
+            saved = run.detail.removeprefix(_OF_THIS)
+            if not listed.has(saved):  # it was changed since the state was loaded, and may be restored
+                order.forget()
+                raise StateMismatchError(
+                    f"{self._list_differs(run.epoch, saved, listed.crc)}; {self._why_list_differs}"
+                )
+        indices = order.epoch(run.seed, run.epoch) if listed is None else listed
+        requests = map_requests(run, indices, unchanged(self.source.dataset, self._length), self._listed_batches)
+        with nullcontext() if listed is None or not isinstance(order, Listed) else order.as_it_began(listed):
+            answers, close = self._server(self._reader, requests, run)
+        if listed is None:
+            return IteratorSession(answers, close=close)
+        return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close, listed.error)
 
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """The dataset's, in the sampler's order; None if that does not end."""
         if isinstance(self._order, Endless):
             return None
-        return self._reader.samples(self._order.epoch(seed, epoch), seed, epoch)
+        key = self._listed_under(seed) if isinstance(self._order, Listed) else seed
+        return self._reader.samples(self._order.epoch(key, epoch), seed, epoch)
+
+    def _listed_under(self, seed: int) -> int:
+        """The seed of a list: of this rank where each has its own data, but the same for one that shards by itself."""
+        if not self._own or self._understood.world is not None or self._understood.division is not None:
+            return seed
+        world = self.options.world or World.current()
+        return derive_key(seed, world.rank) if world.world_size > 1 else seed
 
     def _own_run(self, run: Run) -> Run:
         """A run over this rank's data alone: positions divided by the number of ranks, and its own random streams."""

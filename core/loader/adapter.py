@@ -199,6 +199,7 @@ class Session:
             use it.
         others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
         varies: the session may end before all batches of its share.
+        raises: the source's own error, which follows the session's batches in place of its end.
         seen: what its reader saw of the samples that the run asked to look at; known once the first batch is taken.
     """
 
@@ -212,6 +213,11 @@ class Session:
     def varies(self) -> bool:
         """Whether only reading can tell how many batches there are, even where the source has a length."""
         return False
+
+    @property
+    def raises(self) -> Exception | None:
+        """None for most."""
+        return None
 
     def mark(self) -> Any:
         """A snapshot of the current position, in any form that `detail` accepts. Takes microseconds if `marks` is set.
@@ -262,6 +268,7 @@ class Adapter(ABC):
             state whose position was edited by hand is refused, and does not continue where the detail leads.
         leads: `lead` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
+        redescribed: how often `describe` has begun to give something else.
         reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
     """
 
@@ -282,6 +289,7 @@ class Adapter(ABC):
         self.tail: Tail | None = None
         self.seed: int | None = None
         self.world: World | None = None
+        self.redescribed = 0
         self._found: tuple[str, bool] | None = None
         self._taken_at_its_word: dict[str, None] = {}
         self._unseen: tuple[str, ...] = ()
@@ -334,6 +342,11 @@ class Adapter(ABC):
         return False
 
     @property
+    def size_is_its_ranks(self) -> bool:
+        """Whether each rank's epoch has a size of its own, which its part of a state proves. A state says None."""
+        return False
+
+    @property
     def tail_in_use(self) -> Tail:
         """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
 
@@ -361,7 +374,13 @@ class Adapter(ABC):
         """Called between epochs: the place to notice that the source's length has changed."""
 
     def prepare(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
-        """Called before an epoch is opened: the place to build what its `size` depends on."""
+        """Called before a session is opened: the place to build what the epoch's `size` depends on."""
+
+    def expect(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
+        """Called before a state is built or checked: learn the epoch's `size`, and leave the source as it is."""
+
+    def moved(self, detail: str) -> None:  # noqa: B027  # most adapters need nothing
+        """Called when a load or a seek has led the loader elsewhere, to a place with this detail."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:

@@ -143,6 +143,12 @@ class Course:
         return self.place.over if cursor.session is None else cursor.phase is Phase.GIVEN and cursor.over is not None
 
     @property
+    def is_reading(self) -> bool:
+        """Whether a pass reads this epoch, or `peek` has begun one, and somebody may go on with it."""
+        cursor = self.cursor
+        return cursor.session is not None and cursor.phase is Phase.RUNNING and (cursor.in_use or not cursor.owned)
+
+    @property
     def next_is_empty(self) -> bool:
         """Whether the next pass gives nothing, because it had ended before the body was begun again."""
         return self.passes is not None and self.passes.empty > 0
@@ -530,6 +536,10 @@ class Course:
         if not isinstance(error, StopIteration):
             # The loader stays after the last good batch, whether the next `next()` tries this one again or not.
             self.close_session(mark)
+            if error is session.raises:  # it ends the pass, as in a plain one
+                self.came = Came.READ
+                self._exhaust(cursor)
+                return False
             if self._passes_over(error):
                 # A worker's error has its whole traceback in its message; the last line says what it was.
                 self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)

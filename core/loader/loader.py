@@ -25,7 +25,7 @@ from .cursor import Phase, place_before
 from .notebook import table
 from .place import Place
 from .setting import Setting
-from .source_attributes import BatchesOfOurs, Sampler, SourceAttribute, SourceDataset, refuse_change
+from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
 from .states import States
 from .witnesses import Witnesses
 
@@ -124,18 +124,22 @@ class Loader:
     pin_memory, timeout, multiprocessing_context = (SourceAttribute() for _ in range(3))
 
     @property
-    def batch_sampler(self) -> BatchesOfOurs:
-        """Raises when it is iterated: a loader rebuilt from this one's parts would not resume."""
-        return BatchesOfOurs()
+    def batch_sampler(self) -> BatchSamplerOfSource:
+        """The source's, as `sampler`. Raises when it is iterated: a loader rebuilt from its parts would not resume."""
+        return BatchSamplerOfSource(self, ("batch_sampler",), self._samples, lambda: self._course.is_reading)
 
     @batch_sampler.setter
     def batch_sampler(self, value: object) -> NoReturn:
         refuse_change("batch_sampler")
 
     @property
-    def sampler(self) -> Sampler:
-        """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank."""
-        return Sampler(self.set_epoch, self._samples)
+    def sampler(self) -> SamplerOfSource:
+        """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank.
+
+        Other attributes are those of the source's sampler. Set between two passes, they count from the next one on;
+        within a pass, setting one raises MidepochError.
+        """
+        return SamplerOfSource(self, ("sampler",), self._samples, lambda: self._course.is_reading)
 
     @sampler.setter
     def sampler(self, value: object) -> NoReturn:
@@ -317,6 +321,7 @@ class Loader:
         """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
         committed = self._course.committed is not None
         self._course.move(place)
+        self._adapter.moved(place.detail)
         self._adapter.let_go()
         self._course.keep(place, (state or self._state_at(place)) if committed else None)
 
@@ -339,7 +344,9 @@ class Loader:
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
         world = self._setting.world()
-        size = self._adapter.size(self._setting.seed(world), epoch, world)
+        if position:
+            self._adapter.expect(self._setting.seed(world), epoch)
+        size = self._adapter.size(self._setting.seed(world), epoch, world) if position else None
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._course.is_over and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already

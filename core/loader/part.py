@@ -120,13 +120,14 @@ class Part:
 
     def _steps(self, seed: int, place: Place) -> int | None:
         adapter = self.loader._adapter
+        adapter.expect(seed, place.epoch)
         share: Share | None = adapter.share(seed, place.epoch, place.position, self.world, place.detail)
         return None if share is None else share.steps
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
         adapter, seed = self.loader._adapter, self.loader._setting.seed(self.world)
-        adapter.prepare(seed, epoch)
+        adapter.refresh()
         return adapter.samples(seed, epoch)
 
     # --- where it stands ---

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch.utils.data import IterableDataset
 
-from midepoch.errors import UnsupportedSourceError
+from midepoch.errors import MidepochError, UnsupportedSourceError
 
-__all__ = ["BatchesOfOurs", "Sampler", "SourceAttribute", "SourceDataset", "refuse_change"]
+__all__ = ["BatchSamplerOfSource", "SamplerOfSource", "SourceAttribute", "SourceDataset", "refuse_change"]
 
 
 class SourceAttribute:
@@ -61,11 +61,68 @@ class SourceDataset(SourceAttribute):
         return dataset
 
 
-class BatchesOfOurs:
-    """A stand-in for a DataLoader's batch sampler. It raises when used: a loader made of it would skip batches.
+class _Of(NamedTuple):
+    """What a `SamplerOfSource` stands for: its arguments."""
 
-    Trainers that look for a sampler in it find none.
+    loader: Any
+    path: tuple[str, ...]
+    length: Callable[[], int]
+    is_read: Callable[[], bool]
+
+    def sampler(self) -> Any:
+        """The source's own."""
+        found = source = self.loader.source
+        if isinstance(getattr(source, "dataset", None), IterableDataset):
+            raise AttributeError("a DataLoader over an IterableDataset has no sampler: see loader.source.dataset")
+        for name in self.path:
+            if (found := getattr(found, name, None)) is None:
+                raise AttributeError(f"the wrapped {type(source).__name__} has no {'.'.join(self.path)}")
+        return found
+
+
+class SamplerOfSource:
+    """A stand-in for a DataLoader's sampler: trainers call `set_epoch`, programs print the length.
+
+    Other attributes are the sampler's own. They can be set between two passes; the next one follows.
+
+    Args:
+        loader: the wrapped loader.
+        path: of the attributes that lead from the source to the sampler.
+        length: samples of one epoch on this rank; raises TypeError if it is unknown.
+        is_read: whether a pass is being read.
     """
+
+    set_epoch: Callable[[int], None]
+    _midepoch: _Of
+
+    def __init__(
+        self, loader: Any, path: tuple[str, ...], length: Callable[[], int], is_read: Callable[[], bool]
+    ) -> None:
+        self.__dict__.update(_midepoch=_Of(loader, path, length, is_read), set_epoch=loader.set_epoch)
+
+    def __len__(self) -> int:
+        return self._midepoch.length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_midepoch" not in self.__dict__:
+            raise AttributeError(name)
+        of = self._midepoch
+        value = getattr(of.sampler(), name)
+        return value if name != "sampler" else SamplerOfSource(of.loader, (*of.path, name), of.length, of.is_read)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        of = self._midepoch
+        sampler = of.sampler()
+        if of.is_read():
+            raise MidepochError(
+                f"loader.{'.'.join(of.path)}.{name} was set while a pass is read, whose indices are listed already: "
+                "set it between two passes, or leave this one first, with break or loader.close()"
+            )
+        setattr(sampler, name, value._midepoch.sampler() if isinstance(value, SamplerOfSource) else value)
+
+
+class BatchSamplerOfSource(SamplerOfSource):
+    """The same for its batch sampler. It raises when it is iterated: a loader made of it would skip batches."""
 
     def __iter__(self) -> Iterator[Any]:
         self._refuse()
@@ -79,18 +136,3 @@ class BatchesOfOurs:
             "iterate the wrapped loader itself, which continues by itself after load_state_dict. With a trainer that "
             "skips batches when it resumes, use that trainer's adapter in midepoch.adapters.trainers"
         )
-
-
-class Sampler:
-    """A stand-in for a DataLoader's sampler: trainers call `set_epoch`, programs print the length.
-
-    Args:
-        set_epoch: the loader's.
-        length: samples of one epoch on this rank; raises TypeError if it is unknown.
-    """
-
-    def __init__(self, set_epoch: Callable[[int], None], length: Callable[[], int]) -> None:
-        self.set_epoch, self._length = set_epoch, length
-
-    def __len__(self) -> int:
-        return self._length()

@@ -23,20 +23,29 @@ class States:
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter, self._options = adapter, options
-        own = {} if options.fingerprint is None else {"fingerprint": options.fingerprint}
-        self._fingerprint = json.dumps({**adapter.describe(), **own}, separators=(",", ":"), sort_keys=True)
+        self._own = {} if options.fingerprint is None else {"fingerprint": options.fingerprint}
+        self._describe()
+
+    def _describe(self) -> None:
+        described = {**self._adapter.describe(), **self._own}
+        self._fingerprint = json.dumps(described, separators=(",", ":"), sort_keys=True)
+        self._redescribed = self._adapter.redescribed
 
     def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
         """The state at a place."""
         adapter, detail = self._adapter, place.detail
         if not detail and (place.over or not place.position):
             detail = adapter.beginning(place.epoch + place.over, world)
+        if not place.over:
+            adapter.expect(seed, place.epoch)
+        if adapter.redescribed != self._redescribed:
+            self._describe()
         fields = {
             "adapter": adapter.name,
             "epoch": place.epoch,
             "position": place.position,
             "seed": seed,
-            "size": place.position if place.over else adapter.size(seed, place.epoch, world, detail),
+            "size": place.position if place.over else self._size(seed, place.epoch, world, detail),
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
@@ -46,6 +55,11 @@ class States:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
         detail = parts.single_part(world.rank, detail) if detail and own else detail
         return states.build(**fields, detail=detail, witness=witness)
+
+    def _size(self, seed: int, epoch: int, world: World, detail: str) -> int | None:
+        adapter = self._adapter
+        own = adapter.size_is_its_ranks and world.world_size > 1
+        return None if own else adapter.size(seed, epoch, world, detail)
 
     def check(self, state: State, world: World) -> tuple[State, Place]:
         """A copy of `state`, if this source can continue from it, and its place.
@@ -70,14 +84,18 @@ class States:
                 f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})"
                 + adapter.elsewhere,
             )
+        adapter.refresh()
+        if adapter.redescribed != self._redescribed:
+            self._describe()
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         adapter.note_saved_with(checked["fingerprint"])
         place = self.place(checked, world)
-        if place.position:
-            adapter.prepare(checked["seed"], place.epoch)
-        else:
-            adapter.refresh()  # the user may still change what the epoch's order comes from
+        adapter.expect(checked["seed"], place.epoch)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
+        if adapter.size_is_its_ranks and world.world_size > 1:
+            if size is not None and place.position > size:
+                _mismatch("the size", f"position {place.position}", size, "use an undamaged state")
+            size = None
         if checked["size"] != size and not (size is None and (place.over or adapter.size_is_its_readers)):
             by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
             if by == "data":

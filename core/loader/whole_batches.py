@@ -102,6 +102,11 @@ class _WholeBatches(Session):
         """The inner session's."""
         return self._inner.varies
 
+    @property
+    def raises(self) -> Exception | None:
+        """The inner session's."""
+        return self._inner.raises
+
     def mark(self) -> Any:
         """The inner session and its mark."""
         if self._failed and not self._adapter.remembers:

@@ -103,13 +103,22 @@ class _Driven(Sampler[Any]):
         original: the user's.
         length: indices in the epoch.
         order: of each pass over it, the first one's number being 0; None if the indices of each sample are `put`.
+        error: of the sampler's own, which comes after its indices; None if it ends.
     """
 
     _AHEAD = 256  # positions taken from the order at once
 
-    def __init__(self, original: Any, length: int, order: Callable[[int], EpochOrder | ListedEpoch] | None) -> None:
-        self._original, self._length, self._orders = original, length, order
+    def __init__(
+        self,
+        original: Any,
+        length: int,
+        order: Callable[[int], EpochOrder | ListedEpoch] | None,
+        error: Exception | None = None,
+    ) -> None:
+        self._original, self._length, self._orders, self._error = original, length, order, error
         self._order = None if order is None else order(0)
+        if isinstance(self._order, ListedEpoch):
+            self._error = self._order.error
         self._chunk: list[Any] = []
         self._chunk_start = 0
         self.position = 0
@@ -132,7 +141,7 @@ class _Driven(Sampler[Any]):
         """The next index."""
         position = self.position
         if position >= self._length:
-            raise StopIteration
+            raise StopIteration if self._error is None else self._error
         place = position - self._chunk_start
         if not 0 <= place < len(self._chunk):
             if self._order is None:
@@ -192,14 +201,14 @@ class Driven:
                 orders = functools.partial(_order_of_pass, order, seed, epoch)
                 driven[path] = _Driven(samplers[path], len(orders(0)), orders)
             else:
-                driven[path] = _Driven(samplers[path], part.length, None)
+                driven[path] = _Driven(samplers[path], part.length, None, part.error)
         return iter(raw_copy(self.dataset, driven)), list(driven.values())
 
     def prepare(self, seed: int, epoch: int) -> None:
         """List the samplers whose order is not computed, for a pass that begins."""
         for order in self.orders.values():
             if isinstance(order, Listed):
-                order.epoch(seed, epoch)
+                order.begin(seed, epoch)
 
     def listed(self, seed: int, epoch: int) -> list[ListedEpoch | None]:
         """The list of each sampler in an epoch; None where the order is computed."""
@@ -213,7 +222,8 @@ class Driven:
     def lengths(self, seed: int, epoch: int) -> list[int]:
         """The number of draws from each sampler in one epoch."""
         return [
-            order.length(seed, epoch) if isinstance(order, Listed) else order.size for order in self.orders.values()
+            order.stated_length(seed, epoch) if isinstance(order, Listed) else order.size
+            for order in self.orders.values()
         ]
 
     def size(self, draws: tuple[int, ...], seed: int, epoch: int) -> int:
@@ -352,10 +362,12 @@ class Sent(NamedTuple):
     Attributes:
         length: indices in the epoch.
         indices: those of each sample of the request, and of the one before if it resumes.
+        error: of the sampler's own, which comes after its indices.
     """
 
     length: int
     indices: list[list[Any]]
+    error: Exception | None
 
 
 class DrivenRequest(NamedTuple):
@@ -423,7 +435,7 @@ def _part(listed: ListedEpoch | None, count: int, request: DrivenRequest) -> Sen
         return None
     positions = [*range(request.start, request.start + request.units), *([request.start - 1] * request.resumes)]
     places = [position % request.size * count for position in positions]
-    return Sent(len(listed), [listed[place : place + count] for place in places])
+    return Sent(len(listed), [listed[place : place + count] for place in places], listed.error)
 
 
 class _Deviation(Exception):  # noqa: N818  # caught here

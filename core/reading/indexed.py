@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -88,15 +88,27 @@ class IteratorSession(SeeingSession):
         detail: the same throughout the epoch: the CRC of the epoch's list, if the order is listed.
         following: the detail with which the next epoch begins.
         close: releases what the iterator holds.
+        error: raised once after the batches, in place of their end.
     """
 
     def __init__(
-        self, answers: Iterator[Any], detail: str = "", following: str = "", close: Callable[[], None] | None = None
+        self,
+        answers: Iterator[Any],
+        detail: str = "",
+        following: str = "",
+        close: Callable[[], None] | None = None,
+        error: Exception | None = None,
     ) -> None:
         super().__init__()
+        answers = answers if error is None else itertools.chain(answers, map(_raised, (error,)))
         self.take = self.unwrapped(answers).__next__
         self._detail, self._following = detail, following
-        self._close = close
+        self._close, self._error = close, error
+
+    @property
+    def raises(self) -> Exception | None:
+        """The sampler's own, if it ended by one."""
+        return self._error
 
     def detail(self, mark: Any) -> str:
         """The same throughout the epoch."""
@@ -119,6 +131,10 @@ def _unwrapped(seen: list[Seen], answer: Any) -> Any:
         seen.append(answer.seen)
         return answer.batch
     return answer
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def _like(index: Any, number: int) -> Any:

@@ -173,9 +173,14 @@ class IterableAdapter(Adapter):
         return None if self._own_streams or varies else length_of(self._stream)
 
     def prepare(self, seed: int, epoch: int) -> None:
-        """List the samplers whose order is not computed."""
+        """Let the samplers whose order is not computed give their lists."""
         if self._driven is not None:
             self._driven.prepare(seed, epoch)
+
+    def expect(self, seed: int, epoch: int) -> None:
+        """List copies of the samplers, if only a list tells how many there are."""
+        if self._driven is not None:
+            self._driven.listed(seed, epoch)
 
     def stated_length(self) -> int | None:
         """As the source says that divides itself."""

@@ -57,10 +57,20 @@ class PassedOnAdapter(Adapter):
     def refresh(self) -> None:
         """Follow a dataset that has changed between epochs."""
         self._way.refresh()
+        self._use(self._way)
 
     def prepare(self, seed: int, epoch: int) -> None:
         """Build the list of a listed order."""
         self._way.prepare(seed, epoch)
+        self._use(self._way)
+
+    def expect(self, seed: int, epoch: int) -> None:
+        """List a copy of a sampler."""
+        self._way.expect(seed, epoch)
+
+    def moved(self, detail: str) -> None:
+        """Let the next pass ask a sampler again."""
+        self._way.moved(detail)
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """As the way in use says."""

@@ -95,6 +95,11 @@ class _WrapperSession(Session):
         """The inner session's."""
         return self._seen or self._inner.seen
 
+    @property
+    def raises(self) -> Exception | None:
+        """The inner session's."""
+        return self._inner.raises
+
     def mark(self) -> Any:
         """The inner session's, before the batch that is to be handed out."""
         if not self.marks:
