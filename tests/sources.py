@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed
 from torch.utils.data import (
@@ -344,6 +346,19 @@ class Forgetful(Sampler[int]):
 
 
 # --- processes ---
+
+PATIENCE = 180.0
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Let worker processes, and whoever waits for them, look around after 180 seconds, which is five otherwise.
+
+    So the time that something took tells whether anybody has waited, on a busy machine too.
+    """
+    for module in ("torch.utils.data._utils", "torch.utils.data._utils.worker", "torchdata.stateful_dataloader.worker"):
+        if module in sys.modules:
+            patch.setattr(f"{module}.MP_STATUS_CHECK_INTERVAL", PATIENCE)
+    patch.setattr("midepoch.reading.private._LEAVING", PATIENCE)
 
 
 def in_processes(function: Callable[..., Any], *arguments: tuple[Any, ...]) -> list[Any]:

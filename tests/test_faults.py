@@ -28,10 +28,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import midepoch
 from midepoch import Snapshot, SnapshotError, SourceError
+from midepoch.reading.workers import WorkerAnswers
 
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import fault_sources as faults
+import sources
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 HERE = Path(__file__).parent
@@ -398,25 +400,40 @@ def test_a_worker_that_is_killed_loses_no_batch_and_gives_none_twice(persistent:
 class Leaving(Slow):
     """Its worker dies as slowly as on a machine without memory: first its connections end, and then the process."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.noticed = multiprocessing.Event(), multiprocessing.Event()
+
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 4:
             threading.Thread(target=self.leave, daemon=True).start()
         return super().__getitem__(index)
 
     def leave(self) -> None:
-        time.sleep(0.3)
-        multiprocessing.resource_sharer.stop()
-        time.sleep(1.2)
+        sharer: Any = multiprocessing.resource_sharer
+        while len(sharer._resource_sharer._cache) < 2:  # two more batches are ready
+            time.sleep(0.001)
+        sharer.stop()
+        self.left.set()
+        self.noticed.wait(300)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_with_a_batch_on_its_way() -> None:
+def test_a_worker_that_dies_with_a_batch_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose numbers lie in memory that torch gets at through the worker."""
+    data, reason = Leaving(), WorkerAnswers._reason
+
+    def notice(answers: WorkerAnswers, error: BaseException) -> str:
+        data.noticed.set()
+        return reason(answers, error)
+
+    monkeypatch.setattr(WorkerAnswers, "_reason", notice)
+    monkeypatch.setattr("midepoch.reading.workers._DYING", 100.0)
     whole = lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
-    loader = midepoch.wrap(DataLoader(Leaving(), 4, num_workers=1), seed=1)
+    loader = midepoch.wrap(DataLoader(data, 4, num_workers=1), seed=1)
     batches = iter(loader)
     got = [next(batches).tolist()]
-    time.sleep(0.6)  # two more are ready
+    assert data.left.wait(300)
     with pytest.raises(SourceError, match=r"DataLoader worker \(pid.* (killed|exited).*fewer workers") as error:
         next(batches)
     assert isinstance(error.value.__cause__, OSError)
@@ -434,11 +451,11 @@ class Unreachable(Slow):
 
 
 def test_an_error_of_a_worker_s_own_is_not_taken_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midepoch.reading.workers._DYING", 100.0)
+    monkeypatch.setattr("midepoch.reading.workers._DYING", sources.PATIENCE)
     since = time.monotonic()
     with pytest.raises(urllib.error.URLError, match="no route to host"):
         next(iter(midepoch.wrap(DataLoader(Unreachable(), 4, num_workers=2), seed=1)))
-    assert time.monotonic() - since < 50, "nobody waits for a death"
+    assert time.monotonic() - since < sources.PATIENCE / 2, "nobody waits for a death"
 
 
 class Deadly(Slow):
@@ -446,10 +463,11 @@ class Deadly(Slow):
 
     def __init__(self, marker: Path) -> None:
         super().__init__()
-        self.marker = marker
+        self.marker, self.is_next = marker, multiprocessing.Event()
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 50 and self.marker.exists():
+            self.is_next.wait(300)
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
@@ -458,11 +476,13 @@ class Deadly(Slow):
 def test_a_worker_that_dies_while_it_is_waited_for(tmp_path: Path) -> None:
     marker = tmp_path / "deadly"
     marker.touch()
-    loader = midepoch.wrap(DataLoader(Deadly(marker), 4, num_workers=2), seed=1)
+    loader = midepoch.wrap(DataLoader(data := Deadly(marker), 4, num_workers=2), seed=1)
     batches, got = iter(loader), []
     with pytest.raises(SourceError, match=r"DataLoader worker.*use fewer workers, smaller batches") as error:
         for batch in batches:
             got.append(batch.tolist())
+            if len(got) == 12:
+                data.is_next.set()
     assert isinstance(error.value, RuntimeError), "as torch's own is, which loops may expect"
     assert loader.state_dict()["position"] == 4 * len(got) == 48
     marker.unlink()
@@ -617,7 +637,7 @@ def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
     assert not wrong
 
 

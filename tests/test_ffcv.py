@@ -800,7 +800,7 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
         start, iterator = time.monotonic(), iter(loader)
         with pytest.raises(SourceError, match=r"Fails of 'label' failed on positions 8 to 11 .*: OSError: the network"):
             read(iterator)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 200
         assert loader.position == 8
         fails.fails = False
         assert labels(read(iterator)) == list(range(8, sources.SIZE))

@@ -274,7 +274,7 @@ def test_a_rank_that_multiprocessing_started_ends_with_its_workers_when_it_fails
     context: Any = multiprocessing.get_context(method)
     rank = context.Process(target=sources.fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
     rank.start()
-    rank.join(60)
+    rank.join(300)
     ended = rank.exitcode
     rank.kill()
     assert ended == 1
@@ -297,7 +297,7 @@ def test_a_rank_that_multiprocessing_started_ends_well_with_persistent_workers(t
     for _ in range(8):
         rank = multiprocessing.get_context("fork").Process(target=finish_an_epoch, args=(str(tmp_path / "s.pt"),))
         rank.start()
-        rank.join(60)
+        rank.join(300)
         codes.append(rank.exitcode)
         rank.kill()
     assert codes == [0] * 8
@@ -338,7 +338,7 @@ def test_a_worker_that_waits_for_ever_is_ended(how: str, close: bool, tmp_path: 
     """By what ends its loader, and by its process's end."""
     rank = multiprocessing.get_context("fork").Process(target=time_out, args=(str(tmp_path / "s.pt"), how, close))
     rank.start()
-    rank.join(60)
+    rank.join(300)
     ended = rank.exitcode
     rank.kill()
     assert ended == 0
@@ -355,7 +355,7 @@ def test_a_forked_process_has_persistent_workers_of_its_own() -> None:
         assert len(list(loader)) == 10
         process = multiprocessing.get_context("fork").Process(target=read_in_a_fork, args=(loader,))
         process.start()
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
         assert len(list(loader)) == 10
 
@@ -437,7 +437,7 @@ def workers_here() -> set[int]:
     return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
 
 
-def still_there(workers: set[int], seconds: float = 30.0) -> set[int]:
+def still_there(workers: set[int], seconds: float = 120.0) -> set[int]:
     until = time.monotonic() + seconds
     left = workers
     while left and time.monotonic() < until:
@@ -496,9 +496,10 @@ def stateful(persistent: bool) -> Any:
     ],
 )
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(
-    make: Any, persistent: bool, read: Any, in_a_cycle: bool
+    make: Any, persistent: bool, read: Any, in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
+    sources.be_patient(monkeypatch)
     gc.collect()
     before = workers_here()
     loader = midepoch.wrap(make(persistent), seed=0, shard=True if make is iterable else None)
@@ -510,5 +511,5 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     del loader, kept
     if in_a_cycle:
         gc.collect()
-    assert time.monotonic() - begin < 4, "torch gives up waiting after five seconds"
+    assert time.monotonic() - begin < sources.PATIENCE / 2
     assert not still_there(started)

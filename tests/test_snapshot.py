@@ -821,14 +821,14 @@ def test_a_signal_to_all_processes_with_their_workers(
             break
     if number is not None:
         os.killpg(job.pid, number)
-    output, errors = job.communicate(timeout=60)
+    output, errors = job.communicate(timeout=300)
     if number is None:
         assert job.returncode == 1 and "a fault of the script's" in errors
     else:
         assert job.returncode == 0, errors
         steps = torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"]
         assert steps == int((["3", *output.split()])[-1]) or steps == int((["3", *output.split()])[-1]) + 1
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (left := living(job.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, "workers that outlive their process"
@@ -851,7 +851,7 @@ def test_a_signal_to_all_processes_while_workers_start(kind: str, method: str, t
         pytest.importorskip("torchdata", reason="torchdata is not installed (pip install midepoch[torchdata])")
     job = starting(kind, tmp_path, method)
     os.killpg(job.pid, signal.SIGTERM)
-    _, errors = job.communicate(timeout=60)
+    _, errors = job.communicate(timeout=300)
     assert job.returncode == 0, errors
     assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == 1
 
@@ -861,7 +861,7 @@ def test_workers_whose_process_is_killed_while_they_start_end_too(tmp_path: Path
     job = starting("DataLoader", tmp_path)
     job.kill()
     job.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (left := living(job.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(job.pid, signal.SIGKILL) if left else None
@@ -1026,9 +1026,9 @@ def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tm
 
 
 def timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()  # of this thread's processor, whatever else the machine does
     action()
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 class Stateless:

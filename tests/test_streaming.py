@@ -653,7 +653,7 @@ class Faulty(StreamingDataset):  # type: ignore[misc]
 
     def __init__(self, marker: str, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self.marker, self.read = Path(marker), set[int]()
+        self.marker, self.read, self.prepared = Path(marker), set[int](), 0
 
     def __getitem__(self, at: Any) -> Any:
         sample = super().__getitem__(at)
@@ -667,6 +667,9 @@ class Faulty(StreamingDataset):  # type: ignore[misc]
                 time.sleep(0.001)
             raise OSError("a connection that ended")
         super().prepare_shard(shard, blocking)
+        self.prepared += 1
+        if self.prepared == 8:
+            self.marker.with_suffix(".ahead").touch()
 
     def on_exception(self, future: Any) -> None:
         super().on_exception(future)  # from here on other threads know of it
@@ -683,6 +686,8 @@ def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path:
     with wrap(source) as loader:
         iterator = iter(loader)
         next(iterator)
+        while not marker.with_suffix(".ahead").exists():  # or the worker would wait for its thread, and that for it
+            time.sleep(0.01)
         # The second batch is read by now, or will be. Whoever asks for it has the worker make a third, of samples 5 and
         # 6, and only then its thread fails, with nobody there to hear of it.
         marker.with_suffix(".draft").write_text("6")

@@ -76,7 +76,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def wait_for(condition: Any, job: Job, seconds: float = 90) -> Any:
+def wait_for(condition: Any, job: Job, seconds: float = 300) -> Any:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found = condition()
