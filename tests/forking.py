@@ -100,7 +100,7 @@ class Program:
             "session": new_session,
         }
         address, pipes = _server(("torch", "midepoch", *modules)), [os.pipe() for _ in range(2)]
-        with Path(os.devnull).open() as nothing:
+        with Path(os.devnull).open(encoding="utf-8") as nothing:
             streams = [nothing.fileno(), pipes[0][1], pipes[0 if merged else 1][1]]
             self._connection, self._answers, self.pid = _ask(address, request, streams)
         for _, write in pipes:
@@ -243,7 +243,7 @@ def _run(arguments: list[str]) -> None:
         code, arguments, name = arguments[1], ["-c", *arguments[2:]], "<string>"
         sys.path[0] = ""
     else:
-        code, name = Path(arguments[0]).read_text(), arguments[0]
+        code, name = Path(arguments[0]).read_text(encoding="utf-8"), arguments[0]
         sys.path[0] = str(Path(name).parent.resolve())
     sys.argv = arguments
     # Not runpy's run_path: it takes the module away before the functions run that were registered with atexit.

@@ -47,7 +47,7 @@ MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer impo
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
+    return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
 def python(arguments: list[Any], folder: Path, *modules: str) -> str:
@@ -448,7 +448,7 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
+    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
     others = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for example in (ROOT / "examples").glob("*.py"):
         assert example.name in tested or f'"{example.name}"' in others, f"no test runs {example.name}"

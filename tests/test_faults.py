@@ -637,7 +637,7 @@ def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
     assert not wrong
 
 

@@ -744,7 +744,7 @@ class Gated(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         if index > 1:
             self.waits.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(300)
         return index
 
 
@@ -757,7 +757,7 @@ def test_a_loader_is_not_led_elsewhere_while_another_thread_waits_for_its_batch(
     state = loader.state_dict()
     thread = threading.Thread(target=lambda: got.append((loader.peek() if peeks else next(each)).tolist()))
     thread.start()
-    assert data.waits.wait(30)
+    assert data.waits.wait(300)
     calls: list[Callable[[], None]] = [lambda: loader.reshard(World(0, 2)), loader.rollback]
     for call in calls:
         with pytest.raises(MidepochError, match="while another thread waits for a batch of this loader"):
@@ -920,6 +920,7 @@ def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch(
     assert sources.plain(next(iter(loader))) == sources.plain(next(iter(by_index(World(1, 2)))))
 
 
+@pytest.mark.long
 def test_resharding_takes_no_time() -> None:
     loader = by_index(World(0, 2))
     each = iter(loader)

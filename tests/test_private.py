@@ -257,7 +257,7 @@ def test_dali_sees_to_forks_once_and_when_a_loader_is_opened(monkeypatch: pytest
 
 def foreign(path: Path) -> list[str]:
     """Attributes with a private name that a module takes of objects whose class it does not define."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = list(ast.walk(tree))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}

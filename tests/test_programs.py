@@ -143,14 +143,14 @@ def run(name: str, folder: Path, ranks: int, kill: Kill = ("never", 1), rank: in
         processes.append(
             forking.Program([*command, *arguments], modules=MODULES, cwd=folder, env=environment, merged=True)
         )
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while any(each.poll() is None for each in processes):
         if any(each.returncode for each in processes) or time.monotonic() > until:
             for each in processes:
                 each.kill()
             break
         time.sleep(0.002)
-    said = "\n".join(each.communicate(60)[0] for each in processes)
+    said = "\n".join(each.communicate(300)[0] for each in processes)
     status = processes[rank].wait()
     assert status in ((0, -signal.SIGKILL) if kill[0] not in ("never", "signal") else (0,)), said[-4000:]
     logs = (log.with_name(f"{log.name}.{at}") for at in range(max(ranks, 1)))

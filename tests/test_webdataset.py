@@ -983,9 +983,9 @@ def test_processes_that_build_one_index_at_once_agree(urls: list[str], cache: Pa
     processes = [context.Process(target=_wrap_in_process, args=(urls, barrier, results)) for _ in range(3)]
     for process in processes:
         process.start()
-    assert [results.get(timeout=60) for _ in processes] == [list(range(20))] * 3
+    assert [results.get(timeout=300) for _ in processes] == [list(range(20))] * 3
     for process in processes:
-        process.join(timeout=30)
+        process.join(timeout=300)
     assert len(index_files(cache)) == 5
 
 
@@ -1032,6 +1032,7 @@ def test_a_bar_shows_where_building_takes_a_moment(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_a_resume_late_in_an_epoch_begins_as_soon_as_an_early_one(tmp_path: Path) -> None:
     urls = make_shards(tmp_path / "long", [2000] * 5)
     seconds: dict[int, list[float]] = {0: [], 9000: []}

@@ -252,7 +252,7 @@ class _Files(Data):
 def _listed(file_list: _PathLike, base: str) -> tuple[list[str], list[int]]:
     paths, numbers = [], []
     beginning = os.path.join(base, "")  # noqa: PTH118
-    for number, line in enumerate(Path(file_list).read_text().splitlines(), start=1):
+    for number, line in enumerate(Path(file_list).read_text(encoding="utf-8").splitlines(), start=1):
         parts = line.rsplit(None, 1)
         if not parts:
             continue
