@@ -37,6 +37,12 @@ class SequenceAdapter(Adapter):
                 "shard=False on a sequence: midepoch shares its items over the ranks; to give each rank its own items, "
                 "pass world=midepoch.World() and keep a state for each rank"
             )
+        kind: Any = next((each for each in (list, tuple) if isinstance(source, each)), None)
+        if kind is not None and kind.__len__(source) != len(source):
+            raise UnsupportedSourceError(
+                f"this {type(source).__name__} holds {kind.__len__(source)} items, but its len() is {len(source)}: "
+                f"correct its __len__, or wrap {kind.__name__}(it)"
+            )
         # A list's items exist already, so reading them draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
         self._reader = MapReader(source, _as_it_is, True, False, streams)

@@ -12,13 +12,15 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
+from torch.utils.data import DataLoader
 
+from .copying import directly_held
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
 from .loader.course import Pass
 from .loader.loader import Loader, when_used_by
 from .reading.indexed import never_draws
-from .reading.private import is_iterator
+from .reading.private import end_early_workers, is_iterator
 from .samplers import understand_as_parent
 from .world import Tail, World
 
@@ -183,6 +185,9 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
     if is_iterator(source) or type(source) is Pass:
         cure = "iterate the wrapped loader itself" if type(source) is Pass else "wrap the DataLoader itself"
         raise UnsupportedSourceError(f"an iterator of a loader ({type(source).__name__}) gives one pass only: {cure}")
+    for each in (source, *directly_held(source).values()):
+        if issubclass(type(each), DataLoader):
+            end_early_workers(each)
     passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another one
     for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
         if not adapter.recognises(source):

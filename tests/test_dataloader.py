@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import multiprocessing
+import multiprocessing.context
+import queue
 import random
+import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -15,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import (
@@ -905,3 +911,88 @@ def test_a_sampler_that_differs_in_this_process_is_told_at_an_epoch_s_beginning(
     for detail in ("last=0", "last=", "crc"):
         with pytest.raises(StateError) if detail == "crc" else pytest.warns(MidepochWarning):
             loader().load_state_dict(midepoch.reseal({**state, "detail": detail}))
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws its order, and a number for each sample, from the global generators of its worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((index, random.random()) for index in random.sample(range(12), 12))
+
+
+class Around:
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("indexed", "fork"), ("stream", "fork"), ("stateful", "fork"), ("around", "fork"), ("stateful", "spawn")],
+)
+def test_workers_that_were_kept_before_the_loader_was_wrapped_are_ended(kind: str, method: str) -> None:
+    def passes(early: bool) -> list[Any]:
+        data: Any = sources.Noisy(12) if kind in ("indexed", "around") else Drawing()
+        settings: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+        source: Any = (StatefulDataLoader if kind == "stateful" else DataLoader)(data, 3, **settings)
+        workers = []
+        if early:
+            next(iter(source))
+            workers = [psutil.Process(worker.pid) for worker in source._iterator._workers]
+        shard = None if kind in ("indexed", "around") else False
+        with midepoch.wrap(Around(source) if kind == "around" else source, seed=0, shard=shard) as loader:
+            assert not any(worker.is_running() for worker in workers)
+            return [sources.taken(loader) for _ in range(2)]
+
+    assert passes(True) == passes(False)
+
+
+class _Thread(threading.Thread):
+    pid = 0
+
+    def run(self) -> None:
+        with contextlib.suppress(Exception):
+            super().run()
+
+    def terminate(self) -> None:
+        pass
+
+
+class _Threads(multiprocessing.context.BaseContext):
+    _name = "threads"
+
+    def Process(self, *arguments: Any, **keywords: Any) -> _Thread:  # noqa: N802  # multiprocessing's name
+        return _Thread(*arguments, **keywords)
+
+    def Event(self) -> Any:  # noqa: N802
+        return threading.Event()
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
+        made: Any = queue.Queue(maxsize)
+        made.cancel_join_thread = made.close = made.join_thread = lambda: None
+        return made
+
+
+def test_workers_that_are_threads_are_refused_and_end_no_job() -> None:
+    """In a process of its own: torch's worker leaves its mark in the process that it runs in."""
+    program = (
+        "import midepoch, test_dataloader as here\n"
+        "from torch.utils.data import DataLoader\n"
+        "for kept in (False, True):\n"
+        "    loader = DataLoader(range(12), 4, num_workers=2, multiprocessing_context=here._Threads(),\n"
+        "                        persistent_workers=kept)\n"
+        "    assert len(list(loader)) == 3\n"
+        "    wrapped = midepoch.wrap(loader, seed=0)\n"
+        "    for _ in range(2):\n"
+        "        try:\n"
+        "            list(wrapped)\n"
+        "        except midepoch.UnsupportedSourceError as error:\n"
+        "            print(str(error).strip().splitlines()[-1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.count("are threads") == done.stdout.count("multiprocessing_context out") == 4, done.stderr
+    assert done.returncode == 0

@@ -275,6 +275,18 @@ def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:
     assert [batch.tolist() for batch in loader] == [[2, 3], [7]]
 
 
+def test_a_pass_of_unknown_length_ends_where_a_reshard_finds_nothing_left() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(4)
+
+    loader = midepoch.wrap(numbers, seed=0, shard=True, world=World())
+    batches = iter(loader)
+    first = [next(batches) for _ in range(4)]
+    loader.reshard(World())
+    assert [*first, *batches] == [0, 1, 2, 3] and (loader.epoch, loader.position) == (1, 0)
+    assert list(loader) == [0, 1, 2, 3] and loader.epoch == 2
+
+
 @pytest.mark.parametrize("resharded", [False, True])
 def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch_where_the_others_do(resharded: bool) -> None:
     """Of 21 samples, 16 are done and drop_last leaves out the rest in a world of two."""

@@ -575,8 +575,9 @@ class Course:
         self._end_pass(cursor, session, resumed)
         if resumed and self.passes is not None:
             self._tell_of_empty()
-        elif resumed and not session.others_go_on:
+        elif resumed and not (session.others_go_on or self.ends_early):
             return True
+        self.ends_early = False
         self._exhaust(cursor)
         return False
 

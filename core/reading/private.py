@@ -26,6 +26,7 @@ __all__ = [
     "alive",
     "attributes_of_torch",
     "drop_requested",
+    "end_early_workers",
     "end_when_collected",
     "gives_its_own",
     "is_iterator",
@@ -133,7 +134,7 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 def alive(iterator: Any) -> bool:
     """Whether a DataLoader's iterator is open, and all its worker processes are running children of this process."""
     return not getattr(iterator, "_shutdown", False) and all(
-        worker._parent_pid == os.getpid() and worker.is_alive() for worker in workers_of(iterator)
+        getattr(worker, "_parent_pid", None) == os.getpid() and worker.is_alive() for worker in workers_of(iterator)
     )
 
 
@@ -170,6 +171,14 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
 def keep_iterator(loader: DataLoader[Any], iterator: Any) -> None:
     """Give a DataLoader an iterator's persistent worker processes; None makes it start new ones."""
     loader._iterator = iterator
+
+
+def end_early_workers(loader: DataLoader[Any]) -> None:
+    """End the worker processes that a DataLoader has from before it was wrapped: their data and seeds are older."""
+    kept = kept_iterator(loader)
+    if workers_of(kept) and alive(kept):
+        shut_down(kept)
+        keep_iterator(loader, None)
 
 
 def let_go(loader: DataLoader[Any]) -> None:

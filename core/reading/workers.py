@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from midepoch.errors import SourceError
+from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader.adapter import Options, Run
 from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.streams import Purpose
@@ -511,7 +511,19 @@ class _Outlive:
             except OSError:  # there is no shared memory: workers die from signals, as torch's do
                 self._outlived = ()
 
+    @property
+    def _is_thread(self) -> bool:
+        """Whether the worker is a thread of the process that started it, as a user's own context may have it."""
+        return os.getpid() == self._main
+
     def __call__(self, worker: int) -> None:
+        if not self._is_thread:
+            self._become_a_worker()
+        self._shown()
+        if self._then is not None:
+            self._then(worker)
+
+    def _become_a_worker(self) -> None:
         for number in self._outlived:
             signal.signal(number, _Outlives(self._leaving))
         if os.getppid() != (self._main or os.getppid()):
@@ -519,9 +531,6 @@ class _Outlive:
             os._exit(1)
         if self._held_back:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
-        self._shown()
-        if self._then is not None:
-            self._then(worker)
 
     def _shown(self) -> None:
         """Before the user's function is run."""
@@ -531,6 +540,11 @@ class _WorkerInit(_Outlive):
     """The same for a worker of ours. Also makes ``get_worker_info().dataset`` the user's dataset."""
 
     def _shown(self) -> None:
+        if self._is_thread:
+            raise UnsupportedSourceError(
+                "the workers of this DataLoader are threads, which would seed each other's random generators: leave "
+                "multiprocessing_context out, or set num_workers=0"
+            )
         info = get_worker_info()
         if info is not None:
             show_dataset(info.dataset.reader.dataset)  # type: ignore[attr-defined]
