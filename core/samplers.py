@@ -104,7 +104,7 @@ class Listed:
     Attributes:
         dataset: that the sampler may know. What a copy of the sampler sets on it is set back.
         in_workers: the dataset is read in worker processes, which see it as it is when they start.
-        untried: no copy could be made to try whether it repeats itself.
+        untried: no copy could be made, or read, to try whether it repeats itself.
     """
 
     def __init__(self, sampler: Any, size: int | None = None) -> None:
@@ -152,9 +152,11 @@ class Listed:
         listed = self.known(seed, epoch)
         if listed is None:
             looks = seed, epoch, *appearance(self._sampler)
-            if not self._trusted:
-                self._try(self._of_copy(seed, epoch), private_copy(self._sampler), seed, epoch)
             listed = self._of_copy(seed, epoch)
+            if not self._trusted:
+                self._try(listed, private_copy(self._sampler), seed, epoch)
+                if self._remembers:
+                    listed = self._of_copy(seed, epoch)
             self._ahead = looks, listed
         return listed
 
@@ -217,9 +219,11 @@ class Listed:
 
         They start before the sampler gives its first index, and see nothing of what it sets from then on.
         """
+        if listed.wrote is None:
+            yield
+            return
         with self._set_back():
-            if listed.wrote is not None:
-                set_back(self.dataset, listed.wrote)
+            set_back(self.dataset, listed.wrote)
             yield
 
     def twin(self) -> Listed:
@@ -238,9 +242,12 @@ class Listed:
         """
         if self._trusted:
             return
-        if copied is not None:
+        tried = copied is not None
+        if tried:
             with self._set_back():
                 again, second = (self._list(copied, seed, epoch) for _ in range(2))
+            tried = again.error is None or listed.error is not None  # else the copy is not what it should be
+        if tried:
             if again.crc != listed.crc:
                 raise SourceError(
                     f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under one "
@@ -248,7 +255,7 @@ class Listed:
                     "generators"
                 )
             self._remembers = second.crc != again.crc
-        self._trusted, self.untried = True, copied is None
+        self._trusted, self.untried = True, not tried
 
     def _of_copy(self, seed: int, epoch: int) -> ListedEpoch:
         """The list of a copy, after those of the epochs that the sampler has not given, if it keeps something."""

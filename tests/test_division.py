@@ -396,6 +396,37 @@ def test_the_sampler_itself_is_iterated_once_an_epoch_and_its_len_asked_before()
     assert sampler.passes == 1
 
 
+class Uncopied(Passes):
+    """Cannot be copied deeply."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("not to be copied")
+
+
+class Original(Passes):
+    """A copy of it cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.me = id(self)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.me != id(self):
+            raise RuntimeError("a copy")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [Uncopied, Original])
+def test_one_that_cannot_be_tried_is_believed(kind: Any) -> None:
+    sampler = kind()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    assert not ours.capabilities.exact_order.believed
+    list(ours), list(ours)
+    assert sampler.passes == 2
+    exact = ours.capabilities.exact_order
+    assert exact.holds and exact.believed and "was not tried" in exact.reason
+
+
 def test_what_a_loop_changes_in_a_sampler_counts_wherever_it_is_asked() -> None:
     sampler = Named()
     ours = midepoch.wrap(loader(sampler), seed=1)

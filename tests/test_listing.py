@@ -384,6 +384,20 @@ def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
         change(loader)
 
 
+def test_what_is_changed_on_the_source_within_a_pass_waits_for_the_next() -> None:
+    """Though the session is opened again meanwhile."""
+    source = in_order()
+    loader = midepoch.wrap(source, seed=0)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    loader.commit()
+    set_sampler(source)
+    next(batches)
+    loader.rollback()
+    assert shown(batches) == [[2, 3], [4, 5]]
+    assert shown(loader) == [[5, 4], [3]]
+
+
 def resumed_after_one(make: Callable[..., DataLoader[Any]]) -> midepoch.Loader:
     state = sources.heads(lambda: midepoch.wrap(make(), seed=0), 1)[1]
     resumed = midepoch.wrap(make(), seed=0)

@@ -84,6 +84,7 @@ class MapDataLoaderAdapter(Adapter):
             self.seed = source.generator.initial_seed() % (1 << 64)
         self._reader = self._make_reader()
         self._server = Server(source, options)
+        self._opened: int | None = None  # the epoch that was opened last, unless the loader was led elsewhere since
 
     def _parts_now(self) -> _Parts:
         source = self.source
@@ -146,7 +147,8 @@ class MapDataLoaderAdapter(Adapter):
 
     def prepare(self, seed: int, epoch: int) -> None:
         """The same, and let the sampler of a listed order give its list."""
-        self.refresh()
+        if epoch != self._opened:  # an epoch that goes on has the order with which it began
+            self.refresh()
         if self.source.collate_fn is not self._collate:
             self._server.close()  # workers that are kept have the other one
             self._reader = self._make_reader()
@@ -164,6 +166,7 @@ class MapDataLoaderAdapter(Adapter):
 
     def moved(self, detail: str) -> None:
         """Let the next pass ask the sampler again, unless it is to go on with a list that is known."""
+        self._opened = None
         if isinstance(self._order, Listed):
             self._order.moved(detail.removeprefix(_OF_THIS) if detail.startswith(_OF_THIS) else "")
 
@@ -288,6 +291,7 @@ class MapDataLoaderAdapter(Adapter):
         """Open a session at the run's position."""
         if run.share is None:
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
+        self._opened = run.epoch
         order, listed = self._order, None
         if isinstance(order, Listed):
             listed = order.epoch(self._listed_under(run.seed), run.epoch)

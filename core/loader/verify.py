@@ -20,7 +20,8 @@ _GO_ON = "pass verify='warn' to midepoch.wrap to go on all the same"
 def tell_of_another(which: str, strict: Verify) -> None:
     """What follows when the data that `which` names are not those that the state was saved with."""
     _tell(
-        f"{which} has another content than before: the samples to come may be others; restore it, or {_GO_ON}",
+        f"{which} has another content than before: the samples to come may be others; restore "
+        f"it, or {_GO_ON}",
         strict in ("sample", "strict"),
     )
 

@@ -21,6 +21,9 @@ class PassedOnAdapter(Adapter):
         self._way = way
         self.unit, self.batch_size, self.drop_last = way.unit, way.batch_size, way.drop_last
         self.tail, self.seed, self.world = way.tail, way.seed, way.world
+        if self.redescribed != way.redescribed:
+            self.redescribed = way.redescribed
+            self.learned()
 
     def _way_of(self, detail: str) -> Adapter:
         """The way of reading that a detail is of."""
