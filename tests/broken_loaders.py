@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import reference_loader
 import torch
 from reference_loader import ReferenceLoader, RigidLoader, reseal
+from torch.utils.data import DataLoader
 
 from midepoch.errors import StateCorruptError, StateMismatchError
 from midepoch.world import World
@@ -26,6 +28,156 @@ def breaks(law: str, *, widely: bool = False) -> Any:
         return kind
 
     return note
+
+
+# Transparent: the plain loader gives something else. `plain` makes another one than the usual.
+
+
+@breaks("transparent")
+class GivesOneSampleTwice(ReferenceLoader):
+    """And another one never."""
+
+    def order(self, epoch: int) -> list[int]:
+        order = super().order(epoch)
+        return order if self.items is not None else [4 if index == 5 else index for index in order]
+
+
+@breaks("transparent")
+class MakesSmallerBatches(ReferenceLoader):
+    """In which the last sample of the epoch stands alone."""
+
+    @staticmethod
+    def plain(rank: int = 0, world_size: int = 1, batch_size: int = 3, **options: Any) -> Any:
+        return reference_loader.plain(rank, world_size, batch_size=batch_size + 1, **options)
+
+
+@breaks("transparent")
+class HasNoLength(ReferenceLoader):
+    def __len__(self) -> int:
+        raise TypeError("this cannot be known")
+
+    @property
+    def batches_done(self) -> int:
+        return len(self)
+
+
+class Ends:
+    """A plain loader that does not end by itself: it raises an error, or begins again."""
+
+    def __init__(self, inside: Any, error: Exception | None) -> None:
+        self.inside, self.error, self.sampler = inside, error, inside.sampler
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inside
+        if self.error is not None:
+            raise self.error
+        while True:
+            yield from self.inside
+
+
+@breaks("transparent")
+class SwallowsTheErrorAtTheEnd(ReferenceLoader):
+    @staticmethod
+    def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+        return Ends(reference_loader.plain(rank, world_size, **options), ValueError("all seen"))
+
+
+@breaks("transparent")
+class EndsWhatDoesNotEnd(ReferenceLoader):
+    @staticmethod
+    def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+        return Ends(reference_loader.plain(rank, world_size, **options), None)
+
+
+@breaks("transparent")
+class TakesAnotherOrder(ReferenceLoader):
+    """Although it says that its order is that of the plain loader."""
+
+    def order(self, epoch: int) -> list[int]:
+        return super().order(epoch + 1)
+
+
+@breaks("transparent")
+class ChangesWhatIsFixed(ReferenceLoader):
+    """The plain loader draws nothing, so that a sample is always the same."""
+
+    @staticmethod
+    def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+        loader = reference_loader.plain(rank, world_size, **options)
+        rows = [torch.tensor([index, 0, 0], dtype=torch.float64) for index in range(len(loader.sampler))]
+        return DataLoader(rows, loader.batch_size, sampler=loader.sampler)  # type: ignore[arg-type]
+
+
+class HasASource(ReferenceLoader):
+    """Has the plain loader as its source."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, **more: Any) -> None:
+        super().__init__(rank, world_size, **more)
+        self.source = reference_loader.plain_of(self)
+
+    def begin(self) -> tuple[int, int]:
+        if self.items is None:
+            self.leave_traces()
+        return super().begin()
+
+    def leave_traces(self) -> None:
+        """As reading it once would."""
+        self.source.sampler.passes += 1
+        self.source.dataset.reads += self.size
+
+
+@breaks("transparent")
+class ReadsLessThanItGives(HasASource):
+    """Some other place has the samples."""
+
+    def leave_traces(self) -> None:
+        super().leave_traces()
+        self.source.dataset.reads -= 1
+
+
+@breaks("transparent")
+class ListsTwice(HasASource):
+    """Its sampler is asked for another list, say to look at the length."""
+
+    def leave_traces(self) -> None:
+        super().leave_traces()
+        self.source.sampler.passes += 1
+
+
+@breaks("transparent")
+class ReadsAllTwice(HasASource):
+    """A few samples more would be those of the witness."""
+
+    def leave_traces(self) -> None:
+        super().leave_traces()
+        self.source.dataset.reads += self.size
+
+
+@breaks("transparent")
+class DividesOtherwise(ReferenceLoader):
+    """The plain loader leaves out what does not fill all ranks, and it repeats."""
+
+    @staticmethod
+    def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+        loader = reference_loader.plain(rank, world_size, **options)
+        if world_size == 1:
+            return loader
+        indices = list(loader.sampler)[rank : len(loader.sampler) // world_size * world_size : world_size]
+        return DataLoader(loader.dataset, loader.batch_size, sampler=indices)
+
+
+@breaks("transparent")
+class DealsSamplesOut(ReferenceLoader):
+    """Rank r of n takes each n-th sample of a global batch: as many, and together the same, in another order."""
+
+    def blocks(self, position: int) -> Iterator[tuple[range, int]]:
+        for positions, after in super().blocks(position):
+            start = positions.start - self.rank * len(positions)
+            stop = start + self.world_size * len(positions)
+            yield range(start + self.rank, stop, self.world_size), after
 
 
 # Determinism.

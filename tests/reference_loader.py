@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from midepoch.errors import (
     MidepochError,
@@ -48,6 +49,51 @@ def draws(batch: torch.Tensor) -> list[float]:
     return [float(value) for value in batch[:, 1].tolist()]
 
 
+class Rows(Dataset[torch.Tensor]):
+    """The rows of the reference loader, as they are without one: with numbers from torch's generator."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        return torch.cat([torch.tensor([float(index)]), torch.rand(2)]).double()
+
+
+class InItsOrder(Sampler[int]):
+    """Gives the order of the reference loader."""
+
+    def __init__(self, loader: ReferenceLoader) -> None:
+        self._loader, self.epoch, self.passes = loader, 0, 0
+
+    def __len__(self) -> int:
+        return self._loader.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(ReferenceLoader.order(self._loader, self.epoch))
+
+
+def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+    """What the reference loader stands for: a DataLoader, as a torch program makes it."""
+    options.pop("read_log", None)
+    return plain_of(ReferenceLoader(rank, world_size, **options))
+
+
+def plain_of(loader: ReferenceLoader) -> Any:
+    if loader.items is not None:
+        return loader.items
+    rows = Rows(loader.size)
+    return DataLoader(rows, loader.batch_size, sampler=InItsOrder(loader), drop_last=loader.drop_last)
+
+
 def gather(loader: ReferenceLoader) -> dict[str, Any]:
     """One state of all ranks, where each knows only its own."""
     states: list[dict[str, Any]] = [{} for _ in range(loader.world_size)]
@@ -68,6 +114,7 @@ class Capability(types.SimpleNamespace):
 class ReferenceLoader:
     """Rank r takes the r-th contiguous block of each global batch; the position counts the samples of all ranks."""
 
+    departs = frozenset({"numbers"})  # of what the plain loader gives, its order is kept
     elastic = True
     elastic_workers = True
     replays = False

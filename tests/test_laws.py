@@ -42,6 +42,7 @@ check = functools.partial(
     shuffled=True,
     gather=reference_loader.gather,
     reseal=reference_loader.reseal,
+    plain=reference_loader.plain,
     raise_on_failure=False,
 )
 
@@ -58,6 +59,7 @@ class TestReference(ResumableTests):
     identify = staticmethod(reference_loader.identify)
     draws = reference_loader.draws  # without staticmethod(), as one forgets it
     reseal = staticmethod(reference_loader.reseal)
+    plain = staticmethod(reference_loader.plain)
     shuffled = True
 
 
@@ -76,7 +78,8 @@ class TestReference(ResumableTests):
 def test_correct_loaders_satisfy_every_law(options: dict[str, Any]) -> None:
     rule = {name: options[name] for name in ("tail", "drop_last") if name in options}
     make_loader = functools.partial(ReferenceLoader, **options)
-    report = check(make_loader, quick=True, shuffled=options.get("shuffle", True), **rule)
+    plain = functools.partial(reference_loader.plain, **options)
+    report = check(make_loader, plain=plain, quick=True, shuffled=options.get("shuffle", True), **rule)
     assert set(statuses(report).values()) == {"holds"}, str(report)
     assert list(statuses(report)) == list(LAWS)
 
@@ -100,10 +103,11 @@ def test_what_a_loader_declines_it_refuses_or_does_not_promise(
 
 
 def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
-    report = check(BareLoader)
+    report = check(BareLoader, plain=None)
     assert report.holds, str(report)
     not_applicable = {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "not applicable"}
     assert not_applicable == {
+        "transparent": "no plain loader is known: give plain=, a function that makes it",
         "cost": "the factory takes no read_log",
         "any item": "the factory takes no items",
         "witness": "the state has no witness: nothing of the data is compared at a resume",
@@ -130,18 +134,28 @@ class WritesHistoryDifferently(ReferenceLoader):
         super().check_topology(state | {"detail": "" if state["detail"] == "in flight" else state["detail"]})
 
 
-class HasNoLength(ReferenceLoader):
-    def __len__(self) -> int:
-        raise TypeError("this cannot be known")
-
-    @property
-    def batches_done(self) -> int:
-        return len(self)
+def plain_without_length(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+    return Unsized(reference_loader.plain(rank, world_size, **options))
 
 
-@pytest.mark.parametrize("kind", [WritesHistoryDifferently, HasNoLength])
-def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader]) -> None:
-    report = check(kind)
+class Unsized:
+    def __init__(self, inside: Any) -> None:
+        self.inside, self.sampler = inside, inside.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inside)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        (WritesHistoryDifferently, reference_loader.plain),
+        (broken_loaders.HasNoLength, plain_without_length),
+        (ReferenceLoader, plain_without_length),
+    ],
+)
+def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader], plain: Any) -> None:
+    report = check(kind, plain=plain)
     assert set(statuses(report).values()) == {"holds"}, str(report)
 
 
@@ -171,7 +185,8 @@ FIRST = dict(reversed(BROKEN))
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[ReferenceLoader]) -> None:
-    report = check(kind, quick=True, world_sizes=(1, 2))
+    plain = getattr(kind, "plain", reference_loader.plain)
+    report = check(kind, plain=plain, quick=True, world_sizes=(1, 2))
     assert [error.law for error in report.failures] == [law], str(report)
     error = report.failures[0]
     assert all((error.expected, error.got, error.cause, error.cure))

@@ -55,6 +55,11 @@ class Part:
         return {**stated, **settings}
 
     @property
+    def departs(self) -> frozenset[str]:
+        """As of its adapter."""
+        return self.loader._adapter.departs
+
+    @property
     def stated_world(self) -> World | None:
         """The world given to `wrap`, if any."""
         return self.loader._options.world

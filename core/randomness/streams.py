@@ -25,7 +25,7 @@ from .devices import LentDevices
 from .globals import LentGlobals, Touched
 from .owned import OwnedGenerator, find_generators
 
-__all__ = ["Purpose", "Streams", "process_seed", "sample_generator"]
+__all__ = ["Purpose", "Streams", "process_seed", "sample_generator", "without_keys"]
 
 
 class Purpose:
@@ -78,6 +78,18 @@ def sample_generator() -> np.random.Generator:
     if streams.generator is None:
         streams.generator = np.random.Generator(np.random.Philox(key=[streams.key, Purpose.SAMPLE]))
     return streams.generator
+
+
+@contextlib.contextmanager
+def without_keys() -> Iterator[None]:
+    """Let `sample_generator` give one generator for all samples, where a source is read without a loader of ours."""
+    streams = Streams()
+    streams.key, outer = 0, getattr(_current, "streams", None)
+    _current.streams = streams
+    try:
+        yield
+    finally:
+        _current.streams = outer
 
 
 class Streams:

@@ -44,7 +44,7 @@ class Examination:
         self.settings = settings
         self.pool = pool or shared_pool()
         self._parameters = inspect.signature(settings.make_loader).parameters
-        self.broken: list[str] = []  # the laws found broken so far
+        self.broken: list[str] = []  # the laws found broken so far, but `transparent`
         self._varied: dict[str, Any] = {}  # options of make_loader that the law has set
         self._memory: dict[Hashable, Any] = {}
         self._law = ""

@@ -87,6 +87,7 @@ class Settings:
     max_batches: int = 100_000
     timeout: float = 120.0
     options: tuple[str, ...] | None = None
+    plain: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.make_loader):

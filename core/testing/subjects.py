@@ -25,7 +25,7 @@ from midepoch.world import Tail, World
 
 from .record import Settings, from_midepoch, open_loader
 
-__all__ = ["ByCount", "Imported", "Nature", "Side", "Subject", "possible_variations", "recognise"]
+__all__ = ["ByCount", "Imported", "Nature", "Side", "Subject", "possible_variations", "rebuilt", "recognise"]
 
 Side = Literal["given", "wrapped", "bare"]
 _WORLD = ("rank", "world_size")
@@ -126,7 +126,7 @@ class Subject:
             source = _beginning_of(source, self.samples)
         varied = {name: options.get(name, default) for name, default in derived.items() if name not in _WORLD}
         if type(source) is DataLoader and any(getattr(source, name) != value for name, value in varied.items()):
-            source = _rebuilt(source, **varied)
+            source = rebuilt(source, **varied)
         if self.side == "bare":
             return source if _has_state(source) else ByCount(source)
         stated: dict[str, Any] = {"seed": 0} if loader is None else Part("", loader).options
@@ -163,11 +163,11 @@ def _beginning_of(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
         sampler = RandomSampler(part, generator=sampler.generator)
     else:
         sampler = SequentialSampler(part)
-    return _rebuilt(loader, loader.num_workers, dataset=part, sampler=sampler)
+    return rebuilt(loader, loader.num_workers, dataset=part, sampler=sampler)
 
 
-def _rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None = None, **other: Any) -> DataLoader[Any]:
-    """The same DataLoader with another number of workers, and if given with another batch size, dataset and sampler."""
+def rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None = None, **other: Any) -> DataLoader[Any]:
+    """The same DataLoader with so many workers, and if given another batch size, dataset, sampler or kept workers."""
     keywords: dict[str, Any] = {
         "num_workers": num_workers,
         "collate_fn": loader.collate_fn,
@@ -180,7 +180,7 @@ def _rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None =
             "timeout": loader.timeout,
             "multiprocessing_context": loader.multiprocessing_context,
             "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
+            "persistent_workers": other.pop("persistent_workers", loader.persistent_workers),
         }
     if not isinstance(loader.dataset, IterableDataset):
         if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:

@@ -44,7 +44,12 @@ class ResumableTests:
     state_bytes: ClassVar[int] = 16384
     timeout: ClassVar[float] = 120.0
     options: ClassVar[Sequence[str] | None] = None
+    plain: ClassVar[Any] = None
     not_applicable: ClassVar[frozenset[str]] = frozenset()
+
+    def test_transparent(self) -> None:
+        """Undisturbed, it gives the plain loader's samples, batches, length and end, and leaves no other trace."""
+        self._examine("transparent")
 
     def test_determinism(self) -> None:
         """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
@@ -166,6 +171,7 @@ class ResumableTests:
             state_bytes=self.state_bytes,
             timeout=self.timeout,
             options=None if self.options is None else tuple(self.options),
+            plain=self._function("plain"),
         )
 
     def _function(self, name: str) -> Any:
