@@ -37,7 +37,8 @@ class Own(Documents):
     """The same, as its own iterator."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.indices, self.chunks = iter(self.sampler), iter(())  # type: ignore[var-annotated]
+        self.indices = iter(self.sampler)
+        self.chunks: Iterator[int] = iter(())
         return self
 
     def __next__(self) -> Any:
@@ -226,7 +227,7 @@ class Listed(IterableDataset[Any]):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_list_is_made_once_and_sent_to_workers(method: str) -> None:
-    keywords = {"num_workers": 2, "multiprocessing_context": method}
+    keywords: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
     loader = midepoch.wrap(DataLoader(Listed(), 3, **keywords), seed=0)
     alone = midepoch.wrap(DataLoader(Listed(), 3), seed=0)
     for _ in range(2):
