@@ -134,18 +134,12 @@ SOURCES: dict[str, tuple[Make, bool | None]] = {
 }
 
 
-ONE_MORE_IS_READ_FIRST = pytest.mark.xfail(
-    strict=True, reason="a replay reads past a stated length before it hands out the last batch, which is then lost"
-)
-
-
 def _cases() -> Iterator[Any]:
     for name in SOURCES:
         lies = name in ("counted", "counted stream", "indexed", "indexed, 2 workers", "list")
         for what in (*WHAT, *(LENGTHS if lies else ())):
             if not (name == "list" and ("raises" in what or what == "never ends")):
-                gap = "counted" in name and what == "raises after its last"
-                yield pytest.param(name, what, marks=ONE_MORE_IS_READ_FIRST if gap else ())
+                yield pytest.param(name, what)
 
 
 def _states_wrongly(name: str, what: str) -> bool:

@@ -27,6 +27,7 @@ from midepoch.world import World
 
 from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import keeps_nothing, unchanged
+from .private import sent_error
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 from .trials import of_kept_workers, reads_a_loader
 from .workers import Server
@@ -579,11 +580,25 @@ class _SharedStreamSession(_ReplaySession):
 
     _first: str | None = None
     _ended = False
+    _late: Exception | None = None
+
+    @property
+    def varies(self) -> bool:
+        """Where it ends by an error of its own, after as many batches as its length says."""
+        return self._late is not None
+
+    @property
+    def raises(self) -> Exception | None:
+        """That error."""
+        return self._late
 
     def take(self) -> Any:
         """The next batch."""
         if self._ended:
             raise StopIteration
+        if self._late is not None:
+            self._ended = True
+            raise self._late
         answer = self._answer()
         if self._first is None:
             self._first = answer.first
@@ -600,6 +615,8 @@ class _SharedStreamSession(_ReplaySession):
             raise StopIteration
         self._chain = answer.chain
         self.drift = -answer.missing
+        if answer.late is not None:
+            self._late = sent_error(answer.late)
         return answer.batch
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "alive",
     "attributes_of_torch",
+    "caught",
     "drop_requested",
     "end_early_workers",
     "end_when_collected",
@@ -40,6 +41,7 @@ __all__ = [
     "pinning",
     "plain_loader",
     "request_again",
+    "sent_error",
     "show_dataset",
     "shut_down",
     "workers_of",
@@ -68,6 +70,28 @@ _check(
     "_MultiProcessingDataLoaderIter._worker_queue_idx_cycle",
     "_worker_queue_idx_cycle" in _WorkersIterator._reset.__code__.co_names,
 )
+
+
+_ExceptionWrapper: Any = getattr(getattr(torch, "_utils", None), "ExceptionWrapper", None)
+_check("_utils.ExceptionWrapper", isinstance(_ExceptionWrapper, type))
+
+
+def caught() -> Any:
+    """The exception that is being handled, as torch sends it from a worker process."""
+    worker = get_worker_info()
+    where = "" if worker is None else f"in DataLoader worker process {worker.id}"
+    return _ExceptionWrapper(where=where)
+
+
+def sent_error(sent: Any) -> Exception:
+    """The exception that torch raises in place of what a worker process has sent, or the one that was not sent."""
+    if isinstance(sent, Exception):
+        return sent
+    try:
+        sent.reraise()
+    except Exception as error:  # noqa: BLE001  # whatever the user's code raised
+        return error
+    raise AssertionError("reraise() has returned")  # pragma: no cover
 
 
 _PlaceHolder: Any = getattr(torch.utils.data.dataloader, "_InfiniteConstantSampler", ())

@@ -20,6 +20,7 @@ from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
+from .private import caught
 from .trials import (
     Beginning,
     Trial,
@@ -136,6 +137,7 @@ class Replayed(NamedTuple):
         missing: units by which the global batch is short.
         former: the digest of a skipped batch as states of version 1 have it, if asked for.
         found: with a reader's first answer in a session, and at the end of its first pass.
+        late: the error that the source raises after the last batch, in a worker as torch sends it; otherwise None.
     """
 
     batch: Any
@@ -144,6 +146,7 @@ class Replayed(NamedTuple):
     missing: int
     former: str = ""
     found: Found | None = None
+    late: Any = None
 
 
 class End(NamedTuple):
@@ -199,6 +202,7 @@ class ReplayReader:
         self._opened: tuple[int, int, int] | None = None
         self._session: int | None = None
         self._source = Units(iter(()))
+        self._late: Any = None  # the error in place of the source's end, as `Replayed` has it
         self._sample_key = 0
         self._first = ""
         self._chain = Chain()
@@ -386,7 +390,8 @@ class ReplayReader:
         found = self._found
         if found is not None:  # the length is known, so nobody may ask for the end
             self._found = None
-        return Replayed(batch, chain, self._first, global_batch - len(units), found=found)
+        late, self._late = self._late, None
+        return Replayed(batch, chain, self._first, global_batch - len(units), found=found, late=late)
 
     @property
     def _instead(self) -> str:
@@ -415,12 +420,20 @@ class ReplayReader:
                 "rank or worker itself, pass shard=False; otherwise wrap a function that reads it, as in "
                 "midepoch.wrap(lambda: iter(loader)), or correct its __len__ if that is your own"
             )
-        if reached == request.size and self._units(1):
+        if reached == request.size and self._one_more():
             raise SourceError(
                 f"the source has more than the {request.size} units that its len() states: wrap a function that reads "
                 f"only these, as in midepoch.wrap(lambda: itertools.islice(loader, {request.size})), or all of them, "
                 "as in midepoch.wrap(lambda: iter(loader)); if its __len__ is your own, you may correct that"
             )
+
+    def _one_more(self) -> bool:
+        """Whether there is another unit. An error in its place is raised after the batch that is being read."""
+        try:
+            return bool(self._units(1))
+        except Exception as error:  # noqa: BLE001  # raised where the plain loader raises it
+            self._late = error if get_worker_info() is None else caught()
+            return False
 
     def _own_part(self, request: ReplayRequest, begin: int, units: list[Any]) -> list[Any]:
         size, rank = self._batch_size, request.rank
