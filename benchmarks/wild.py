@@ -1,8 +1,9 @@
-"""How loaders of third-party packages resume: two epochs, cut in three places, continued in another process.
+"""How loaders of third-party packages run wrapped, and resume: two epochs, cut in three places, continued elsewhere.
 
 Run ``make wild``, which installs the packages into folders of their own first. Writes docs/sources.md. Each verdict
 follows from the run: another process, under other global seeds, must give the rest of each epoch bit for bit. With
 ``--only``, rows whose name has one of its words in it are run again, and the others stay as docs/sources.json has them.
+With ``--undisturbed``, only the column of that name is made again.
 Both files are written after each row, so that what was found stays where a run is ended.
 """
 
@@ -43,6 +44,8 @@ class Verdict(NamedTuple):
         why: the words of a refusal or a warning, or the answer of `capabilities`.
         samples: whether an epoch has the samples of the bare loader.
         ranks: whether two ranks continued what one had begun.
+        undisturbed: whether three epochs without a resume are those of the bare loader.
+        difference: from it.
     """
 
     kind: str
@@ -50,9 +53,12 @@ class Verdict(NamedTuple):
     samples: str = "-"
     ranks: str = "-"
     wrapping: float = 0.0  # seconds
+    undisturbed: str = "-"
+    difference: str = ""
 
 
 WRONG = "**silently wrong**"
+DIFFERS = "**differs**"
 
 
 def folder_of(row: Row) -> Path | None:
@@ -64,7 +70,7 @@ def run(job: str, name: str, row: Row, scratch: Path, *more: Path) -> dict[str, 
     """What one process does with a row."""
     file = scratch / f"{job}.json"
     folder = folder_of(row)
-    path = os.pathsep.join(map(str, [folder] if folder else []))
+    path = os.pathsep.join([*([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(Path(__file__).with_name("wild_rows.py")), job, name, str(file), *map(str, more)]
     with (scratch / f"{job}.log").open("w") as log:
         try:
@@ -95,6 +101,28 @@ def judge(name: str) -> Verdict:
             return Verdict("refused" if ours(saved["error"]) else "could not run", saved["error"])
         resumed = run("resume", name, row, scratch, scratch / "save.json")
     return verdict(row, bare, saved, resumed)._replace(wrapping=saved["wrapping"])
+
+
+def compare(name: str) -> tuple[str, str]:
+    """Of a row that is not cut: `Verdict.undisturbed` and `Verdict.difference`."""
+    if ROWS[name].tests:
+        return "-", "its tests compare it"
+    with tempfile.TemporaryDirectory() as folder:
+        found = run("undisturbed", name, ROWS[name], Path(folder))
+    words = {"holds": "same", "failed": DIFFERS, "refused clearly": "refused"}
+    why = found.get("why", "") or found.get("error", "")
+    return words.get(found.get("status", ""), "-"), why
+
+
+def with_comparison(former: Verdict, name: str) -> Verdict:
+    """What came of a row, with what comes of it undisturbed."""
+    undisturbed, difference = compare(name)
+    return former._replace(undisturbed=undisturbed, difference=difference)
+
+
+def both(name: str) -> Verdict:
+    """All of a row."""
+    return with_comparison(judge(name), name)
 
 
 def tested(row: Row) -> Verdict:
@@ -216,13 +244,15 @@ process, under other global seeds, continues from each state, and must give the 
 
 - **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
   loader shuffles, only the samples are compared.
+- **Undisturbed** compares three epochs without a resume with three of the loader by itself: the law
+  [transparent](testing.md#the-plain-loader).
 - **1 -> 2 ranks**: two ranks continue what one had begun, where `capabilities` promises that.
 - **-**: not promised by `capabilities`, not tried (loaders without an end), or there is nothing to compare with.
   Grain's `ElasticIterator` continues on [other numbers of ranks](own_states.md#other-numbers-of-ranks), but is built
   for one here.
 
-| loader | outcome | same samples | 1 -> 2 ranks |
-|---|---|---|---|
+| loader | outcome | undisturbed | same samples | 1 -> 2 ranks |
+|---|---|---|---|---|
 """
 
 TAIL = """`wrap` took {slowest:.0f} ms at most.
@@ -269,9 +299,14 @@ def page(found: dict[str, Verdict]) -> str:
         rebuilt=sum(not set(copied).isdisjoint(ROWS[name].packages) for name in found),
     )  # fmt: skip
     slowest = 1000 * max(each.wrapping for each in found.values())
-    lines = [f"| {name} | {each.kind} | {each.samples} | {each.ranks} |" for name, each in found.items()]
+    lines = [
+        f"| {name} | {each.kind} | {each.undisturbed} | {each.samples} | {each.ranks} |" for name, each in found.items()
+    ]
     others = {name: each for name, each in found.items() if not each.kind.startswith("exact,")}
     words = [f"- **{name}**, {each.kind}: {each.why}" for name, each in others.items()]
+    words += [
+        f"- **{name}**, undisturbed: {each.difference}" for name, each in found.items() if each.undisturbed == DIFFERS
+    ]
     tail = TAIL.format(slowest=slowest, versions=", ".join(named), copied=", ".join(copied))
     return "\n".join((head + "\n".join(lines), "", tail + "\n".join(words), ""))
 
@@ -280,20 +315,26 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--only", nargs="+", default=[], help="rows whose name has one of these words in it")
     arguments.add_argument("--processes", type=int, default=2, help="at a time")
+    arguments.add_argument("--undisturbed", action="store_true", help="only compare them with the bare loaders")
     options = arguments.parse_args()
     names = [name for name in ROWS if not options.only or any(word.lower() in name.lower() for word in options.only)]
     # A part of the rows takes the place of what came of them before.
-    former = json.loads(KEPT.read_text()) if options.only and KEPT.exists() else {}
+    former = json.loads(KEPT.read_text()) if (options.only or options.undisturbed) and KEPT.exists() else {}
     found = {name: Verdict(*each) for name, each in former.items()}
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-        running = {pool.submit(judge, name): name for name in names}
+        running = {
+            pool.submit(with_comparison, found.get(name, Verdict("could not run")), name)
+            if options.undisturbed
+            else pool.submit(both, name): name
+            for name in names
+        }
         for each in concurrent.futures.as_completed(running):
             name, came = running[each], each.result()
             found[name] = came
             write({name: found[name] for name in ROWS if name in found})
-            told = f"samples {came.samples}; ranks {came.ranks}; {came.why:.300}"
-            print(f"{name}: {came.kind}; {told}", flush=True)
-    return any(each.kind == WRONG for each in found.values())
+            told = f"undisturbed {came.undisturbed} {came.difference:.300}; samples {came.samples}; ranks {came.ranks}"
+            print(f"{name}: {came.kind}; {told}; {came.why:.300}", flush=True)
+    return any(each.kind == WRONG or each.undisturbed == DIFFERS for each in found.values())
 
 
 def write(found: dict[str, Verdict]) -> None:

@@ -5,6 +5,7 @@ Run by ``wild.py``, with the folder of the row's package on the path: ``python w
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -36,6 +37,8 @@ from wild_row import BATCH, CUT, KEPT, SEED, SIZE, Row, first_column, loader, te
 from wild_states import STATES
 
 import midepoch
+from midepoch.testing import check_resumable
+from midepoch.testing.naming import Naming
 
 # --- packages ---------------------------------------------------------------------------------------------------------
 
@@ -533,6 +536,27 @@ def save(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def made(name: str) -> Any:
+    return wrapped(ROWS[name])
+
+
+def identified(name: str, batch: Any) -> list[int]:
+    identify = ROWS[name].identify
+    return identify(batch) if identify else []
+
+
+def undisturbed(name: str) -> dict[str, Any]:
+    """Three passes beside three of the loader by itself."""
+    told = Naming(blind=True) if ROWS[name].identify is None else functools.partial(identified, name)
+    report = check_resumable(
+        functools.partial(made, name), laws=["transparent"], world_sizes=(1,), quick=True, options=(), identify=told,
+        raise_on_failure=False,
+    )  # fmt: skip
+    found = report["transparent"]
+    why = found.reason if found.error is None else f"{found.error.expected}; {found.error.got.splitlines()[0]}"
+    return {"status": found.status, "why": f"{found.error.place}: {why}" if found.error and found.error.place else why}
+
+
 def resume(row: Row, saved: dict[str, Any]) -> dict[str, Any]:
     """Under other global seeds: the rest of each epoch, and on two ranks where that is claimed."""
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
@@ -568,6 +592,8 @@ def main() -> None:
         try:
             if job == "resume":
                 found = resume(row, json.loads(Path(sys.argv[4]).read_text()))
+            elif job == "undisturbed":
+                found = undisturbed(name)
             else:
                 found = {"bare": bare, "save": save}[job](row)
         except Exception as error:  # noqa: BLE001  # it is a verdict
