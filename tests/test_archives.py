@@ -28,13 +28,13 @@ def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **attributes: An
 
 def make(path: Path, kind: str, names: list[str], size: int = 700) -> None:
     generator = np.random.default_rng(0)
-    with tarfile.open(path, "w", format=FORMATS[kind]) as archive:
+    with tarfile.open(path, "w", format=FORMATS[kind], encoding="utf-8") as archive:
         for name in names:
             add(archive, name, generator.bytes(int(generator.integers(0, size))), mtime=1.5 if kind == "pax" else 1)
 
 
 def expected(path: Path) -> list[tuple[str, int, int, bytes]]:
-    with tarfile.open(path) as archive:
+    with tarfile.open(path, encoding="utf-8") as archive:
         return [
             (info.name, info.offset_data, info.size, archive.extractfile(info).read())  # type: ignore[union-attr]
             for info in archive

@@ -500,7 +500,7 @@ def test_a_shell_completes_commands_and_options(line: str, expected: str) -> Non
 
 
 def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
-    (tmp_path / "of_mine.py").write_text((TESTS / "check_sources.py").read_text())
+    (tmp_path / "of_mine.py").write_text((TESTS / "check_sources.py").read_text(encoding="utf-8"))
     done = check("of_mine.py:alone", "--quick", "--epochs=1", "--laws=determinism,tail", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Laws and trials: 2 hold." in done.stdout
@@ -541,7 +541,7 @@ def test_a_module_that_leaves_when_it_is_imported(tmp_path: Path) -> None:
 
 
 def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (TESTS / "check_sources.py").read_text()
+    source = (TESTS / "check_sources.py").read_text(encoding="utf-8")
     for name, text in (("a", source), ("b", source.replace("def alone", "def other"))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(text)
@@ -558,9 +558,9 @@ def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monk
 def test_names_are_text_and_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "x[red]"
     folder.mkdir()
-    source = (TESTS / "check_sources.py").read_text()
+    source = (TESTS / "check_sources.py").read_text(encoding="utf-8")
     names = "\n\ndef names(batch):\n    return [f'\\udc80é{n}' for n in batch[0]]\n"
-    (folder / "red_mine.py").write_text(source + names)
+    (folder / "red_mine.py").write_text(source + names, encoding="utf-8")
     (folder / "report[old].html").write_text("before")
     arguments = ("x[red]/red_mine.py:alone", "--quick", "--epochs=1", "--laws=partition")
     report = "--report=x[red]/report[old].html"

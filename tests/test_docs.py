@@ -92,7 +92,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 def entries() -> dict[str, str]:
     """Heading -> the block of each entry of the page for a start."""
-    text = (ROOT / "docs" / "start.md").read_text()
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     found = re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     return {name: code[1] for name, text in found for code in BLOCK.findall(text)[:1]}
 
@@ -160,7 +160,7 @@ def test_an_entry_of_the_start_has_at_most_six_lines_and_can_be_pasted(name: str
     assert 0 < len(excerpt) <= 6
     compile(entries()[name], name, "exec")
     if first.startswith("# "):
-        program = outline((ROOT / first.removeprefix("# ")).read_text())
+        program = outline((ROOT / first.removeprefix("# ")).read_text(encoding="utf-8"))
         places: list[int] = []  # in the program, of each line of the excerpt
         for text, _ in excerpt:
             after = places[-1] + 1 if places else 0
@@ -173,7 +173,7 @@ def test_an_entry_of_the_start_has_at_most_six_lines_and_can_be_pasted(name: str
 
 
 def test_the_start_says_where_the_names_of_adapters_come_from() -> None:
-    text = (ROOT / "docs" / "start.md").read_text()
+    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     for section in text.split("\n### ")[1:]:
         name = re.search(r"\b(feed|ExactResume|dali)[(.]", "".join(code for _, code in BLOCK.findall(section)))
         if name:
@@ -220,14 +220,14 @@ def test_the_front_page_has_the_figures_of_the_page_on_costs() -> None:
     """Rounded; a page that was measured anew needs another front page."""
     rows = re.findall(
         r"^\| 32 \| (\d) \| (no|yes) \| ([\d.]+) \| [^|]* \| ([\d.]+); ([\d.]+) ",
-        (ROOT / "docs" / "benchmarks" / "loader.md").read_text(), re.MULTILINE,
+        (ROOT / "docs" / "benchmarks" / "loader.md").read_text(encoding="utf-8"), re.MULTILINE,
     )  # fmt: skip
     table = {(workers, draw): (plain, streams, ratio) for workers, draw, plain, streams, ratio in rows}
     told = re.search(
         r"costs (\d+) µs more; one that draws none costs nothing\. Worst case, a batch of 32 integers: "
         r"(\d+) µs instead of (\d+) if they draw, (\d+) instead of (\d+) if they do not\. "
         r"With two workers: ([\d.]+) and ([\d.]+) times as long",
-        " ".join((ROOT / "README.md").read_text().split()),
+        " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()),
     )
     assert told
     of_a_sample, *of_batches = told.groups()[:5]
@@ -240,19 +240,20 @@ def test_the_front_page_has_the_figures_of_the_page_on_costs() -> None:
 
 def test_the_front_pages_lead_to_every_entry_of_the_start() -> None:
     for page in (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "start.md"):
-        anchors = set(re.findall(r"(?:start\.md|\()#([\w-]+)\)", page.read_text()))
+        anchors = set(re.findall(r"(?:start\.md|\()#([\w-]+)\)", page.read_text(encoding="utf-8")))
         expected = {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in entries()}
         assert expected <= anchors, f"{page.name} does not lead to {sorted(expected - anchors)}"
 
 
 def test_the_sites_front_page_is_the_beginning_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text().partition("## Read on")[0]
-    assert (ROOT / "docs" / "index.md").read_text().partition("## Read on")[0] == readme.replace("](docs/", "](")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Read on")[0]
+    front = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("## Read on")[0]
+    assert front == readme.replace("](docs/", "](")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)
 def test_shell_blocks_name_what_exists(page: Path) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for code in blocks(page, "bash"):
         for line in filter(None, (line.partition("#")[0].strip() for line in code.splitlines())):
             if match := re.fullmatch(r"make (\w+)\b.*", line):
@@ -275,8 +276,9 @@ def test_no_page_installs_by_a_name_that_was_not_published() -> None:
 
 def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:
     """Of all that is shown, but what is shown as it was before (a line of a diff), and lists made once."""
-    shown = [code for page in PAGES for kind, code in BLOCK.findall(page.read_text()) if kind in ("python", "diff")]
-    shown += [path.read_text() for path in sorted((ROOT / "examples").rglob("*.py"))]
+    blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    shown = [code for kind, code in blocks if kind in ("python", "diff")]
+    shown += [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").rglob("*.py"))]
     counting = re.compile(r"^(?!-).*\b(?:enumerate|tqdm)\((\w*(?:loader|labelled))\b(.*)", re.MULTILINE)
     found = [match for code in shown for match in counting.finditer(code)]
     assert len(found) > 8
@@ -286,12 +288,12 @@ def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:
 
 def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
-        for kind, code in BLOCK.findall(page.read_text()):
+        for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")):
             assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
 
 
 def test_the_page_on_checks_explains_the_words_of_verdicts() -> None:
-    page = (ROOT / "docs" / "testing.md").read_text().replace("`", "")
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8").replace("`", "")
     assert "\n".join(f"| {word} | {meaning} |" for word, meaning in MEANINGS.items()) in page
 
 
@@ -299,7 +301,7 @@ def test_every_page_shows_something_at_its_top() -> None:
     """An example, a picture or a table of figures, within a screen."""
     for page in PAGES:
         if page.name not in ("CONTRIBUTING.md", "reference.md"):
-            top = "\n".join(page.read_text().splitlines()[:20])
+            top = "\n".join(page.read_text(encoding="utf-8").splitlines()[:20])
             assert re.search(r"^(```|!\[|\| ?---)", top, re.MULTILINE), f"{page.name} begins with text alone"
 
 
@@ -423,7 +425,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert {each.stem for each in PAGES if each.parent.name == "docs"} - {"index"} <= {
         p.name for p in tmp_path.iterdir()
     }
-    reference = (tmp_path / "reference" / "index.html").read_text()
+    reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", reference)).split())
     for name in midepoch.__all__:
         assert f"midepoch.{name}" in reference or f"midepoch.errors.{name}" in reference, (
@@ -437,7 +439,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
 def test_an_adapter_of_another_package(tmp_path: Path) -> None:
     """It is found by its entry point, and satisfies every law."""
     package = shutil.copytree(ROOT / "examples" / "adapter_package", tmp_path / "package")
-    assert len((package / "midepoch_rows.py").read_text().splitlines()) <= 60
+    assert len((package / "midepoch_rows.py").read_text(encoding="utf-8").splitlines()) <= 60
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(tmp_path / "site"), str(package)], check=True, capture_output=True)
     command: list[str | Path] = ["-m", "pytest", "-q", "-c", os.devnull, package / "test_rows.py"]
@@ -449,7 +451,7 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
 
 def test_every_example_is_run() -> None:
     tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
-    others = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    others = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     for example in (ROOT / "examples").glob("*.py"):
         assert example.name in tested or f'"{example.name}"' in others, f"no test runs {example.name}"
-        assert len(example.read_text().splitlines()) <= 60, f"{example.name} has more than 60 lines"
+        assert len(example.read_text(encoding="utf-8").splitlines()) <= 60, f"{example.name} has more than 60 lines"

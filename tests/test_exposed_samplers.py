@@ -264,3 +264,55 @@ def test_another_list_is_refused(workers: int) -> None:
     with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
         other.load_state_dict(state)
     assert next(iter(other)).tolist() == [SIZE - 1, SIZE - 2, SIZE - 3]
+
+
+def test_a_list_that_the_loop_changes_is_followed_at_the_next_pass() -> None:
+    sampler = Given(list(range(SIZE)))
+    loader = midepoch.wrap(DataLoader(Listed(sampler), SIZE), seed=0)
+    assert next(iter(loader)).tolist() == sampler.order
+    loader.seek(epoch=0)
+    sampler.order = sampler.order[::-1]
+    assert next(iter(loader)).tolist() == sampler.order
+    sampler.order = sampler.order[:7]
+    loader.seek(epoch=1)
+    assert [batch.tolist() for batch in loader] == [sampler.order]
+
+
+def test_a_list_that_is_changed_between_a_load_and_its_first_batch_is_refused() -> None:
+    def of(order: list[int]) -> Any:
+        return midepoch.wrap(DataLoader(Listed(Given(order)), 3), seed=0)
+
+    loader = of(list(range(SIZE)))
+    next(iter(loader))
+    state = loader.state_dict()
+    resumed = of(list(range(SIZE)))
+    resumed.load_state_dict(state)
+    resumed.source.dataset.sampler.order.reverse()
+    with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
+        next(iter(resumed))
+
+
+class Fails(Sampler[int]):
+    """Ends by an error of its own."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE)
+        raise KeyError("all seen")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3, SIZE])
+def test_a_sampler_s_own_error_comes_where_the_plain_loader_raises_it(batch_size: int | None, workers: int) -> None:
+    def until_the_error(loader: Any) -> list[Any]:
+        got = []
+        with pytest.raises(KeyError, match="all seen"):
+            for batch in loader:
+                got.append(batch)
+        return [batch if batch_size is None else batch.tolist() for batch in got]
+
+    plainly = until_the_error(DataLoader(Listed(Fails()), batch_size))
+    loader = midepoch.wrap(DataLoader(Listed(Fails()), batch_size, num_workers=workers), seed=0, on_error="retry")
+    assert until_the_error(loader) == plainly

@@ -210,6 +210,12 @@ class Driven:
             if isinstance(order, Listed):
                 order.begin(seed, epoch)
 
+    def moved(self) -> None:
+        """The loader was led elsewhere: the next pass asks the samplers again."""
+        for order in self.orders.values():
+            if isinstance(order, Listed):
+                order.moved("")
+
     def listed(self, seed: int, epoch: int) -> list[ListedEpoch | None]:
         """The list of each sampler in an epoch; None where the order is computed."""
         return [order.epoch(seed, epoch) if isinstance(order, Listed) else None for order in self.orders.values()]
@@ -295,11 +301,18 @@ def _probe(driven: Driven, seed: int) -> Probed:
         for name, value in in_a_row.places.items():
             if jumped.places.get(name, value) != value:
                 return Probed(None, f"it counts on its own, besides its samplers, in {name}")
-    at_end = _Counting(driven, guard, seed)
-    if at_end.read(size - 1, draws) is None or at_end.read(size) is not None:
+    if not _ends(_Counting(driven, guard, seed), size, draws):
         return Probed(None, "it does not end with its samplers")
     told = f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
     return Probed(draws, told, first.unseen)
+
+
+def _ends(reader: _Counting, size: int, draws: tuple[int, ...]) -> bool:
+    """Whether it ends after its last sample, which is reached by a jump."""
+    try:
+        return reader.read(size - 1, draws) is not None and reader.read(size) is None
+    except Exception:  # noqa: BLE001  # raised again where the plain loader raises it
+        return False
 
 
 class _Counted(NamedTuple):

@@ -268,12 +268,8 @@ class IterableAdapter(Adapter):
                     f"draws per sample differ: the state was saved with {saved}, this source draws {self._draws}; "
                     "restore the dataset that the state was saved with, or start over with this data"
                 )
-            if position and driven[2] != (crc := self._driven.crc(seed, epoch) or None):
-                raise StateMismatchError(
-                    f"the list of epoch {epoch} differs: the state was saved with crc={driven[2]}, the samplers of "
-                    f"{_name(self._stream)} give crc={crc}; restore what they are made of (sort what comes from a set "
-                    "or a folder), or start over without the state"
-                )
+            if position:
+                self._check_lists(self._driven, driven[2] or "", seed, epoch)
             return
         if not replayed or (replayed[1] and not self._exposes):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
@@ -293,6 +289,19 @@ class IterableAdapter(Adapter):
                 "the world size differs: samples of this epoch draw different numbers, so only 1 process can continue "
                 f"it, and the world has {world.world_size}: run 1 process for the rest of this epoch"
             )
+
+    def _check_lists(self, driven: Driven, saved: str, seed: int, epoch: int) -> None:
+        if (crc := driven.crc(seed, epoch)) != saved:
+            raise StateMismatchError(
+                f"the list of epoch {epoch} differs: the state was saved with crc={saved}, the samplers of "
+                f"{_name(self._stream)} give crc={crc}; restore what they are made of (sort what comes from a set or a "
+                "folder), or start over without the state"
+            )
+
+    def moved(self, detail: str) -> None:
+        """Let the samplers give their lists again: the training loop may have changed them."""
+        if self._driven is not None:
+            self._driven.moved()
 
     # --- sessions ---
 
@@ -324,6 +333,8 @@ class IterableAdapter(Adapter):
                 if alone
                 else DrivenReader(*arguments)
             )
+        if run.position and (saved := _DRIVEN_DETAIL.fullmatch(run.detail)):
+            self._check_lists(driven, saved[2] or "", run.seed, run.epoch)  # they may have changed since the load
         check = unchanged(self._stream, length_of(self._stream))
         lists = driven.listed(run.seed, run.epoch) if self._workers else ()
         requests = driven_requests(run, check, draws, lists, max(self._workers, 1), reader.goes_on)
