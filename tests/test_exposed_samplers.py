@@ -314,5 +314,7 @@ def test_a_sampler_s_own_error_comes_where_the_plain_loader_raises_it(batch_size
         return [batch if batch_size is None else batch.tolist() for batch in got]
 
     plainly = until_the_error(DataLoader(Listed(Fails()), batch_size))
-    loader = midepoch.wrap(DataLoader(Listed(Fails()), batch_size, num_workers=workers), seed=0, on_error="retry")
+    # Where indices are divided, wrap refuses it and names shard=.
+    source, shard = DataLoader(Listed(Fails()), batch_size, num_workers=workers), True if workers else None
+    loader = midepoch.wrap(source, seed=0, on_error="retry", shard=shard)
     assert until_the_error(loader) == plainly
