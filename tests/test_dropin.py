@@ -65,6 +65,7 @@ def test_another_sampler_is_refused_with_the_cure(name: str) -> None:
 def test_what_programs_print_in_their_first_lines() -> None:
     loader = midepoch.wrap(source(), seed=1)
     assert (len(loader.dataset), len(loader.sampler), len(loader), loader.batch_size) == (20, 20, 5, 4)
+    assert len(loader.batch_sampler) == 5
     second = midepoch.wrap(source(), seed=1, world=World(1, 3))
     assert (len(second.dataset), len(second.sampler), len(second)) == (20, 7, 2)
     with pytest.raises(TypeError, match=r"loader\.unit"):

@@ -126,7 +126,7 @@ class Loader:
     @property
     def batch_sampler(self) -> BatchSamplerOfSource:
         """The source's, as `sampler`. Raises when it is iterated: a loader rebuilt from its parts would not resume."""
-        return BatchSamplerOfSource(self, ("batch_sampler",), self._samples, lambda: self._course.is_reading)
+        return BatchSamplerOfSource(self, ("batch_sampler",), self.__len__, lambda: self._course.is_reading)
 
     @batch_sampler.setter
     def batch_sampler(self, value: object) -> NoReturn:

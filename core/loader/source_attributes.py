@@ -88,7 +88,7 @@ class SamplerOfSource:
     Args:
         loader: the wrapped loader.
         path: of the attributes that lead from the source to the sampler.
-        length: samples of one epoch on this rank; raises TypeError if it is unknown.
+        length: samples of one epoch on this rank, or batches of a batch sampler; raises TypeError if it is unknown.
         is_read: whether a pass is being read.
     """
 
@@ -125,12 +125,6 @@ class BatchSamplerOfSource(SamplerOfSource):
     """The same for its batch sampler. It raises when it is iterated: a loader made of it would skip batches."""
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse()
-
-    def __len__(self) -> int:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise UnsupportedSourceError(
             "a loader was rebuilt from the parts of a wrapped one; it would lose the place, the order and the streams: "
             "iterate the wrapped loader itself, which continues by itself after load_state_dict. With a trainer that "
