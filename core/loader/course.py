@@ -565,7 +565,7 @@ class Course:
                 self._exhaust(cursor)
             return goes_on
         before = sum(epoch == cursor.epoch - 1 for _, epoch, _, _ in self.history)
-        if cursor.position == 0 and before:
+        if cursor.position == 0 and before and not self.adapter.drop_last:  # which may have left out all of it
             self.close_session()
             self._exhaust(cursor)
             raise SourceError(
