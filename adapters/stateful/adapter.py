@@ -70,6 +70,7 @@ class StatefulAdapter(Adapter):
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self.seeds = False  # a batch has drawn, so each is seeded from now on
         self.was_put_at_its_end = False  # by a state, and not read since
+        self.stands_at = ""  # the state that it has reported at its end; empty once it is read again
         self._used = False
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read

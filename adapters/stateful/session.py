@@ -37,6 +37,7 @@ class StatefulSession(Session):
         self._handed_out = 0
         self._failed = self._finished = False
         self._over = run.detail.startswith(ENDED)  # the source has ended
+        self._end = ""  # its state at the end of a pass of unknown length
         self._asked = (0, run.detail)  # batches handed out so far, and the source's state at that point
 
     def take(self) -> Any:
@@ -154,7 +155,9 @@ class StatefulSession(Session):
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
         adapter.begin(run)
-        if not run.detail:
+        # A source that stands there goes on as in a plain pass: nothing is loaded.
+        stands_there, adapter.stands_at = bool(run.detail) and run.detail == adapter.stands_at, ""
+        if not run.detail or (stands_there and not run.position):
             self._iterator = adapter.start(run, None)
         else:
             state = decode(run.detail)
@@ -209,7 +212,11 @@ class StatefulSession(Session):
         if self._over and self._iterator is None:
             return self._run.detail.removeprefix(ENDED)
         self._finish()
-        return encode(self._adapter.current(self._iterator))
+        if self._steps is not None:
+            return encode(self._adapter.current(self._iterator))
+        if not self._end:
+            self._end = self._adapter.stands_at = encode(self._adapter.current(self._iterator))
+        return self._end
 
     def _finish(self) -> None:
         """Read past the last batch. Until then, the source's state says that nothing is left, not that it has ended."""
