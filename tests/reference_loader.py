@@ -114,7 +114,7 @@ class Capability(types.SimpleNamespace):
 class ReferenceLoader:
     """Rank r takes the r-th contiguous block of each global batch; the position counts the samples of all ranks."""
 
-    departs = frozenset({"numbers"})  # of what the plain loader gives, its order is kept
+    departs: frozenset[str] = frozenset()  # it keeps the order of the plain loader
     elastic = True
     elastic_workers = True
     replays = False

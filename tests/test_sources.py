@@ -35,6 +35,11 @@ class TestMapShuffled(_Sampled):
     shuffled = True
     quick = False
 
+    @pytest.mark.long  # spawns workers, if it is not quick; test_transparent has it without
+    def test_transparent(self) -> None:
+        """The long form of the law."""
+        super().test_transparent()
+
 
 class TestMapSequentialDrop(_Sampled):
     make_loader = staticmethod(sources.map_sequential_drop)

@@ -1127,4 +1127,5 @@ class TestStreaming(ResumableTests):
     # Each dataset of a machine looks through the shared memory of all that were made before it, and keeps it open.
     cuts = (2,)
     epochs = 1
+    quick = True
     state_bytes = 512

@@ -56,6 +56,7 @@ class DynamicAdapter(Adapter):
     """A partial of a dynamic reader's `next_epoch`. The unit is one process's batch."""
 
     name: ClassVar[str] = "dali-dynamic"
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
     unit = "batch"
     seals_detail = True
     remembers = False

@@ -95,6 +95,7 @@ class NativeAdapter(Adapter):
     """
 
     name: ClassVar[str] = "dali"
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
     unit = "batch"
     leads = True
     can_seek = True

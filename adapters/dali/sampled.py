@@ -26,6 +26,7 @@ class SampledAdapter(Adapter):
     """A DALIGenericIterator or a related class, over one pipeline that midepoch.adapters.dali.readers feeds."""
 
     name: ClassVar[str] = "dali-sampled"
+    departs: ClassVar[frozenset[str] | None] = None
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -83,6 +83,7 @@ class FFCVAdapter(Adapter):
     """A Loader of FFCV 1.0.2."""
 
     name: ClassVar[str] = "ffcv"
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

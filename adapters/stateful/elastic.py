@@ -25,6 +25,7 @@ class ElasticGrainAdapter(Adapter):
     """Grain's ElasticIterator. Its state is a position: the number of samples that all ranks have received."""
 
     name: ClassVar[str] = "grain-elastic"
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "ranks"})
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -65,6 +65,7 @@ class StreamingAdapter(Adapter):
     """A DataLoader over a StreamingDataset: Streaming's own loader or torch's."""
 
     name: ClassVar[str] = "streaming"
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "ranks", "traces"})
     seals_detail = True
     leads = True
 

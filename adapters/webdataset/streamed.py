@@ -46,6 +46,7 @@ class StreamedAdapter(Adapter):
     """A pipeline over shards that can only be read from their start. The unit is a batch."""
 
     name: ClassVar[str] = "webdataset-streams"
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "tail"})  # each stream batches by itself
     unit = "batch"
     seals_detail = True
 

@@ -270,9 +270,10 @@ class Adapter(ABC):
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
         redescribed: how often `describe` has begun to give something else.
         reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
-        departs: what an undisturbed epoch may have in another way than the source by itself: the "order" of its
-            samples, the random "numbers" in them, the "tail" (where batches that are not full lie). The law
-            `transparent` compares all else.
+        departs: what an undisturbed epoch may have in another way than the source by itself, besides drawn numbers:
+            the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
+            that get a sample; the "traces" that its package leaves in it. The law `transparent` compares all else.
+            None: it cannot be read by itself.
     """
 
     name: ClassVar[str]
@@ -283,7 +284,7 @@ class Adapter(ABC):
     remembers: bool = True
     leads: bool = False
     reads_any_span: bool = False
-    departs: ClassVar[frozenset[str]] = frozenset({"order", "numbers"})
+    departs: ClassVar[frozenset[str] | None] = frozenset({"order"})
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source

@@ -55,7 +55,7 @@ class Part:
         return {**stated, **settings}
 
     @property
-    def departs(self) -> frozenset[str]:
+    def departs(self) -> frozenset[str] | None:
         """As of its adapter."""
         return self.loader._adapter.departs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import multiprocessing
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,9 +36,10 @@ __all__ = ["transparent"]
 
 _PASSES = 3
 _MOST_UNKNOWN = 1000  # batches of a pass whose length is unknown
-_USUAL = frozenset({"order", "numbers"})
+_USUAL = frozenset({"order"})
 _FEW = 32  # items of a container that are compared one by one
-_OURS = "midepoch.errors.MidepochError"
+_ERRORS = "midepoch.errors"
+_OURS = f"{_ERRORS}.MidepochError"
 
 Side = Literal["plain", "wrapped"]
 
@@ -50,13 +52,14 @@ Side = Literal["plain", "wrapped"]
 def transparent(examination: Examination) -> Outcome:
     """Undisturbed, it gives the plain loader's samples, batches, length and end, and leaves no other trace."""
     outcomes: dict[str, Outcome] = {}
+    read: dict[_Way, tuple[Any, Any, Any]] = {}
     for way in _ways(examination):
-        plain, again, wrapped = _read_both(examination, way)
+        plain, again, wrapped = read[way] = _read_both(examination, way, read.get(_Way()))
         if isinstance(plain, str):
             return Outcome("not applicable", plain)
         outcomes[str(way)] = _Pair(examination, way, plain, again, wrapped).compare()
     if isinstance(wrapped, _Reading) and all(each.status == "holds" for each in outcomes.values()):
-        outcomes["ranks"] = _compare_ranks(examination, wrapped.departs is not None)
+        outcomes["ranks"] = _compare_ranks(examination, wrapped.departs)
     return combined(outcomes)
 
 
@@ -116,13 +119,24 @@ class _Opened:
     departs: frozenset[str] | None = None
 
 
-def _read_both(examination: Examination, way: _Way) -> tuple[Any, Any, _Reading | Failure]:
-    """The plain loader, the same under other global seeds, and the wrapped one, as `_read_side` reads them."""
+def _read_both(
+    examination: Examination, way: _Way, alone: tuple[Any, Any, Any] | None
+) -> tuple[Any, Any, _Reading | Failure]:
+    """The plain loader, the same under other global seeds, and the wrapped one, as `_read_side` reads them.
+
+    `alone`: the same without workers. A loader that promises the same samples for any number of workers is compared
+    with the plain loader without them, since starting them takes seconds.
+    """
     options = examination.options()
-    calls = [(0, "plain", False), (0, "plain", True), (1, "wrapped", False)]
-    plain, again, wrapped = examination.run(
-        [(process, _read_side, (examination.named, options, way, side, later)) for process, side, later in calls]
+    calls: list[tuple[int, Side, bool]] = [(0, "plain", False), (0, "plain", True), (1, "wrapped", False)]
+    same = alone is not None and examination.capability("elastic_workers")[0]
+    results = examination.run(
+        [
+            (process, _read_side, (examination.named, options, way, side, later))
+            for process, side, later in calls[2 if same else 0 :]
+        ]
     )
+    plain, again, wrapped = (*alone[:2], *results) if alone is not None and same else results
     return plain, again, wrapped
 
 
@@ -167,7 +181,7 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
             loader = from_midepoch("wrap")(source, **part.options)
         if side == "wrapped":
             whole = frozenset() if part.global_batch is None else frozenset({"tail"})
-            yield _Opened(loader, source, departs=part.departs | whole)
+            yield _Opened(loader, source, departs=(part.departs or frozenset()) | whole)
             return
         if why := _no_plain(source, part):
             raise InapplicableError(f"{why}: give plain=, a function that makes the plain loader")
@@ -180,6 +194,8 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
 
 def _no_plain(source: Any, part: Part) -> str:
     """Why the source of a loader cannot be read by itself; '' if it can."""
+    if part.departs is None:
+        return "the source is read by midepoch alone"
     if "mode" in part.options:
         return "a combination has no plain loader"
     if _is_function(source):
@@ -188,6 +204,10 @@ def _no_plain(source: Any, part: Part) -> str:
         except TypeError:
             return "the function that was wrapped needs arguments"
     return ""
+
+
+def _is_iterator(source: Any) -> bool:
+    return hasattr(type(source), "__next__")
 
 
 def _is_function(source: Any) -> bool:
@@ -219,6 +239,9 @@ def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) ->
                 batches.append(see(settings, batch if opened.work is None else opened.work(batch)))
         except Exception as error:  # noqa: BLE001 - it is compared
             reading.raised = capture_failure(error, f"iterating, pass {epoch}")
+        if side == "plain" and epoch and not batches and reading.raised is None and _is_iterator(opened.loader):
+            reading.passes.pop()  # it can be read once, and only midepoch begins it again
+            return
         if reading.endless or reading.raised is not None:
             return
         reading.views.append(_visible(opened.source))
@@ -378,7 +401,7 @@ class _Pair:
             self.sets(epoch, first, two.passes[epoch], mine)
             return
         expected = len(first.batches)
-        comparable = ours == theirs or "order" not in departs  # another order comes to the same end elsewhere
+        comparable = ours == theirs or self.keeps_order(departs)  # another order comes to the same end elsewhere
         if comparable and expected == len(two.passes[epoch].batches) != at:
             raise self.error(f"{expected} batches before it ends so", f"{at} batches", epoch, at)
 
@@ -412,13 +435,20 @@ class _Pair:
             one_sizes, two_sizes, sizes = ([len(ids) for ids in part.ids] for part in (first, second, mine))
             self.sizes(epoch, one_sizes, two_sizes, sizes, departs)
             self.shapes(epoch, first, second, mine)
-        if "order" in departs or named[0] != named[1]:
+        if named[0] != named[1] or not self.keeps_order(departs):
             return
         place = _first_difference(named[0], named[2])
         if place is not None:
             raise self.error(f"in its own order {named[0][place]}", f"{named[2][place]}", epoch, place)
-        if "numbers" not in departs and first.digests == second.digests:
-            self.examination.same(first.batches, mine.batches, "as the plain loader", epoch=epoch)
+
+    def keeps_order(self, departs: frozenset[str]) -> bool:
+        """Whether the plain loader's order has to be kept: it is stated, or is not drawn, since each pass has it."""
+        if "order" not in departs:
+            return True
+        if "tail" in departs or not isinstance(self.plain, _Reading) or not isinstance(self.again, _Reading):
+            return False
+        first, *others = [part.ids for part in (*self.plain.passes, *self.again.passes)]
+        return not self.blind and len(others) > 1 and all(other == first for other in others)
 
     def sizes(self, epoch: int, one: list[int], two: list[int], got: list[int], departs: frozenset[str]) -> None:
         """The number of batches and their sizes, in their order where that does not follow from the samples'."""
@@ -443,7 +473,7 @@ class _Pair:
 
     def views(self, number: int, one: _Reading, two: _Reading, got: _Reading) -> None:
         """What is left in the sampler and the dataset. Counters of reads may be a little higher."""
-        if not got.views[0]:
+        if not one.views[0] or not got.views[0] or "traces" in (got.departs or ()):
             return
         before, plain, other, mine = one.views[0], one.views[number], two.views[number], got.views[number]
         batches = sum(len(part.batches) for part in one.passes[:number])
@@ -451,6 +481,8 @@ class _Pair:
         for name in plain:
             if name in one.epochs or plain[name] != other.get(name) or plain[name] == mine.get(name):
                 continue
+            if self.way.num_workers and not re.fullmatch(r"(batch_)?sampler\.\w+", name):
+                continue  # workers have datasets of their own
             begun, there, here = before.get(name), plain[name], mine.get(name)
             if isinstance(begun, int) and isinstance(there, int) and isinstance(here, int):
                 # Documented re-reads: one sample twice more in each epoch, and the first batch, if it is found to draw.
@@ -505,8 +537,9 @@ def _end(reading: _Reading, epoch: int) -> tuple[str, str]:
         return "ended", ""
     if reading.raised is None:
         return "endless", ""
-    # A DataLoader's worker sends a traceback of its own frames.
-    return reading.raised.kinds[0], reading.raised.message.rstrip().rpartition("\n")[2]
+    # A DataLoader's worker sends a traceback, whose last line has the class before the words.
+    kind, words = reading.raised.kinds[0], reading.raised.message.rstrip().rpartition("\n")[2]
+    return kind, words.rpartition(f"{kind.rpartition('.')[2]}: ")[2]
 
 
 def _told_end(reading: _Reading, epoch: int) -> str:
@@ -524,10 +557,10 @@ def _told(length: int | Failure) -> str:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def _compare_ranks(examination: Examination, says: bool) -> Outcome:
+def _compare_ranks(examination: Examination, departs: frozenset[str] | None) -> Outcome:
     """Ranks have as much as where the source itself divides; joined, their batches are one rank's.
 
-    `says`: the loader says what it does in another way than the source, and so, too, that it shares batches like that.
+    The latter only of a loader that says what it does in another way than the source, and does not name its ranks.
     """
     for world_size in examination.worlds[1:]:
         calls = [
@@ -536,11 +569,17 @@ def _compare_ranks(examination: Examination, says: bool) -> Outcome:
             for rank in range(size)
         ]
         alone, *plain = examination.run(calls)
-        wrapped = examination.heads(world_size)
+        try:
+            wrapped = examination.heads(world_size)
+        except LawError as error:
+            if f"\n{_ERRORS}." not in error.got:
+                raise
+            return Outcome("refused clearly", error.got.splitlines()[0])
         if not all(isinstance(each, _Reading) for each in (alone, *plain)):
             return Outcome("not applicable", "the plain loader cannot be made for several ranks")
         _same_shares(examination, alone, plain, wrapped)
-        if says and all(examination.capability(name)[0] for name in ("rank_independent", "elastic_world")):
+        ours = departs is not None and departs.isdisjoint({"tail", "ranks"})
+        if ours and all(examination.capability(name)[0] for name in ("rank_independent", "elastic_world")):
             _same_global_batches(examination, wrapped)
     return HOLDS
 
