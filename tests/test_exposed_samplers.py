@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, StateMismatchError, World
@@ -318,3 +325,47 @@ def test_a_sampler_s_own_error_comes_where_the_plain_loader_raises_it(batch_size
     source, shard = DataLoader(Listed(Fails()), batch_size, num_workers=workers), True if workers else None
     loader = midepoch.wrap(source, seed=0, on_error="retry", shard=shard)
     assert until_the_error(loader) == plainly
+
+
+def test_another_sampler_in_its_place_is_followed() -> None:
+    dataset = Listed(RandomSampler(range(SIZE)))
+    loader = midepoch.wrap(DataLoader(dataset, 3), seed=0)
+    assert sorted(itertools.chain.from_iterable(batch.tolist() for batch in loader)) == list(range(SIZE))
+    dataset.sampler = SubsetRandomSampler([1, 2, 3])
+    for _ in range(2):
+        assert sorted(itertools.chain.from_iterable(batch.tolist() for batch in loader)) == [1, 2, 3]
+    state = loader.state_dict()
+    resumed = midepoch.wrap(DataLoader(Listed(SubsetRandomSampler([1, 2, 3])), 3), seed=0)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in loader]
+
+
+class Remembers(IterableDataset[Any]):
+    """Counts, in itself, what it reads and how often it is begun."""
+
+    def __init__(self, long: dict[int, int] | None = None) -> None:
+        self.sampler, self.long = RandomSampler(range(SIZE)), long or {}
+        self.read = self.begun = 0
+        self.last: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        for index in self.sampler:
+            for _ in range(self.long.get(index, 1)):
+                self.last = index
+                self.read += 1
+                yield index
+
+
+@pytest.mark.parametrize("long", [{}, LONG])
+def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> None:
+    dataset, plainly = Remembers(long), Remembers(long)
+    loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
+    for _ in range(3):
+        read(loader, 1)
+        list(DataLoader(plainly, 4))
+        assert (dataset.read, dataset.begun) == (plainly.read, plainly.begun)
+        assert type(dataset.sampler) is RandomSampler
+    batches = iter(loader)
+    next(batches)
+    assert dataset.last is not None

@@ -493,6 +493,7 @@ class Course:
             self.end_epoch()
         elif before.phase is Phase.GIVEN:
             self.close_session()
+        self.failed.clear()  # only who asks the same iterator again goes on after a batch that failed
         before.ended = None
         if before.owned:
             self.cursor = before.taken_over()

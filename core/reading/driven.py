@@ -187,6 +187,8 @@ class Driven:
     def __init__(self, dataset: Any, orders: Mapping[Path, Order | Listed]) -> None:
         self.dataset = dataset
         self.orders = dict(orders)
+        self._read: dict[str, Any] = {}  # the attributes of the copy that is being read
+        self._known: dict[str, Any] = {}  # the same, as they were when the dataset got them last
 
     def open(
         self, seed: int, epoch: int, sent: Sequence[Sent | None] | None = None
@@ -202,7 +204,22 @@ class Driven:
                 driven[path] = _Driven(samplers[path], len(orders(0)), orders)
             else:
                 driven[path] = _Driven(samplers[path], part.length, None, part.error)
-        return iter(raw_copy(self.dataset, driven)), list(driven.values())
+        copied = raw_copy(self.dataset, driven)
+        self._read = getattr(copied, "__dict__", {})
+        self._known = dict(self._read)
+        return iter(copied), list(driven.values())
+
+    def leave(self) -> None:
+        """Let the dataset have what reading has set on its copy, as a plain pass leaves it."""
+        known = self._known
+        for name, value in self._read.items():
+            if name not in known or value is not known[name]:
+                known[name] = value
+                if type(value) is not _Draws:  # of our samplers
+                    object.__setattr__(self.dataset, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read": {}, "_known": {}}
 
     def prepare(self, seed: int, epoch: int) -> None:
         """List the samplers whose order is not computed, for a pass that begins."""
@@ -510,6 +527,8 @@ class DrivenReader:
         except BaseException:
             self._opened = None  # a generator cannot continue after an exception
             raise
+        finally:
+            self._driven.leave()
 
     def goes_on(self) -> bool:
         """Whether there may be batches after those that the samplers suffice for."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from midepoch.dividing import check_division
 from midepoch.errors import (
@@ -77,34 +77,50 @@ class IterableAdapter(Adapter):
         super().__init__(source, options)
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
-        samplers = {} if options.shard is not None or why else exposed_samplers(stream)
-        self._exposes = bool(samplers)
         self.unit = "sample" if collate is not None and options.shard is not False else "batch"
         self.drop_last = drop_last
         self._own_streams = options.shard is False
         # Each process's own stream may have batches of any size, so batches are counted.
         self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
-        understood = {path: understand(each) for path, each in samplers.items()}
-        self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
-        self._draws: tuple[int, ...] | None = None
-        self._probed = False
-        self._proved = False  # by reading, not by a state
-        self._varies = False  # a sample has deviated: from then on the source is replayed, with our samplers
-        self._why = why or ("it exposes no samplers" if not understood else "it has not been tried yet")
+        self._readers: dict[str, Any] = {}
+        self._may_drive = options.shard is None and not why
+        self._why = ""
+        self._understand()
+        self._why = why or self._why
         if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
-        for path, each in understood.items():
-            check_division(samplers[path], each.division)
-            self._adopt(each)
         self._warned = False
         # Why two passes were not compared; None if they were, or have not been yet.
         self._untried: str | None = "verify='off'" if options.verify == "off" else None
         if not options.streams:
             self._untried = "randomness='none'"
         self._tries = self._untried is None  # with the next batch that is read
-        self._readers: dict[str, Any] = {}
         if workers > 1 and self._driven is None:
             self._require_shard(f"{workers} worker processes")
+
+    def _understand(self) -> None:
+        """Learn what the exposed samplers stand for."""
+        stream = self._stream
+        samplers = exposed_samplers(stream) if self._may_drive else {}
+        self._exposes, self._held = bool(samplers), _held_by(samplers)
+        understood = {path: understand(each) for path, each in samplers.items()}
+        self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
+        self._draws: tuple[int, ...] | None = None
+        self._probed = False
+        self._proved = False  # by reading, not by a state
+        self._varies = False  # a sample has deviated: from then on the source is replayed, with our samplers
+        self._why = "it has not been tried yet" if understood else "it exposes no samplers"
+        self._readers.clear()
+        for path, each in understood.items():
+            check_division(samplers[path], each.division)
+            self._adopt(each)
+
+    def refresh(self) -> None:
+        """Follow a sampler that the training loop has put in another's place, or whose data it has changed."""
+        if self._may_drive and _held_by(exposed_samplers(self._stream)) != self._held:
+            self._understand()
+            self.redescribed += 1
+            self.learned()
 
     def _adopt(self, understood: Understood) -> None:
         self.seed = understood.seed if self.seed is None else self.seed
@@ -174,7 +190,8 @@ class IterableAdapter(Adapter):
         return None if self._own_streams or varies else length_of(self._stream)
 
     def prepare(self, seed: int, epoch: int) -> None:
-        """Let the samplers whose order is not computed give their lists."""
+        """The same, and let the samplers whose order is not computed give their lists."""
+        self.refresh()
         if self._driven is not None:
             self._driven.prepare(seed, epoch)
 
@@ -438,6 +455,19 @@ class IterableAdapter(Adapter):
             tries = False
 
 
+def _held_by(samplers: dict[Any, Any]) -> list[Any]:
+    """What tells whether the samplers are the same: they themselves; of torch's, what their order follows from."""
+    held: list[Any] = []
+    for path, sampler in samplers.items():
+        held += path, id(sampler)
+        if type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler):
+            # Its epoch is ours.
+            held += (id(value) for name, value in vars(sampler).items() if name != "epoch")
+            data = getattr(sampler, "dataset", None) if type(sampler) is DistributedSampler else sampler.data_source
+            held.append(length_of(data))
+    return held
+
+
 def _nothing() -> None:
     pass
 
@@ -495,7 +525,11 @@ class _OpenDriven:
         self._driven = driven
 
     def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
-        return self._driven.open(seed, epoch)[0]
+        iterator, _ = self._driven.open(seed, epoch)
+        for sample in iterator:
+            self._driven.leave()
+            yield sample
+        self._driven.leave()
 
 
 class _Single:
