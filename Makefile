@@ -7,7 +7,7 @@ BIN := .venv/bin
 TYPED := $(patsubst %/,%,$(sort $(dir $(wildcard tests/*.py examples/*.py benchmarks/*.py scripts/*.py docs/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest chaos trainers wild lint docs bench bench-check bench-each clean
+.PHONY: help setup demo test pytest chaos lowest trainers wild lint docs bench bench-check bench-each clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,18 @@ pytest: setup
 
 chaos: setup ## the long forms of the tests too: whole matrices, many more kills and mutations
 	MIDEPOCH_CHAOS=1 $(BIN)/python -m pytest $(ARGS)
+
+# On x86_64, PyPI has torch 2.6 with CUDA alone: 3 GB, unless pip's settings name a place with the build for the CPU.
+LOWEST := .venv/lowest
+REQUIRED := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])
+LINKS := import midepoch, pathlib; print(pathlib.Path(midepoch.__file__).parents[1])
+
+lowest: setup ## some tests on the lowest torch and numpy that pyproject.toml allows, in an environment of their own
+	$(BIN)/python -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet $$($(BIN)/python -c '$(REQUIRED)' | sed 's/>=/==/g') \
+	hypothesis pillow psutil pytest pytest-timeout scipy torchdata
+	PYTHONPATH="$$($(BIN)/python -c '$(LINKS)')" $(LOWEST)/bin/python -m pytest \
+	tests/test_state.py tests/test_order.py tests/test_snapshot.py tests/test_dataloader.py tests/test_iteration.py $(ARGS)
 
 # Each list in scripts/$(1) into a folder of its own: without what its packages ask for, which is another torch for some.
 define apart

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -382,6 +383,10 @@ def _one_rank(function: Callable[..., Any], rank: int, world_size: int, store: s
     try:
         return function(rank, *arguments)
     finally:
+        if torch.__version__.startswith("2.6."):
+            # This call holds the interpreter's lock there, and waits for gloo's threads, which need it to let go of
+            # the last tensors.
+            time.sleep(1)
         torch.distributed.destroy_process_group()
 
 
