@@ -160,7 +160,7 @@ def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader
 
 
 def test_what_cannot_be_examined_says_why() -> None:
-    report = check(lone_loader)
+    report = check(lone_loader, plain=functools.partial(reference_loader.plain, size=6, batch_size=6))
     assert "no more than one batch" in report["tail"].reason
     assert "fewer than three batches" in report["chain"].reason
     assert report["partition"].reason == "the factory takes no rank and world_size"
