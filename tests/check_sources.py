@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,6 +91,20 @@ def mix(batch: list[torch.Tensor]) -> list[torch.Tensor]:
 
 source = DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4, shuffle=True)
 mixing = midepoch.wrap(source, seed=0, then=mix, prefetch=2)
+
+
+class EndsEarly(midepoch.Loader):
+    """Leaves out the last batch of each pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(super().__iter__(), len(self) - 1)
+
+
+def ends_early(rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 2) -> Any:
+    source = DataLoader(TensorDataset(torch.arange(10)), batch_size, num_workers=num_workers)
+    loader = midepoch.wrap(source, seed=0, world=midepoch.World(rank, world_size))
+    loader.__class__ = EndsEarly
+    return loader
 
 
 class Unseeded(Sampler[int]):

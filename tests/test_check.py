@@ -198,6 +198,16 @@ def test_a_loader_that_is_built_for_its_rank_refuses_to_change_it() -> None:
     assert "1 refused clearly (reshard)" in done.stdout
 
 
+def test_samples_that_midepoch_alone_loses_are_named() -> None:
+    """A resumed run agrees with the wrapped one, so that only the plain loader can show it."""
+    done = check("check_sources:ends_early", "--quick", "--epochs=1", "--laws=transparent")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Without any resume, it does not give what the plain loader gives" in done.stdout
+    assert re.search(r"first seen +epoch 0, batch 4", done.stdout)
+    assert re.search(r"expected +as the plain loader: sample 8 once", done.stdout)
+    assert re.search(r"got +never; lost: 8, 9", done.stdout)
+
+
 def test_an_error_of_the_dataset_is_named_with_its_line() -> None:
     done = check("check_sources:failing")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -230,7 +240,7 @@ def test_a_generator_function_and_what_cannot_be_wrapped() -> None:
 def test_no_law_is_begun_when_the_time_is_over() -> None:
     done = check("check_sources:alone", "--seconds=0.001", "--epochs=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"25 not reached \(lists, .*rollback\)", done.stdout)
+    assert re.search(r"26 not reached \(lists, .*rollback\)", done.stdout)
     assert "--seconds 300" in done.stdout and "No law that was examined is broken" in done.stdout
 
 
@@ -514,7 +524,7 @@ def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
         (["nowhere.py:good"], "there is no file nowhere.py"),
         (["check_sources:bad"], "has no function and no loader 'bad'"),
         (["check_sources:number"], "has no function and no loader 'number'"),
-        (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are determinism"),
+        (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are transparent"),
         (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
         (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
         (["check_sources:alone", "--world-sizes=two"], "numbers separated by commas"),

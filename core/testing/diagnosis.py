@@ -61,9 +61,11 @@ _REPEATS = frozenset({"determinism", "lists", "samples", "passes"})
 _CONTINUES = frozenset(
     {"tail", "next epoch", "boundary", "round trip", "isolation", "transport", "chain", "delivery", "states"}
 )
+_DIFFERS = frozenset({"transparent"})
 _SHARES = frozenset({"partition", "topology", "reshard", "rollback"})
 _GROUPS = (
     (_REPEATS, "It does not repeat itself, so no state can lead back to the same batches"),
+    (_DIFFERS, "Without any resume, it does not give what the plain loader gives"),
     (_CONTINUES, "A resumed run is not the run that was cut"),
     (_SHARES, "Several ranks do not share an epoch as stated"),
 )
@@ -86,7 +88,7 @@ def diagnose(examination: Examination, report: Report) -> Diagnosis:
         facts = (*drawn, ("instead", _SEEDED)) if drawn else ()
         return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", facts)
     lead = next((name for group, _ in _GROUPS for name in failed if name in group), next(iter(failed)))
-    repeats = lead in _REPEATS or declared is False
+    repeats = lead in _REPEATS or (declared is False and lead not in _DIFFERS)
     error = failed[lead]
     title = next((title for group, title in _GROUPS if lead in group), "")
     if repeats and lead not in _REPEATS:
