@@ -30,6 +30,7 @@ from .indexed import keeps_nothing, unchanged
 from .private import sent_error
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 from .trials import of_kept_workers, reads_a_loader
+from .units import Units
 from .workers import Server
 
 __all__ = ["IterableAdapter", "IterableLoaderAdapter"]
@@ -525,11 +526,16 @@ class _OpenDriven:
         self._driven = driven
 
     def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
-        iterator, _ = self._driven.open(seed, epoch)
-        for sample in iterator:
+        return self._left(Units(self._driven.open(seed, epoch)[0]))
+
+    def _left(self, source: Units) -> Iterator[Any]:
+        try:
+            while True:
+                sample = source.next()
+                self._driven.leave()
+                yield sample
+        except StopIteration:
             self._driven.leave()
-            yield sample
-        self._driven.leave()
 
 
 class _Single:
