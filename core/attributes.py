@@ -44,14 +44,19 @@ PlainAttributes = dict[tuple[int, str], tuple[dict[str, Any], Any]]
 
 
 def plain_attributes(dataset: Any) -> PlainAttributes:
-    """The numbers and texts in the attributes of a dataset, and of those inside it."""
+    """The numbers, texts and tuples of them in the attributes of a dataset, and of those inside it."""
     found: PlainAttributes = {}
     for each in _with_inner(dataset):
         holder = _dict_of(each)
-        found.update({(id(holder), name): (holder, held) for name, held in holder.items() if type(held) in _PLAIN})
+        found.update({(id(holder), name): (holder, held) for name, held in holder.items() if _is_plain(held)})
         if len(found) > _MOST:
             break
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    members = value if type(value) is tuple and len(value) <= _MOST_INSIDE else ()
+    return type(value) in _PLAIN or (bool(members) and all(type(each) in _PLAIN for each in members))
 
 
 def set_back(dataset: Any, look: PlainAttributes) -> None:

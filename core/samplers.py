@@ -129,7 +129,15 @@ class Listed:
     def stated_length(self, seed: int, epoch: int) -> int:
         """The same, as the sampler's own len says while it has not been listed. Lists nothing if it has one."""
         listed = self.known(seed, epoch)
-        length = length_of(self._sampler) if listed is None else listed.units
+        if listed is None:
+            sampler = self._sampler
+            told = (sampler, getattr(sampler, "sampler", None))
+            if not self._pure and any(hasattr(each, "set_epoch") for each in told):
+                sampler = _shallow_copy(sampler)  # its length may follow from the epoch
+                _set_epoch(sampler, epoch)
+            length = length_of(sampler)
+        else:
+            length = listed.units
         return self.length(seed, epoch) if length is None else length
 
     def describe(self) -> str:

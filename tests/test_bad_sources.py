@@ -207,3 +207,19 @@ def test_a_source_that_raises_is_resumed_up_to_its_exception(name: str) -> None:
         warnings.simplefilter("ignore", MidepochWarning)
         again, same = _read(iter(resumed))
     assert again == rest and _is_own(same) and first is not None
+
+
+@pytest.mark.parametrize(
+    ("units", "batch_size", "drop_last"), [(13, 3, False), (20, 3, False), (12, 3, True), (30, 4, True)]
+)
+def test_a_length_that_is_too_low_within_a_batch_is_refused(units: int, batch_size: int, drop_last: bool) -> None:
+    class Stream(IterableDataset[int]):
+        def __len__(self) -> int:
+            return 10
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(units))
+
+    loader = midepoch.wrap(DataLoader(Stream(), batch_size, drop_last=drop_last), seed=0)
+    with pytest.raises(midepoch.SourceError, match="more than the 10 units"):
+        list(loader)

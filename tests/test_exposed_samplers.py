@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import warnings
@@ -369,3 +370,102 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> 
     batches = iter(loader)
     next(batches)
     assert dataset.last is not None
+
+
+class Sliced(Documents):
+    """Ends by a count of its own, which no variable shows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.islice(self.sampler, SIZE - 4)
+
+
+def test_a_count_that_no_variable_shows_is_replayed() -> None:
+    loader = make(Sliced)
+    batches = iter(loader)
+    next(batches)
+    state, rest = loader.state_dict(), [batch.tolist() for batch in batches]
+    resumed = make(Sliced)
+    resumed.load_state_dict(state)
+    with pytest.warns(MidepochWarning, match="counts on its own"):
+        assert [batch.tolist() for batch in resumed] == rest
+    assert sum(map(len, rest)) == SIZE - 4 - 4
+
+
+def test_peeking_at_the_end_of_a_deviated_epoch_repeats_nothing() -> None:
+    whole = read(make(Documents), 1)[0]
+    loader, got = make(Documents), []
+    batches = iter(loader)
+    while True:
+        with contextlib.suppress(StopIteration):
+            loader.peek()
+        try:
+            got.append(plain(next(batches)))
+        except StopIteration:
+            break
+    assert got == whole
+
+
+def _before_a_peek(loader: Any) -> tuple[dict[str, Any], Any]:
+    batches = iter(loader)
+    taken = [next(batches)]
+    while not loader.state_dict()["detail"].startswith("varies"):
+        state = loader.state_dict()
+        taken.append(next(batches))
+    return state, plain(taken[-1])
+
+
+def test_a_state_from_before_a_deviation_is_loaded_after_it() -> None:
+    """By the same loader too, as one that goes back."""
+    loader = make(Documents, remember=1)
+    state, following = _before_a_peek(loader)
+    assert loader.state_dict(in_flight=1) == state
+    for each in (make(Documents), loader):
+        each.load_state_dict(state)
+        batches = iter(each)
+        assert plain(next(batches)) == following
+        rest = [plain(batch) for batch in batches]
+    assert rest == read(make(Documents), 1)[0][-len(rest) :]
+
+
+class Short(Given):
+    """Its length is more than it gives."""
+
+    def __len__(self) -> int:
+        return 2 * len(self.order)
+
+
+def test_a_state_at_the_boundary_has_the_length_of_the_list() -> None:
+    def fresh() -> Any:
+        return midepoch.wrap(DataLoader(Listed(Short([3, 1, 2])), 2), seed=0)
+
+    loader = fresh()
+    assert [batch.tolist() for batch in loader] == [[3, 1], [2]]
+    resumed = fresh()
+    resumed.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in resumed] == [[3, 1], [2]]
+
+
+def test_another_collate_function_is_followed_at_the_next_pass() -> None:
+    for source in (DataLoader(Listed(Given([0, 1])), 2), DataLoader(Counted(), 2)):
+        loader = midepoch.wrap(source, seed=0)
+        assert [batch.tolist() for batch in loader] == [[0, 1]]
+        source.collate_fn = list
+        assert list(loader) == [[0, 1]]
+
+
+class Counted(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+def test_a_batch_that_only_what_follows_the_samplers_fills_is_given() -> None:
+    long = {5: 4}
+    loader = midepoch.wrap(DataLoader(Documents(long), SIZE + 3, drop_last=True), seed=3)
+    assert [len(batch[0]) for batch in read(loader, 1)[0]] == [SIZE + 3]
+
+
+def test_a_missing_shard_is_refused_in_each_pass() -> None:
+    loader = midepoch.wrap(DataLoader(Sliced(), 4, num_workers=2), seed=3)
+    for _ in range(2):
+        with pytest.raises(midepoch.UnsupportedSourceError, match="shard=True"):
+            next(iter(loader))

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler, get_worker_info
@@ -318,10 +321,30 @@ def _probe(driven: Driven, seed: int) -> Probed:
         for name, value in in_a_row.places.items():
             if jumped.places.get(name, value) != value:
                 return Probed(None, f"it counts on its own, besides its samplers, in {name}")
+    if counts := _counts(reader.iterator):
+        return Probed(None, f"it counts on its own, besides its samplers, by {counts}")
     if not _ends(_Counting(driven, guard, seed), size, draws):
         return Probed(None, "it does not end with its samplers")
     told = f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
     return Probed(draws, told, first.unseen)
+
+
+_COUNTING = (itertools.count, itertools.islice)
+_MOST_INSIDE = 64  # iterators inside one another
+
+
+def _counts(iterator: Any) -> str:
+    """The name of a built-in iterator that counts what it passes on, if this one reads through it; empty if none."""
+    waiting, seen = [iterator], 0
+    while waiting and seen < _MOST_INSIDE:
+        each, seen = waiting.pop(), seen + 1
+        if isinstance(each, _COUNTING):
+            return type(each).__name__
+        if isinstance(each, GeneratorType | Iterator) and type(each).__module__ in ("builtins", "itertools"):
+            waiting += (
+                held for held in gc.get_referents(each) if isinstance(held, Iterator) and not isinstance(held, _Draws)
+            )
+    return ""
 
 
 def _ends(reader: _Counting, size: int, draws: tuple[int, ...]) -> bool:
@@ -341,13 +364,13 @@ class _Counted(NamedTuple):
 
 
 class _Counting:
-    """Reads single samples of epoch 0 and counts their draws."""
+    """Reads single samples of epoch 0 from `iterator`, and counts their draws."""
 
     def __init__(self, driven: Driven, guard: Streams, seed: int) -> None:
         self._guard, self._key = guard, derive_key(Purpose.SAMPLE, seed, 0)
         with guard.under(derive_key(Purpose.OPENING, seed, 0)):
-            self._iterator, self._samplers = driven.open(seed, 0)
-        guard.begin_pass(self._iterator)
+            self.iterator, self._samplers = driven.open(seed, 0)
+        guard.begin_pass(self.iterator)
 
     def read(self, position: int, jump: tuple[int, ...] | None = None) -> _Counted | None:
         if jump is not None:
@@ -355,7 +378,7 @@ class _Counting:
                 sampler.position = position * draws
         before = [sampler.position for sampler in self._samplers]
         counted = self._count(position, before)
-        if counted is None or not self._guard.made_late(self._iterator):
+        if counted is None or not self._guard.made_late(self.iterator):
             return counted
         for sampler, start in zip(self._samplers, before, strict=True):
             sampler.position = start
@@ -364,13 +387,13 @@ class _Counting:
     def _count(self, position: int, before: list[int]) -> _Counted | None:
         with self._guard.under(extend_key(self._key, position)):
             try:
-                item = next(self._iterator)
+                item = next(self.iterator)
             except StopIteration:
                 return None
         drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
         restarted = any(sampler.passes > 1 for sampler in self._samplers)
         unseen: dict[str, None] = {}
-        return _Counted(drawn, restarted, checksum_of(item, unseen), _places(self._iterator), tuple(unseen))
+        return _Counted(drawn, restarted, checksum_of(item, unseen), _places(self.iterator), tuple(unseen))
 
 
 def _places(iterator: Any) -> dict[str, str]:
@@ -443,6 +466,9 @@ def driven_requests(
     share = run.share
     assert share is not None  # samplers have a length
     left, sends = share.steps, any(each is not None for each in lists)
+    if not left and not run.position:
+        # Less than a batch is left out of an epoch; a source that gives more than its samplers may make one of it.
+        yield DrivenRequest(run.session, run.seed, run.epoch, 0, 0, share.size, False, True)
     for start, stop in spans(share):
         unchanged()
         left -= 1
@@ -553,6 +579,8 @@ class DrivenReader:
             samples = self._samples(request, None)
             if request.last:
                 self._finish(request, samples, None)
+            if not samples:
+                raise StopIteration
             return self._collated(samples)
         with streams as start:
             samples = self._samples(request, start)
@@ -563,6 +591,8 @@ class DrivenReader:
         if request.last:
             with streams as start:
                 self._finish(request, samples, start)
+        if not samples:
+            raise StopIteration
         if self._plain_collate:
             return self._collated(samples)
         with streams as start:

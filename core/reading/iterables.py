@@ -62,6 +62,7 @@ class IterableAdapter(Adapter):
     """
 
     opening: Callable[[Any], Callable[[int, int], Iterator[Any]]] = Open
+    _reads_a_dataloader = False
 
     def __init__(
         self,
@@ -117,7 +118,13 @@ class IterableAdapter(Adapter):
             self._adopt(each)
 
     def refresh(self) -> None:
-        """Follow a sampler that the training loop has put in another's place, or whose data it has changed."""
+        """Follow another collate function, another exposed sampler, or other data of one of torch's."""
+        collate = getattr(self.source, "collate_fn", None) if self._reads_a_dataloader else self._collate
+        if collate is not self._collate:
+            self._collate = collate
+            self._readers.clear()
+            self.close()  # workers that are kept have the other one
+            self.learned()
         if self._may_drive and _held_by(exposed_samplers(self._stream)) != self._held:
             self._understand()
             self.redescribed += 1
@@ -176,18 +183,20 @@ class IterableAdapter(Adapter):
 
     def _draws_for(self, seed: int, detail: str) -> tuple[int, ...] | None:
         """The same, taken from a state's detail if possible, so that nothing has to be read."""
-        if self._driven is None or self._varies or detail.startswith("varies"):
+        if self._driven is None or detail.startswith("varies"):
             return None
-        if self._draws is None and (match := _DRIVEN_DETAIL.fullmatch(detail)):
+        match = _DRIVEN_DETAIL.fullmatch(detail)
+        if self._draws is None and match:
             return tuple(map(int, match[1].split(",")))
-        return self._drive(seed)
+        # A place before the sample that has deviated is still reached by a jump.
+        return None if self._varies and not match else self._drive(seed)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """The samples that the samplers suffice for. For a replay, the length of the stream, if all ranks share it."""
         draws = self._draws_for(seed, detail)
         if draws is not None and self._driven is not None:
             return self._driven.size(draws, seed, epoch)
-        varies = self._varies or detail.startswith("varies")
+        varies = detail.startswith("varies") or (self._varies and not detail)
         return None if self._own_streams or varies else length_of(self._stream)
 
     def prepare(self, seed: int, epoch: int) -> None:
@@ -198,7 +207,7 @@ class IterableAdapter(Adapter):
 
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
-        if self._driven is not None:
+        if self._drive(seed) is not None and self._driven is not None:  # a trial lists the first epoch
             self._driven.listed(seed, epoch)
 
     def stated_length(self) -> int | None:
@@ -335,13 +344,15 @@ class IterableAdapter(Adapter):
             return self._open_driven(run, self._driven, draws)
         if run.world.world_size > 1:
             self._require_shard(f"{run.world.world_size} ranks")
+        if self._workers > 1:
+            self._require_shard(f"{self._workers} worker processes")
         return self._open_replay(run)
 
     def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
         alone = run.world.world_size == 1 and self._workers == 0
         key = "driven alone" if alone else "driven"
         reader = self._readers.get(key)
-        if reader is None:
+        if reader is None or (isinstance(reader, AloneReader) and reader.varies):
             if self._collate is not None and not keeps_nothing(self._collate):
                 self.believes("the collate function was not tried: the source is read through its samplers")
             single, collate = self._samples_in_batch is None, self._collate or _as_it_is
@@ -364,8 +375,12 @@ class IterableAdapter(Adapter):
 
     def _deviated(self, why: str) -> None:
         """A sample of a driven session has deviated: from here on, the source is replayed."""
-        self._varies, self._why = True, f"it {why}"
+        told, self._varies, self._why = self._varies, True, f"it {why}"
         self.learned()
+        if not told:
+            self._tell_of_deviation(why)
+
+    def _tell_of_deviation(self, why: str) -> None:
         warn(
             f"{_name(self._stream)} {why}: from here on, a resume reads the epoch again from its start. To resume at "
             "once, let each sample draw as many indices, and let the source end with its samplers"
@@ -490,6 +505,8 @@ class IterableLoaderAdapter(IterableAdapter):
         stream: what it reads.
     """
 
+    _reads_a_dataloader = True
+
     def __init__(self, source: DataLoader[Any], options: Options, *, stream: Any) -> None:
         super().__init__(
             source,
@@ -569,7 +586,14 @@ class _AloneSession(_DrivenSession):
 
     def __init__(self, answers: Iterator[Any], close: Callable[[], None], detail: str, reader: AloneReader) -> None:
         super().__init__(answers, close, detail)
-        self._reader = reader
+        self._reader, self._next, self.take = reader, answers.__next__, self._take
+
+    def _take(self) -> Any:
+        try:
+            return self._next()
+        except StopIteration:
+            self._next = iter(()).__next__  # asked again, as `peek` may, the reader would begin anew
+            raise
 
     @property
     def varies(self) -> bool:

@@ -420,17 +420,19 @@ class ReplayReader:
                 "rank or worker itself, pass shard=False; otherwise wrap a function that reads it, as in "
                 "midepoch.wrap(lambda: iter(loader)), or correct its __len__ if that is your own"
             )
-        if reached == request.size and self._one_more():
+        last = reached + self._batch_size * request.world_size > request.size
+        left_out = request.size - reached if last and self._drop_last else 0
+        if reached > request.size or (reached + max(left_out, 0) == request.size and self._more_than(left_out)):
             raise SourceError(
                 f"the source has more than the {request.size} units that its len() states: wrap a function that reads "
                 f"only these, as in midepoch.wrap(lambda: itertools.islice(loader, {request.size})), or all of them, "
                 "as in midepoch.wrap(lambda: iter(loader)); if its __len__ is your own, you may correct that"
             )
 
-    def _one_more(self) -> bool:
-        """Whether there is another unit. An error in its place is raised after the batch that is being read."""
+    def _more_than(self, units: int) -> bool:
+        """Whether so many and another one are left. An error in its place is raised after this batch."""
         try:
-            return bool(self._units(1))
+            return len(self._units(units + 1)) > units
         except Exception as error:  # noqa: BLE001  # raised where the plain loader raises it
             self._late = error if get_worker_info() is None else caught()
             return False
