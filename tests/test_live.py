@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sources
 
 import midepoch
-from midepoch import MidepochError, UnsupportedSourceError, World
+from midepoch import MidepochError, MidepochWarning, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.testing import digest
@@ -333,13 +334,27 @@ def test_a_replay_is_shared_anew() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_states_of_ranks_without_a_part_of_the_last_batches_of_a_replay_are_the_others(ranks: int) -> None:
+def test_states_of_ranks_without_a_part_of_a_replay_s_last_batches_lead_where_the_others_do(ranks: int) -> None:
     loaders = [replayed(World(rank, ranks)) for rank in range(ranks)]
-    for each in [iter(loader) for loader in loaders]:
+    passes = [iter(loader) for loader in loaders]
+    for each in passes:
         for _ in range(-(-23 // ranks)):
             next(each, None)
+    # A rank that has been told the end is at the next epoch's beginning; one that has not is right before it.
     states = [loader.state_dict() for loader in loaders]
-    assert all(state == states[0] for state in states)
+    assert {(state["epoch"], state["position"]) for state in states} == {(0, 23), (1, 0)}
+    following = []
+    for state in states:
+        resumed = replayed(World(0, ranks))
+        resumed.load_state_dict(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MidepochWarning)
+            following.append([samples(batch) for batch in resumed])
+    assert following[0]
+    assert all(each == following[0] for each in following)
+    for each in passes:
+        assert next(each, None) is None
+    assert len({str(loader.state_dict()) for loader in loaders}) == 1
 
 
 def test_states_say_what_is_committed() -> None:

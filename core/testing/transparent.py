@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.randomness.streams import without_keys
+from midepoch.reading.driven import exposed_samplers
 
 from .examine import Examination
 from .law import law
@@ -129,7 +130,12 @@ def _read_both(
     """
     options = examination.options()
     calls: list[tuple[int, Side, bool]] = [(0, "plain", False), (0, "plain", True), (1, "wrapped", False)]
-    same = alone is not None and examination.capability("elastic_workers")[0]
+    same = (
+        alone is not None
+        and isinstance(alone[2], _Reading)
+        and alone[2].raised is None  # what is refused alone may be read by workers, as plain ones read it
+        and examination.capability("elastic_workers")[0]
+    )
     results = examination.run(
         [
             (process, _read_side, (examination.named, options, way, side, later))
@@ -260,7 +266,8 @@ def _begun(loader: Any) -> Iterator[Any]:
 def _set_epoch(source: Any, epoch: int) -> set[str]:
     """Tell the source and its parts the epoch, as a torch program does. Returns what this has changed in them."""
     before = _visible(source)
-    for part in _parts(source).values():
+    parts = _parts(source)
+    for part in (*parts.values(), *exposed_samplers(parts.get("dataset", source)).values()):
         if callable(tell := getattr(part, "set_epoch", None)):
             tell(epoch)
     after = _visible(source)
