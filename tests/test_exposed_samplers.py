@@ -367,9 +367,31 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> 
         list(DataLoader(plainly, 4))
         assert (dataset.read, dataset.begun) == (plainly.read, plainly.begun)
         assert type(dataset.sampler) is RandomSampler
-    batches = iter(loader)
-    next(batches)
-    assert dataset.last is not None
+
+
+class Last(IterableDataset[Any]):
+    """Keeps the index that it has read last; no jump changes what follows from that."""
+
+    last = -1
+
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(SIZE))
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self.sampler:
+            self.last = index
+            yield index
+
+
+def test_what_a_jump_leaves_in_the_dataset_is_believed_to_change_nothing() -> None:
+    dataset = Last()
+    loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
+    for _ in range(2):
+        *_, batch = loader
+        assert dataset.last == batch[-1]
+    assert loader.capabilities.constant_time_resume
+    assert loader.capabilities.exact_augmentations.believed
+    assert "passes change last of the dataset" in str(loader.capabilities)
 
 
 class Sliced(Documents):

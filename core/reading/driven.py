@@ -185,6 +185,9 @@ class Driven:
     Args:
         dataset: as the user made it.
         orders: the order that each exposed sampler stands for.
+
+    Attributes:
+        kept: names of numbers and texts that passes have changed in the dataset.
     """
 
     def __init__(self, dataset: Any, orders: Mapping[Path, Order | Listed]) -> None:
@@ -192,6 +195,7 @@ class Driven:
         self.orders = dict(orders)
         self._read: dict[str, Any] = {}  # the attributes of the copy that is being read
         self._known: dict[str, Any] = {}  # the same, as they were when the dataset got them last
+        self.kept: dict[str, None] = {}  # names of numbers and texts that passes have changed in the dataset
 
     def open(
         self, seed: int, epoch: int, sent: Sequence[Sent | None] | None = None
@@ -220,6 +224,8 @@ class Driven:
                 known[name] = value
                 if type(value) is not _Draws:  # of our samplers
                     object.__setattr__(self.dataset, name, value)
+                if isinstance(value, int | float | str):
+                    self.kept[name] = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read": {}, "_known": {}}

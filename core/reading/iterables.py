@@ -204,6 +204,9 @@ class IterableAdapter(Adapter):
         self.refresh()
         if self._driven is not None:
             self._driven.prepare(seed, epoch)
+            if self._driven.kept:
+                kept = ", ".join(list(self._driven.kept)[:4])
+                self.believes(f"passes change {kept} of the dataset: samples are believed not to follow from that")
 
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
