@@ -100,6 +100,13 @@ def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
         len(loader)
 
 
+def test_the_length_that_one_without_an_end_states_is_torchs_own() -> None:
+    source = DataLoader(sources.Noisy(SIZE), BATCH, sampler=wild.Prepared(range(SIZE)))
+    loader = midepoch.wrap(source)
+    assert len(loader) == len(source) == -(-SIZE // BATCH)
+    assert len(sources.taken(loader, 2 * len(source))) == 2 * len(source)
+
+
 def test_another_size_or_kind_is_refused() -> None:
     state = sources.heads(lambda: wrapped(wild.TrainingSampler(SIZE)), 2)[1]
     smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=wild.TrainingSampler(SIZE - 1)))

@@ -185,6 +185,10 @@ class MapDataLoaderAdapter(Adapter):
         size = order.stated_length(self._listed_under(seed), epoch) if isinstance(order, Listed) else order.size
         return size * world.world_size if self._own else size
 
+    def stated_length(self) -> int | None:
+        """torch's own, which a sampler without an end may have."""
+        return length_of(self.source)
+
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""
         share = super().share(seed, epoch, position, world, detail)
