@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -34,6 +35,14 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+
+def _readable(files: Sequence[Any], timeout: float | None) -> list[Any]:
+    """Those that can be read, or have ended; select() knows only the first 1024 descriptors of a process."""
+    polled, by_number = select.poll(), {each if isinstance(each, int) else each.fileno(): each for each in files}
+    for number in by_number:
+        polled.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in polled.poll(None if timeout is None else math.ceil(timeout * 1000))]
 
 
 @functools.cache
@@ -112,7 +121,7 @@ class Program:
     def wait(self, timeout: float = 300) -> int:
         """The exit status, negative for a signal, as `subprocess.Popen.wait`."""
         if self.returncode is None:
-            if not select.select([self._connection], [], [], timeout)[0]:
+            if not _readable([self._connection], timeout):
                 raise subprocess.TimeoutExpired(self.args, timeout)
             self.returncode = os.waitstatus_to_exitcode(int(self._answers.readline()))
             self._answers.close()
@@ -129,7 +138,7 @@ class Program:
         outputs = {self.stdout.fileno(): b"", self.stderr.fileno(): b""}
         opened, until = set(outputs), time.monotonic() + timeout
         while opened:
-            ready = select.select(opened, [], [], max(0, until - time.monotonic()))[0]
+            ready = _readable(opened, max(0, until - time.monotonic()))
             if not ready:
                 raise subprocess.TimeoutExpired(self.args, timeout)
             for descriptor in ready:
@@ -183,7 +192,7 @@ def _serve(address: str) -> dict[str, Any]:
     os.write(1, b"ready\n")
     while True:
         readers: list[Any] = [listener, ended, 0, *asked.values()]
-        ready = select.select(readers, [], [])[0]
+        ready = _readable(readers, None)
         if 0 in ready:
             os._exit(0)  # whoever started this has ended
         if ended in ready:

@@ -197,7 +197,7 @@ def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[Reference
 
 @pytest.mark.parametrize(("law", "kind"), BROKEN_WIDELY, ids=lambda value: getattr(value, "__name__", value))
 def test_each_widely_broken_loader_fails_the_law_that_says_most(law: str, kind: type[ReferenceLoader]) -> None:
-    report = check(kind, quick=True)
+    report = check(kind, quick=True, plain=None)
     assert law in [error.law for error in report.failures], str(report)
     seeds = kind is broken_loaders.OrdersByTheProcessSeed
     assert all(("depends on the global seeds of its process" in error.cause) == seeds for error in report.failures)
@@ -231,7 +231,7 @@ class RefusesWithinAPass(ReferenceLoader):
 
 
 def test_a_seed_that_is_kept_in_the_state_may_come_from_anywhere() -> None:
-    report = check(functools.partial(DrawsItsSeed, size=14), quick=True)
+    report = check(functools.partial(DrawsItsSeed, size=14), quick=True, plain=None)
     assert report.holds, str(report)
 
 

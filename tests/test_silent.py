@@ -262,7 +262,9 @@ def test_nothing_is_silent_in_a_new_process(name: str, rows: dict[str, tuple[Sav
         assert all(len(each.told) == 1 for each in resumed)
     else:
         words = {"mismatch": "StateMismatchError: sample 0, the first", "chain": "SourceError: the source does not re"}
-        assert all(each.error.startswith(words[row.outcome]) and not each.batches for each in resumed)
+        # After a pass of unknown length the state is the next epoch's beginning, which no chain leads to.
+        within = resumed[::2] if row.outcome == "chain" else resumed
+        assert all(each.error.startswith(words[row.outcome]) and not each.batches for each in within)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.outcome == "refused"])

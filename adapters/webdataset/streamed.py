@@ -411,8 +411,8 @@ class _StreamedSession(Session):
 
     def following(self) -> str:
         """The cursors at which the next epoch continues; one that is a pass begins anew."""
-        if self._continues:
-            return str(self.mark())
+        if self._continues:  # with the next epoch's own size, which follows from the world then
+            return str(Cursors(self._following, 0, dict(self._cursors), self._place.streams))
         return str(Cursors(0, 0, {}, self._place.streams)) if self._place.streams else ""
 
     def close(self) -> None:

@@ -230,6 +230,11 @@ class Driven:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read": {}, "_known": {}}
 
+    @property
+    def lists(self) -> bool:
+        """Whether some sampler has to be listed."""
+        return any(isinstance(order, Listed) for order in self.orders.values())
+
     def prepare(self, seed: int, epoch: int) -> None:
         """List the samplers whose order is not computed, for a pass that begins."""
         for order in self.orders.values():

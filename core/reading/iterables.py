@@ -185,11 +185,10 @@ class IterableAdapter(Adapter):
         """The same, taken from a state's detail if possible, so that nothing has to be read."""
         if self._driven is None or detail.startswith("varies"):
             return None
-        match = _DRIVEN_DETAIL.fullmatch(detail)
-        if self._draws is None and match:
+        if match := _DRIVEN_DETAIL.fullmatch(detail):
+            # Also of a place before the sample that has deviated.
             return tuple(map(int, match[1].split(",")))
-        # A place before the sample that has deviated is still reached by a jump.
-        return None if self._varies and not match else self._drive(seed)
+        return None if self._varies else self._drive(seed)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """The samples that the samplers suffice for. For a replay, the length of the stream, if all ranks share it."""
@@ -210,8 +209,15 @@ class IterableAdapter(Adapter):
 
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
-        if self._drive(seed) is not None and self._driven is not None:  # a trial lists the first epoch
-            self._driven.listed(seed, epoch)
+        driven = self._driven
+        # The trial lists the first epoch, and comes first.
+        if driven is not None and driven.lists and self._drive(seed) is not None:
+            driven.listed(seed, epoch)
+
+    @property
+    def size_is_its_readers(self) -> bool:
+        """Where a sample has deviated: a state from before has the length that the samplers suffice for."""
+        return self._varies
 
     def stated_length(self) -> int | None:
         """As the source says that divides itself."""
