@@ -32,12 +32,12 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 
-def _readable(files: Sequence[Any], timeout: float | None) -> list[Any]:
+def _readable(files: Iterable[Any], timeout: float | None) -> list[Any]:
     """Those that can be read, or have ended; select() knows only the first 1024 descriptors of a process."""
     polled, by_number = select.poll(), {each if isinstance(each, int) else each.fileno(): each for each in files}
     for number in by_number:
