@@ -661,8 +661,8 @@ class DrivenReader:
             items = ()
         for sampler, count in zip(samplers, self._draws, strict=True):
             if sampler.position != (position + 1) * count or sampler.passes > 1 or not items:
-                self._check_proved(position)
                 drawn = f"{sampler.position - position * count}" if items else f"more than {count}"
+                self._check_proved(position, drawn, count)
                 drew = f"drew {drawn} indices from a sampler for sample {position}, and {count} for each one before"
                 raise _Deviation("began a sampler again" if sampler.passes > 1 else drew, *items)
         self._proved = True
@@ -676,12 +676,12 @@ class DrivenReader:
             return
         raise _Deviation("gave a sample after the last index of its samplers", item)
 
-    def _check_proved(self, position: int) -> None:
+    def _check_proved(self, position: int, drawn: str, count: int) -> None:
         # After a load: either this sample differs from the others, or the whole dataset has changed.
         if not self._proved and (self._opened is None or probe(self._driven, self._opened[1]).draws != self._draws):
             raise SourceError(
-                f"{type(self.dataset).__name__} draws other numbers of indices than when the state was saved (sample "
-                f"{position}; then {self._draws}): restore the dataset that it was saved with, or start over"
+                f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but the "
+                f"state was saved with {count} per sample: restore the dataset that it was saved with, or start over"
             )
         self._proved = True
 
