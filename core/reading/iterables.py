@@ -186,8 +186,10 @@ class IterableAdapter(Adapter):
         if self._driven is None or detail.startswith("varies"):
             return None
         if match := _DRIVEN_DETAIL.fullmatch(detail):
-            # Also of a place before the sample that has deviated.
-            return tuple(map(int, match[1].split(",")))
+            # Also of a place before the sample that has deviated. What is impossible is refused by `check_detail`.
+            saved = tuple(map(int, match[1].split(",")))
+            if len(saved) == len(self._driven.orders) and any(saved):
+                return saved
         return None if self._varies else self._drive(seed)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
