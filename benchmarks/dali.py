@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from PIL import Image
 
 import midepoch
 from midepoch.adapters import dali
+from midepoch.adapters.dali.feed import feed_of
 
 BATCH_SIZE = 32
 SIDE = 256
@@ -275,22 +277,52 @@ def states(root: str) -> None:
         print(f"| {name} | {costs[0]} | {costs[1]} |")
 
 
+def windows(root: str) -> None:
+    """What choosing the random windows of a batch of 256 takes, of sizes that are known."""
+    many = 256
+
+    @pipeline_def(batch_size=many, num_threads=2, device_id=None)
+    def pipeline() -> Any:
+        encoded, _ = dali.readers.file(root, random_shuffle=True)
+        return dali.random.crop_window(encoded)
+
+    made = pipeline()
+    for _ in midepoch.wrap(DALIGenericIterator([made], ["anchor", "shape"])):
+        pass
+    feed = feed_of(made)
+    assert feed is not None and feed.schedule is not None
+    reading, choosing = feed.sources
+    feed.give(feed.schedule)
+    taken = []
+    for number in range(1000):
+        batch = SimpleNamespace(iteration=number + 10)
+        reading(batch)
+        began = time.perf_counter()
+        choosing(batch)
+        taken.append((time.perf_counter() - began) * 1e6)
+    print(f"the windows of {many} images: {statistics.median(taken):.0f} µs")
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--rounds", type=int, default=31)
     arguments.add_argument("--images", type=int, default=2048)
     arguments.add_argument("--files", type=int, default=100_000)
     arguments.add_argument("--inside", type=int, metavar="ROUNDS", help="only what native mode adds to its iterator")
+    arguments.add_argument("--windows", action="store_true", help="only what choosing random windows takes")
     options = arguments.parse_args()
     print(
         f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, DALI "
         f"{nvidia.dali.__version__}, {machine()}, "
         f"{'a GPU' if torch.cuda.is_available() else 'no GPU'}"
-        f"{'' if options.inside else f'; medians of {options.rounds} alternated rounds'}.\n"
+        f"{'' if options.inside or options.windows else f'; medians of {options.rounds} alternated rounds'}.\n"
     )
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         root = str(write_images(Path(folder), options.images))
+        if options.windows:
+            windows(root)
+            return
         if options.inside:
             repeat(Path(root), 2 * (PAIRS + 2) * (WARM + TIMED) * BATCH_SIZE)
             print("| | turns | through midepoch, to past it (95 %) | by processor time (95 %) |\n|---|---|---|---|")

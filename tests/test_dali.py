@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,6 +13,7 @@ import queue
 import random
 import shutil
 import signal
+import struct
 import sys
 import threading
 import time
@@ -32,12 +35,15 @@ import nvidia.dali
 from dali_sources import draws, identify, native, sampled
 from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+from PIL import Image
 
 import midepoch
 from midepoch import World
 from midepoch.adapters import dali
 from midepoch.adapters.dali import checkpoint, wire
-from midepoch.adapters.dali.random import _first_that_fit
+from midepoch.adapters.dali.random import _first_that_fits
+from midepoch.adapters.dali.readers import _Files
+from midepoch.adapters.dali.sizes import Sizes, jpeg_size
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.state.codec import encode
@@ -1120,15 +1126,136 @@ def test_keys_of_arrays_are_those_of_numbers() -> None:
 
 def test_the_window_is_the_first_that_fits_whatever_the_image_s_proportion() -> None:
     generator = np.random.default_rng(0)
-    area, ratio = generator.uniform(0.08, 1, (200, 10)), np.exp(generator.uniform(-0.7, 0.7, (200, 10)))
-    bounds, sides = _first_that_fit(area, ratio)
-    for proportion in np.exp(generator.uniform(-2, 2, 50)):
-        scale = np.array([np.sqrt(proportion), 1 / np.sqrt(proportion)])
-        chosen = sides[np.arange(200), (proportion > bounds).sum(axis=1)] * scale
-        for number in range(200):
-            windows = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=2)[number] * scale
+    area, log_ratio = generator.uniform(0.08, 1, (200, 10)), generator.uniform(-0.7, 0.7, (200, 10))
+    for _ in range(20):
+        sizes = generator.integers(1, 1000, (200, 2)).astype(np.int32)
+        chosen = _first_that_fits(area, log_ratio, sizes)
+        for number, (height, width) in enumerate(sizes.tolist()):
+            ratio = np.exp(log_ratio[number])  # of the window's sides in pixels
+            pixels = area[number] * height * width
+            windows = np.stack([np.sqrt(pixels / ratio) / height, np.sqrt(pixels * ratio) / width], axis=1)
             fitting = [window for window in windows if window.max() <= 1]
-            assert np.allclose(chosen[number], fitting[0] if fitting else windows[-1], rtol=1e-12)
+            expected = fitting[0] if fitting else np.minimum(windows[-1], 1)
+            assert np.allclose(chosen[number], expected, rtol=1e-12)
+
+
+def jpeg(height: int, width: int, *segments: bytes, noise: int = 0) -> bytes:
+    """A JPEG image with these segments before its own."""
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(noise).integers(0, 255, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", progressive=bool(noise % 2))
+    return b"\xff\xd8" + b"".join(segments) + buffer.getvalue()[2:]
+
+
+def exif(orientation: int, order: str = ">", tag: int = 0x0112) -> bytes:
+    entries = struct.pack(order + "HHIHHHHIHH", 0x010F, 3, 1, 7, 0, tag, 3, 1, orientation, 0)
+    body = (b"MM" if order == ">" else b"II") + struct.pack(order + "HIH", 42, 8, 2) + entries + bytes(4)
+    return segment(0xE1, b"Exif\0\0" + body)
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def peeked(images: list[bytes]) -> list[list[int]]:
+    """Heights and widths by DALI itself."""
+
+    @pipeline_def(batch_size=len(images), num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        return fn.peek_image_shape(fn.external_source(lambda: [np.frombuffer(each, np.uint8) for each in images]))
+
+    found: list[list[int]] = np.asarray(pipeline().run()[0].as_tensor())[:, :2].tolist()
+    return found
+
+
+def test_sizes_are_those_that_dali_tells(tmp_path: Path) -> None:
+    images = [jpeg(20 + number, 50 - number, exif(number, "><"[number % 2]), noise=number) for number in range(1, 9)]
+    images += [
+        jpeg(31, 17),
+        jpeg(31, 17, b"\xff\xff" + segment(0xE2, b"profile" * 1000)[1:]),  # padded
+        jpeg(31, 17, segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>"), exif(6), segment(0xFE, b"a comment")),
+        jpeg(31, 17, *[segment(0xE2, bytes(60_000))] * 2),  # its size lies beyond what is read first
+        jpeg(31, 17, segment(0xE1, b"Exif\0\0" + b"MM\0*" + struct.pack(">IH", 8, 0) + bytes(4))),
+        jpeg(31, 17, exif(6, tag=0x0113)),
+    ]
+    known = [jpeg_size(each) for each in images]
+    assert [list(each or ()) for each in known] == peeked(images)
+    assert len(set(known)) == 10
+    for wrong in (images[0][:40], images[0][:3], b"", b"\xff\xd8", b"GIF89a", jpeg(9, 8, segment(0xE1, b"Exif\0\0XX"))):
+        assert jpeg_size(wrong) is None
+
+    pixels = np.zeros((12, 30, 3), np.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for kind in ("PNG", "BMP", "TIFF", "PPM", "WEBP", "JPEG2000"):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, kind, **({"exif": turned} if kind in ("PNG", "TIFF", "WEBP") else {}))
+        images.append(buffer.getvalue())
+    for number, each in enumerate(images):
+        (tmp_path / f"{number:02}").write_bytes(each)
+    sizes = Sizes(_Files("file", [f"{tmp_path}/{number:02}" for number in range(len(images))], "", None), 0)
+    indices = np.array([3, 19, 3, 0, 15])
+    assert sizes.of(indices).tolist() == np.array(peeked(images))[indices].tolist()
+    assert (sizes._known > 0).all(axis=1).sum() == 4
+    assert sizes.of(np.arange(len(images))).tolist() == peeked(images)
+
+
+def test_where_a_file_takes_long_to_open_threads_wait(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _Files("file", sources.images(root, 18), "", None)
+    expected = Sizes(data, 0).of(np.arange(18)).tolist()
+    together, calls, content = threading.Barrier(4, timeout=60), itertools.count(), data.content
+
+    def slow(*arguments: Any) -> bytes:
+        if threading.current_thread() is not threading.main_thread() and next(calls) < 4:
+            together.wait()  # for three others, who come only if they are threads of their own
+        return content(*arguments)
+
+    monkeypatch.setattr(data, "content", slow)
+    monkeypatch.setattr("midepoch.adapters.dali.sizes._LONG", 0.0)
+    sizes = Sizes(data, 0)
+    assert sizes.of(np.arange(2)).tolist() == expected[:2]
+    assert sizes.of(np.arange(18)).tolist() == expected
+    assert next(calls) == 16
+
+
+@pytest.mark.parametrize("damage", ["gone", "no image"])
+def test_an_image_whose_size_cannot_be_told_is_named(tmp_path: Path, damage: str) -> None:
+    paths = [tmp_path / f"{number}.jpg" for number in range(6)]
+    for path in paths:
+        path.write_bytes(jpeg(20, 30))
+
+    @pipeline_def(batch_size=2, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        encoded, label = dali.readers.file(files=paths)
+        return fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW").shape(), label
+
+    loader = midepoch.wrap(DALIGenericIterator([pipeline()], ["shape", "label"]), seed=1)
+    if damage == "gone":
+        paths[3].unlink()
+    else:
+        paths[3].write_bytes(b"no image" * 100)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(SourceError, match=r"positions 2 to 3 .*sample 3 \(.*3\.jpg\).*seek\(position=4\)"):
+        next(iterator)
+    loader.seek(position=4)
+    assert [batch[0]["label"].flatten().tolist() for batch in loader] == [[4, 5]]
+
+
+def test_windows_are_chosen_for_what_a_reader_gave_alone(root: str) -> None:
+    @pipeline_def(batch_size=2, num_threads=1, device_id=None)
+    def pipeline(reader: Callable[[], Any]) -> Any:
+        return dali.random.crop_window(reader())
+
+    def label() -> Any:
+        return dali.readers.file(files=sources.images(root, 4))[1]
+
+    def changed() -> Any:
+        return fn.copy(dali.readers.file(files=sources.images(root, 4))[0])
+
+    for given in (label, changed, lambda: dali.readers.numpy(f"{root}/npy"), lambda: fn.constant(idata=[1])):
+        with pytest.raises(Unsupported, match=r"crop_window knows the sizes .*pass it"):
+            pipeline(given)
 
 
 def test_crop_windows_lie_in_the_image_and_have_their_area(root: str) -> None:
@@ -1230,6 +1357,7 @@ def test_a_load_in_place_needs_no_other_pipeline(root: str) -> None:
 def test_what_midepochs_readers_cannot_do_is_refused(root: str) -> None:
     with pytest.raises(Unsupported, match=r"readers\.file does not take initial_fill=, num_shards=: midepoch"):
         dali.readers.file(root, initial_fill=3, num_shards=2)
+
     def wrap(define: Callable[[], Any], names: list[str], **options: Any) -> Any:
         pipeline = pipeline_def(define)(batch_size=2, num_threads=1, device_id=None)
         return midepoch.wrap(DALIGenericIterator([pipeline], names, **options))
@@ -1414,8 +1542,6 @@ def test_a_state_goes_on_another_gpu_and_not_on_the_cpu(root: str) -> None:
         assert ids(loader_after(make(1), state)) == rest
     with pytest.raises(StateMismatchError, match="graph differs"):
         make(None).load_state_dict(state)
-
-
 
 
 def test_a_forked_process_leaves_alone_the_pipelines_that_are_garbage(root: str) -> None:

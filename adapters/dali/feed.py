@@ -9,7 +9,7 @@ import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,13 @@ from midepoch.order.keys import derive_key, derive_keys, extend_key, extend_keys
 from midepoch.randomness.streams import Purpose
 from midepoch.world import Share, World
 
-__all__ = ["Data", "Feed", "Schedule", "add_thread", "feed_of", "words"]
+if TYPE_CHECKING:
+    from midepoch.adapters.dali.sizes import Sizes
+
+__all__ = ["Data", "Feed", "Indices", "Keys", "Schedule", "add_thread", "feed_of", "words"]
 
 Indices = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
 
 
 class Data(ABC):
@@ -51,6 +55,10 @@ class Data(ABC):
         """A batch: for each output an array, or a list of arrays, with one row for each index."""
 
     @abstractmethod
+    def content(self, index: int, output: int, most: int | None = None) -> bytes:
+        """The bytes of one array of a sample, `most` of them at most."""
+
+    @abstractmethod
     def stored(self, index: int) -> bytes:
         """A sample's bytes, or their beginning. May raise any error."""
 
@@ -65,7 +73,7 @@ class Step(NamedTuple):
     epoch: int
     positions: Indices
     indices: Indices
-    keys: npt.NDArray[np.uint64]
+    keys: Keys
 
 
 class Schedule:
@@ -117,6 +125,7 @@ class Feed:
 
     Attributes:
         data, order, world, drop_last: as given to the reader in the graph.
+        images: the reader's outputs that can be encoded images, with what tells their sizes.
         draws: the kinds of random parameters, in the order of their calls in the graph.
         schedule: takes effect at DALI's next reset; None gives no batches.
         failure: (number of the batch, error) that ended the pass, if any.
@@ -127,6 +136,7 @@ class Feed:
         self.order: Order | None = None
         self.world: World | None = None
         self.drop_last = False
+        self.images: list[tuple[Any, Sizes]] = []
         self.draws: list[str] = []
         self.sources: list[Callable[..., Any]] = []
         self.schedule: Schedule | None = None
@@ -161,14 +171,20 @@ class Feed:
         nodes = fn.external_source(source=source, num_outputs=outputs, batch=True, batch_info=True, **options)
         return list(nodes)
 
-    def draw(self, kind: str, outputs: int, values: Callable[[npt.NDArray[np.uint64]], tuple[Any, ...]]) -> list[Any]:
-        """The nodes of random parameters. `values` gets one key a sample, different for each call in the graph."""
+    def draw(self, kind: str, outputs: int, values: Callable[[Keys, Indices], tuple[Any, ...]]) -> list[Any]:
+        """The nodes of random parameters.
+
+        Args:
+            kind: says what is drawn.
+            outputs: the number of nodes.
+            values: gets one key a sample, different for each call in the graph, and the samples.
+        """
         place = len(self.draws)
         self.draws.append(kind)
-        word = extend_key(0, _PARAMETERS, place)
+        word = np.array([extend_key(0, _PARAMETERS, place)], np.uint64)
 
         def drawn(step: Step) -> tuple[Any, ...]:
-            return values(extend_keys(step.keys, np.array([word], np.uint64))[:, 0])
+            return values(extend_keys(step.keys, word)[:, 0], step.indices)
 
         return self.connect(outputs, drawn)
 
@@ -208,7 +224,7 @@ def add_thread() -> None:
         private.add_thread(pipeline)
 
 
-def words(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:
+def words(keys: Keys, count: int) -> npt.NDArray[np.float64]:
     """`count` numbers in [0, 1) for each key: multiples of 2**-53, of shape (len(keys), count)."""
     drawn = extend_keys(keys, np.arange(count))
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53

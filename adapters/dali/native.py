@@ -600,7 +600,7 @@ def _cannot_build(error: RuntimeError) -> SourceError:
 
 def first_line(error: BaseException) -> str:
     """DALI's error message without its tracebacks."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).replace("\0", "").splitlines() if line.strip()]
     for place, line in enumerate(lines):
         if line.startswith("encountered:") and place + 1 < len(lines):
             return lines[place + 1][:300]

@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from nvidia.dali import fn
-from nvidia.dali import math as dali_math
 
-from midepoch.adapters.dali.feed import current_feed, words
+from midepoch.adapters.dali.feed import Indices, Keys, current_feed, words
+from midepoch.errors import UnsupportedSourceError
 
 __all__ = ["coin_flip", "crop_window", "normal", "uniform"]
 
-_Keys = npt.NDArray[np.uint64]
 _Numbers = npt.NDArray[np.float64]
 
 
@@ -30,7 +28,7 @@ def uniform(range: tuple[float, float] = (-1.0, 1.0), shape: int | Sequence[int]
         raise ValueError(f"range must be two numbers in increasing order, got {range!r}; swap or correct them")
     dimensions = _dimensions(shape)
 
-    def values(keys: _Keys) -> tuple[Any, ...]:
+    def values(keys: Keys, _: Indices) -> tuple[Any, ...]:
         drawn = words(keys, math.prod(dimensions)).astype(np.float32) * np.float32(high - low) + np.float32(low)
         # Rounding may give the upper bound itself.
         return (np.minimum(drawn, np.nextafter(np.float32(high), np.float32(low))).reshape(len(keys), *dimensions),)
@@ -43,7 +41,7 @@ def normal(mean: float = 0.0, stddev: float = 1.0, shape: int | Sequence[int] = 
     dimensions = _dimensions(shape)
     count = math.prod(dimensions)
 
-    def values(keys: _Keys) -> tuple[Any, ...]:
+    def values(keys: Keys, _: Indices) -> tuple[Any, ...]:
         # Box and Muller, "A note on the generation of random normal deviates", 1958. 1 - u is never 0.
         drawn = words(keys, 2 * count).reshape(len(keys), count, 2)
         radius = np.sqrt(-2.0 * np.log(1.0 - drawn[..., 0]))
@@ -58,7 +56,7 @@ def coin_flip(probability: float = 0.5) -> Any:
     if not 0 <= probability <= 1:
         raise ValueError(f"probability must be in [0, 1], got {probability!r}")
 
-    def values(keys: _Keys) -> tuple[Any, ...]:
+    def values(keys: Keys, _: Indices) -> tuple[Any, ...]:
         return ((words(keys, 1)[:, 0] < probability).astype(np.int32),)
 
     return current_feed("dali.random.coin_flip").draw("coin_flip", 1, values)[0]
@@ -77,11 +75,18 @@ def crop_window(
     The area (a fraction of the image's, uniform) and the aspect ratio (width to height, log-uniform) are drawn up to
     `num_attempts` times, until the window fits into the image. If the last does not fit, it is cut to the image.
 
+    The windows are chosen in Python from the images' sizes. A size is read from the image's header when its first
+    window is chosen, so in the first epoch after a start each file is opened twice.
+
     Args:
-        encoded: a node of encoded images. Their sizes are read from their headers.
+        encoded: what one of midepoch's readers gave.
         random_area: bounds of the area, in (0, 1].
         random_aspect_ratio: bounds of the aspect ratio, greater than 0.
         num_attempts: in [1, 1000]. Another number gives other windows.
+
+    Raises:
+        UnsupportedSourceError: `encoded` comes from elsewhere.
+        ValueError: another argument is out of its range.
     """
     (least, most), (narrow, wide) = random_area, random_aspect_ratio
     if not 0 < least <= most <= 1:
@@ -90,48 +95,46 @@ def crop_window(
         raise ValueError(
             f"random_aspect_ratio must be two positive numbers in increasing order, got {random_aspect_ratio!r}"
         )
-
     if type(num_attempts) is not int or not 1 <= num_attempts <= 1000:
         raise ValueError(f"num_attempts must be an int in [1, 1000], got {num_attempts!r}")
+    feed = current_feed("dali.random.crop_window")
+    sizes = next((sizes for node, sizes in feed.images if node is encoded), None)
+    if sizes is None:
+        raise UnsupportedSourceError(
+            "crop_window knows the sizes of what midepoch's readers give, and this is another node: pass it the first "
+            "output of dali.readers.file, or an output of dali.readers.webdataset, as it is"
+        )
 
-    def values(keys: _Keys) -> tuple[Any, ...]:
+    def values(keys: Keys, indices: Indices) -> tuple[Any, ...]:
         drawn = words(keys, 2 * num_attempts + 2)
         area = least + (most - least) * drawn[:, :num_attempts]
-        ratio = np.exp(np.log(narrow) + (np.log(wide) - np.log(narrow)) * drawn[:, num_attempts:-2])
-        bounds, sides = _first_that_fit(area, ratio)
-        return sides.astype(np.float32), bounds.astype(np.float32), drawn[:, -2:].astype(np.float32)
+        log_ratio = math.log(narrow) + math.log(wide / narrow) * drawn[:, num_attempts:-2]
+        shape = _first_that_fits(area, log_ratio, sizes.of(indices))
+        return (drawn[:, -2:] * (1.0 - shape)).astype(np.float32), shape.astype(np.float32)
 
-    # A DALI operator costs 70 µs a batch even on arrays as small as these, so as few as possible are used.
-    sides, bounds, place = current_feed("dali.random.crop_window").draw("crop_window", 3, values)
-    found = fn.peek_image_shape(encoded)
-    proportion = found[1] / found[0]
-    counts = np.arange(1, 2 * num_attempts + 1, dtype=np.int32)
-    chosen = sides[fn.reductions.max((proportion > bounds) * counts)]  # indexed by the number of bounds below
-    shape = dali_math.min(chosen * dali_math.pow(proportion, _TO_SIDES), 1.0)
-    return place * (1.0 - shape), shape
+    anchor, shape = feed.draw("crop_window", 2, values)
+    return anchor, shape
 
 
-_TO_SIDES = np.array([0.5, -0.5], dtype=np.float32)
+def _first_that_fits(area: _Numbers, log_ratio: _Numbers, sizes: npt.NDArray[np.int32]) -> _Numbers:
+    """For each of n images, the first of its windows that fits into it; if none does, the last, cut to the image.
 
-
-def _first_that_fit(area: _Numbers, ratio: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """For each sample, the first window that fits, as a function of the image's proportion (width to height).
-
-    A window fits into an image of proportion q if area * ratio <= q <= ratio / area. So between two consecutive bounds
-    the first window that fits is always the same. Where none fits, the last window is used.
+    Args:
+        area: of each attempt, a fraction of the image's, of shape (n, attempts).
+        log_ratio: of each attempt, the logarithm of width to height, of shape (n, attempts).
+        sizes: heights and widths of the images, of shape (n, 2).
 
     Returns:
-        Bounds of shape (n, 2 * attempts), in increasing order; and the height and width of the window below the first
-        bound, between the first and the second, ..., above the last, for an image of side 1, of shape
-        (n, 2 * attempts + 1, 2).
+        Heights and widths as fractions of the image's, of shape (n, 2).
     """
-    lower, upper = area * ratio, ratio / area
-    bounds = np.sort(np.concatenate([lower, upper], axis=1), axis=1)
-    between = np.concatenate([bounds[:, :1] / 2, np.sqrt(bounds[:, :-1] * bounds[:, 1:]), bounds[:, -1:] * 2], axis=1)
-    fits = (lower[:, np.newaxis] <= between[:, :, np.newaxis]) & (between[:, :, np.newaxis] <= upper[:, np.newaxis])
-    first = np.where(fits.any(axis=2), fits.argmax(axis=2), area.shape[1] - 1)
-    of_each = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=2)
-    return bounds, np.take_along_axis(of_each, first[:, :, np.newaxis], axis=1)
+    # A window has height sqrt(area / skew) and width sqrt(area * skew), where skew is its ratio over the image's.
+    log_skew = log_ratio - np.log(sizes[:, 1] / sizes[:, 0])[:, np.newaxis]
+    fits = np.log(area) + np.abs(log_skew) <= 0
+    rows, first = np.arange(len(area)), fits.argmax(axis=1)
+    first[~fits[rows, first]] = area.shape[1] - 1
+    chosen, skew = area[rows, first], np.exp(log_skew[rows, first])
+    sides: _Numbers = np.minimum(np.sqrt(np.stack([chosen / skew, chosen * skew], axis=1)), 1.0)
+    return sides
 
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:

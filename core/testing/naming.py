@@ -226,7 +226,7 @@ def _is_array(column: Any) -> bool:
 def _kept(column: Any) -> Any:
     """What to keep of a column when the loader continues: a copy of an array that may be padded, else the names."""
     if _is_array(column) and column.ndim > 1:
-        return torch.as_tensor(column).detach().cpu().clone() if _is_numeric(column) else column.copy()
+        return torch.as_tensor(column).detach().to("cpu", copy=True) if _is_numeric(column) else column.copy()
     return _rows(column)
 
 
