@@ -62,7 +62,8 @@ wild: setup ## loaders of third-party packages, cut and continued: docs/sources.
 lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p midepoch
-	$(BIN)/mypy $(TYPED)
+	$(BIN)/mypy $(filter-out scripts,$(TYPED))
+	$(BIN)/mypy scripts
 
 docs: setup ## the site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,0 +1,364 @@
+"""What scripts/gpu.py packs for a GPU machine, and what scripts/gpu.sh makes of it; all of it on the CPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+OTHER = "3.12" if HERE != "3.12" else "3.13"
+SCRIPT = ROOT / "scripts" / "gpu.sh"
+
+needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="FFCV is not installed")
+pytestmark = pytest.mark.skipif(
+    (sys.platform, os.uname().machine) != ("linux", "x86_64"), reason="a kit is for Linux on x86-64"
+)
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("midepoch_gpu_kit", ROOT / "scripts" / "gpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu = _load()
+
+
+def wheels_from_installed(versions: Mapping[str, str], python: str, into: Path) -> None:
+    """In place of a download: a wheel of each package's installed files, which fits this Python alone."""
+    for name, version in versions.items():
+        distribution = importlib.metadata.distribution(name)
+        (tag, *_) = re.findall(r"^Tag: (.+)$", distribution.read_text("WHEEL") or "", re.MULTILINE)
+        with zipfile.ZipFile(into / f"{name.replace('-', '_').lower()}-{version}-{tag}.whl", "w") as wheel:
+            for file, path in gpu.installed_files(distribution):
+                wheel.write(path, file)
+
+
+def names_in(folder: Path) -> list[str]:
+    """What the stream of a kit holds."""
+    with tarfile.open(fileobj=gpu.Joiner(sorted(folder.glob("part-*"))), mode="r|") as tar:
+        return [member.name for member in tar]
+
+
+def shell(*words: str | Path, env: Mapping[str, str | Path], status: int = 0) -> str:
+    """What `scripts/gpu.sh` prints; its exit status must be this one."""
+    environment = os.environ | {name: str(value) for name, value in env.items()}
+    command = ["bash", SCRIPT, *words]
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
+    assert run.returncode == status, run.stdout
+    return run.stdout
+
+
+def needed_modules() -> list[str]:
+    """What a GPU machine must have, by the script."""
+    (names,) = re.findall(r'^NEEDED="([^"]+)"', SCRIPT.read_text(), re.MULTILINE)
+    return str(names).split()
+
+
+# --- Parts -----------------------------------------------------------------------------------------------
+
+LIMIT = 20_000
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kit of one small package for this Python, in several parts."""
+    folder = tmp_path_factory.mktemp("packed")
+    gpu.pack(folder, HERE, packages=["pluggy"], part_size=LIMIT)
+    return folder
+
+
+@pytest.fixture
+def parts(packed: Path, tmp_path: Path) -> Path:
+    """A copy of the kit, to be spoilt."""
+    return Path(shutil.copytree(packed, tmp_path / "parts"))
+
+
+def test_parts_are_full_and_small_enough(packed: Path) -> None:
+    sizes = [path.stat().st_size for path in sorted(packed.glob("part-*"))]
+    assert len(sizes) > 3
+    assert set(sizes[:-1]) == {LIMIT} and 0 < sizes[-1] <= LIMIT
+    manifest = json.loads((packed / "manifest.json").read_text())
+    assert [part["size"] for part in manifest["parts"]] == sizes
+    assert manifest["packages"] == {"pluggy": importlib.metadata.version("pluggy")}
+    assert sorted(path.name for path in packed.iterdir()) == sorted(
+        ["manifest.json", *(part["name"] for part in manifest["parts"])]
+    )
+
+
+def test_what_is_unpacked_is_what_is_installed(parts: Path, tmp_path: Path) -> None:
+    into = tmp_path / "kit"
+    # In the folders of two transfers; and what an earlier kit left goes.
+    second = tmp_path / "second"
+    second.mkdir()
+    (parts / "part-01").rename(second / "part-01")
+    (into / "copied" / "old").mkdir(parents=True)
+    assert gpu.main(["unpack", str(parts), str(second), "--into", str(into)]) == 0
+    files = dict(gpu.installed_files(importlib.metadata.distribution("pluggy")))
+    found = {str(path.relative_to(into / "copied")): path for path in (into / "copied").rglob("*") if path.is_file()}
+    assert sorted(found) == sorted(files)
+    assert all(path.read_bytes() == files[name].read_bytes() for name, path in found.items())
+    assert not (into / "copied" / "old").exists()
+
+
+def test_equal_contents_make_equal_parts_in_place_of_the_old(packed: Path, tmp_path: Path) -> None:
+    for name in ("part-00", "part-99", "manifest.json"):
+        (tmp_path / name).write_text("of an earlier kit")
+    gpu.pack(tmp_path, HERE, packages=["pluggy"], part_size=LIMIT)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in packed.iterdir()
+    }
+
+
+def test_every_bad_part_is_named_before_anything_is_written(parts: Path, tmp_path: Path) -> None:
+    (parts / "part-00").unlink()
+    (parts / "part-01").write_bytes((parts / "part-01").read_bytes()[:-1])
+    whole = (parts / "part-02").read_bytes()
+    (parts / "part-02").write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    (parts / "part-77").write_bytes(whole)
+    command = [sys.executable, str(ROOT / "scripts" / "gpu.py"), "unpack", str(parts), "--into", str(tmp_path / "kit")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "missing: part-00; damaged: part-01, part-02; surplus: part-77." in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "kit").exists()
+
+
+@pytest.mark.parametrize("kind", ["missing", "damaged", "surplus"])
+def test_one_bad_part_is_enough(kind: str, parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = parts / "part-02"
+    if kind == "missing":
+        part.unlink()
+    elif kind == "damaged":
+        part.write_bytes(bytes(part.stat().st_size))
+    else:
+        part = Path(shutil.copy(part, parts / "part-50"))
+    assert gpu.main(["unpack", str(parts), "--into", str(tmp_path / "kit")]) == 2
+    assert f"{kind}: {part.name}." in capsys.readouterr().err
+    assert not (tmp_path / "kit").exists()
+
+
+def test_another_python_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.pack(tmp_path / "parts", OTHER, packages=["pluggy"])
+    assert gpu.main(["unpack", str(tmp_path / "parts"), "--into", str(tmp_path / "kit")]) == 2
+    said = capsys.readouterr().err
+    assert f"for Python {OTHER}, and this is Python {HERE}" in said and f"pack --python {HERE}" in said
+    assert not (tmp_path / "kit").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"parts": [{"name": "part-00"}]}'])
+def test_a_damaged_manifest_is_named(
+    text: str, parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (parts / "manifest.json").write_text(text)
+    assert gpu.main(["unpack", str(parts), "--into", str(tmp_path / "kit")]) == 2
+    assert f"{parts / 'manifest.json'} is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "kit").exists()
+
+
+def test_no_manifest_and_two_are_named(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    assert gpu.main(["unpack", str(other), "--into", str(tmp_path / "kit")]) == 2
+    assert f"There is no manifest.json in {other}" in capsys.readouterr().err
+    gpu.pack(other, HERE, packages=["pluggy"], part_size=LIMIT + 1)
+    assert gpu.main(["unpack", str(parts), str(other), "--into", str(tmp_path / "kit")]) == 2
+    assert "different kits" in capsys.readouterr().err
+    assert not (tmp_path / "kit").exists()
+
+
+def test_packages_that_are_not_installed_are_named_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(gpu.KitError, match=r"^Not installed here: nowhere-a, nowhere-b\. Run: make setup$"):
+        gpu.pack(tmp_path / "parts", HERE, packages=["nowhere-a", "pluggy", "nowhere-b"])
+    assert not (tmp_path / "parts").exists()
+
+
+# --- A kit, installed ------------------------------------------------------------------------------------
+
+
+@needs_ffcv
+def test_ffcv_gets_the_name_of_the_other_python_and_its_libraries(tmp_path: Path) -> None:
+    manifest = gpu.pack(tmp_path, OTHER, packages=["ffcv"])
+    names = names_in(tmp_path)
+    compiled = [name for name in names if name.startswith("copied/ffcv/_libffcv")]
+    assert compiled == [f"copied/ffcv/_libffcv.cpython-{OTHER.replace('.', '')}-x86_64-linux-gnu.so"]
+    assert any(name.endswith(".dist-info/METADATA") for name in names)
+    libraries = [name.removeprefix("lib/") for name in names if name.startswith("lib/")]
+    assert libraries == manifest.libraries
+    assert {name.partition(".so")[0] for name in libraries} >= {"libturbojpeg", "libopencv_core", "libopencv_imgproc"}
+    assert not [name for name in libraries if re.match(r"(libc|libm|libstdc\+\+|libgcc_s|ld-linux.*)\.so", name)]
+
+
+IMPORTS = """
+import json, pathlib, assertpy, ffcv.libffcv, markupsafe._speedups, midepoch, midepoch.adapters.ffcv
+modules = [assertpy, ffcv.libffcv, markupsafe._speedups, midepoch, midepoch.adapters.ffcv]
+mapped = [line.split()[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
+libraries = sorted({line for line in mapped if "opencv_core" in line or "turbojpeg" in line or "_libffcv" in line})
+print(json.dumps([[module.__file__ for module in modules], libraries]))
+"""
+
+
+@needs_ffcv
+def test_an_installed_kit_is_what_python_imports(tmp_path: Path) -> None:
+    kit, parts, out = tmp_path / "kit", tmp_path / "parts", tmp_path / "out"
+    packages = ["MarkupSafe", "assertpy", "ffcv", "fastargs", "terminaltables", "pytorch-pfn-extras"]
+    gpu.pack(parts, HERE, packages=packages, part_size=8 << 20, get_wheels=wheels_from_installed)
+    # Two transfers, each with the manifest.
+    second = tmp_path / "second"
+    second.mkdir()
+    shutil.copy(parts / "manifest.json", second)
+    (parts / "part-01").rename(second / "part-01")
+    # What this machine lacks of a GPU machine's modules.
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name in needed_modules():
+        if importlib.util.find_spec(name) is None:
+            (stubs / f"{name}.py").touch()
+    env: dict[str, str | Path] = {"KIT": kit, "PYTHON": sys.executable, "OUT": out, "PYTHONPATH": stubs}
+    said = shell("receive", parts, "receive", second, "unpack", "install", env=env)
+    assert re.findall(r"^== (\w+): \d+ s, done$", said, re.MULTILINE) == ["receive", "receive", "unpack", "install"]
+    assert f"Installed {len(packages)} packages" in (out / "install.log").read_text()
+
+    paths = {"PYTHONPATH": f"{kit}/package:{kit}/site", "LD_LIBRARY_PATH": f"{kit}/lib"}
+    run = [sys.executable, "-c", IMPORTS]
+    modules, libraries = json.loads(subprocess.check_output(run, env=os.environ | paths, cwd=tmp_path, text=True))
+    site, package = kit / "site", kit / "package" / "midepoch"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert modules == [
+        str(path)
+        for path in (
+            site / "assertpy" / "__init__.py",
+            site / "ffcv" / "libffcv.py",
+            site / "markupsafe" / f"_speedups{suffix}",
+            package / "__init__.py",
+            package / "adapters" / "ffcv" / "__init__.py",
+        )
+    ]
+    assert len(libraries) == 3
+    assert all(Path(library).is_relative_to(kit) for library in libraries)
+
+
+# --- The steps -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_python(tmp_path: Path) -> Path:
+    """A Python with nothing installed."""
+    path = tmp_path / "bare-python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_all_that_a_machine_lacks_is_named_and_no_step_follows(parts: Path, bare_python: Path, tmp_path: Path) -> None:
+    kit = tmp_path / "kit"
+    said = shell("receive", parts, "unpack", "install", "tests", env={"KIT": kit, "PYTHON": bare_python}, status=1)
+    assert f"lacks these modules: {', '.join(needed_modules())}. Install them there." in said
+    assert "== tests" not in said
+    assert not (kit / "site").exists()
+
+
+def test_a_failed_benchmark_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "kit" / "package").mkdir(parents=True)
+    steps = ("bench-step", "tests", "bench-crops")
+    env: dict[str, str | Path] = {"KIT": tmp_path / "kit", "PYTHON": "false", "OUT": tmp_path / "out"}
+    said = shell(*steps, env=env, status=1)
+    ends = re.findall(r"^== ([\w-]+): \d+ s, FAILED, exit status 1$", said, re.MULTILINE)
+    assert ends == list(steps)
+    assert said.endswith("Failed: bench-step tests bench-crops\n")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"{step}.log" for step in steps)
+
+
+def test_steps_run_in_the_kit_s_environment(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH $LD_LIBRARY_PATH $*"\n')
+    python.chmod(0o755)
+    kit = tmp_path / "kit"
+    (kit / "package").mkdir(parents=True)
+    env: dict[str, str | Path] = {"KIT": kit, "PYTHON": python, "PYTHONPATH": "", "LD_LIBRARY_PATH": ""}
+    said = shell("tests", "bench-dali", env=env)
+    paths = f"{kit}/package:{kit}/site {kit}/lib"
+    assert f"{paths} benchmarks/gpu.py dali\n" in said
+    (files,) = re.findall(rf"^{paths} -m pytest -m gpu -q -rA -p no:cacheprovider (.+)$", said, re.MULTILINE)
+    assert {"tests/test_dali.py", "tests/test_ffcv.py"} <= set(files.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["unpack", "fly"], "There is no step fly. Choose among: receive FOLDER, unpack, install, tests, bench-crops"),
+        (["unpack", "receive"], "`receive` needs the folder of the parts"),
+    ],
+)
+def test_a_wrong_command_line_runs_nothing(words: list[str], message: str, tmp_path: Path) -> None:
+    said = shell(*words, env={"KIT": tmp_path / "kit"}, status=2)
+    assert said.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["receive", "empty"], "There are no parts of a kit in {}/empty."),
+        (["unpack"], "There is no manifest.json in {}/kit/parts."),
+        (["install"], "No kit is unpacked in {}/kit."),
+        (["tests"], "Nothing is installed in {}/kit."),
+    ],
+)
+def test_a_step_too_early_says_what_comes_first(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = shell(*words, env={"KIT": "kit", "PYTHON": sys.executable}, status=1)
+    assert message.format(tmp_path) in said
+
+
+# --- A whole kit -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reachable_index(tmp_path: Path) -> Iterator[None]:
+    try:
+        gpu.download({"six": "1.17.0"}, "3.12", tmp_path / "six")
+    except gpu.KitError as error:
+        pytest.skip(f"no package index: {error}")
+    yield
+
+
+@pytest.mark.long
+@needs_ffcv
+@pytest.mark.usefixtures("reachable_index")
+def test_the_whole_kit_for_another_python(tmp_path: Path) -> None:
+    manifest = gpu.pack(tmp_path / "parts", "3.12")
+    sizes = [part.size for part in manifest.parts]
+    assert len(sizes) > 8
+    assert all(size == gpu.PART_SIZE for size in sizes[:-1]) and sizes[-1] <= gpu.PART_SIZE
+    assert set(manifest.packages) == set(gpu.PACKAGES)
+    names = names_in(tmp_path / "parts")
+    wheels = [Path(name).stem.split("-") for name in names if name.startswith("wheels/")]
+    for name, _, python, abi, platforms in wheels:
+        assert python in ("cp312", "py3") or abi == "abi3", name
+        assert abi in ("cp312", "abi3", "none"), name
+        assert "x86_64" in platforms, name
+    compiled = {name for name in gpu.PACKAGES if name.startswith("nvidia-")} | {"optree", "nvtx", "libcst"}
+    assert {name.replace("_", "-") for name, *_ in wheels} == compiled
+    assert not [name for name in names if name.startswith("copied/") and ".so" in name and "/_libffcv." not in name]
+    copied = {name.split("/")[1] for name in names if name.startswith("copied/")}
+    assert copied >= {"ffcv", "assertpy", "fastargs", "terminaltables", "pytorch_pfn_extras", "webdataset"}
