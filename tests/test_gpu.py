@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(device: str, folder: Path, *arguments: str, status: int = 0) -> Any:
     """What a program prints last."""
     quickly = {"NUMBA_OPT": "0", **os.environ}  # FFCV compiles for longer than it reads
-    command = [sys.executable, PROGRAM, device, folder, *arguments]
+    command = [sys.executable, str(PROGRAM), device, str(folder), *arguments]
     done = subprocess.run(command, env=quickly, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stderr[-3000:]
     return None if status else json.loads(done.stdout.splitlines()[-1])
@@ -142,7 +142,7 @@ def test_the_benchmark_runs_without_a_gpu(question: str) -> None:
     pytest.importorskip({"ffcv": "ffcv", "load": "torch"}.get(question, "nvidia.dali"))
     benchmark = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
     quickly = {"NUMBA_OPT": "0", **os.environ}
-    command = [sys.executable, benchmark, question, "--rounds", "2", "--scale", "0.001"]
+    command = [sys.executable, str(benchmark), question, "--rounds", "2", "--scale", "0.001"]
     done = subprocess.run(command, env=quickly, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     heading, *lines = [line for line in done.stdout.splitlines() if line]
