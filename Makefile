@@ -16,7 +16,7 @@ setup: ## system packages, .venv and every extra (the other targets do it by the
 	@$(PYTHON) scripts/setup.py
 
 demo: setup ## kill a training job in mid-epoch and continue it exactly; results in demo-output/
-	$(BIN)/midepoch demo $(ARGS)
+	PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 # Files go to the processes in the order of tests/conftest.py, the slowest first; a quarter of their time they wait,
 # so three processes keep two cores busy.

@@ -1,4 +1,4 @@
-"""`midepoch demo`: real jobs, really killed; and that the demonstration can fail."""
+"""`make demo`: real jobs, really killed; and that the demonstration can fail."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Looked for rather than imported: each process that collects would import it.
@@ -27,27 +28,27 @@ if importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("type
     pytest.skip("needs midepoch[demo]", allow_module_level=True)
 
 import forking
+from demo.__main__ import main
+from demo.backends import BACKENDS
+from demo.compare import Comparison, Run, Segment, read_segment
+from demo.images import SIDE, label_of, write_images
+from demo.orchestrate import DemoError, Settings, make_scenarios, prepare
 from PIL import Image
-
-from midepoch.tools.cli import main
-from midepoch.tools.demo.backends import BACKENDS
-from midepoch.tools.demo.compare import Comparison, Run, Segment, read_segment
-from midepoch.tools.demo.images import SIDE, label_of, write_images
-from midepoch.tools.demo.orchestrate import DemoError, Settings, make_scenarios, prepare
 
 # What every rank imports, the second when it makes its optimizer.
 MODULES = ("torch.distributed.run", "torch._dynamo", "sklearn.datasets", "PIL.Image")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "examples")}
 _SMALL = ("--images=480", "--num-workers=1", "--every=3", "--seed=5")
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Torchrun's processes and the ranks are forked; what is to be interrupted, below, is as users start it."""
     python = forking.executable(*MODULES)
-    code = f"import sys; sys.executable = {python!r}; from midepoch.tools.cli import main; main()"
+    code = f"import sys; sys.executable = {python!r}; from demo.__main__ import main; main()"
     return forking.run(
-        ["-c", code, "demo", f"--output={output}", *_SMALL, *options],
+        ["-c", code, f"--output={output}", *_SMALL, *options],
         modules=MODULES,
-        env={**os.environ, "PYTHON_EXEC": python},
+        env={**ENVIRONMENT, "PYTHON_EXEC": python},
         timeout=500,
     )
 
@@ -157,10 +158,11 @@ def test_a_snapshot_without_the_loaders_state_is_found_out(tmp_path: Path) -> No
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupting_takes_all_processes_with_it(tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "output"
-    command = [sys.executable, "-m", "midepoch", "demo", f"--output={output}", *_SMALL, "--world-sizes=2"]
+    command = [sys.executable, "-m", "demo", f"--output={output}", *_SMALL, "--world-sizes=2"]
     # What a shell starts in the background ignores the interrupt, and so does what that starts.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed) as demo:
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=nowhere, stderr=nowhere, preexec_fn=heed) as demo:
         try:
             deadline = time.monotonic() + 300
             # The demonstration, torchrun and two ranks.
@@ -273,9 +275,9 @@ def test_every_backend_reads_the_images_and_goes_on_exactly(name: str, tmp_path:
     folder = tmp_path / "images"
     labels = torch.tensor([label_of(path) for path in write_images(folder, size)])
     # In a process of its own, as in the demonstration: writers fork.
-    prepare = "from pathlib import Path; from midepoch.tools.demo.backends import BACKENDS as found; import sys; "
+    prepare = "from pathlib import Path; from demo.backends import BACKENDS as found; import sys; "
     prepare += "found[sys.argv[1]].prepare(Path(sys.argv[2]))"
-    forking.run(["-c", prepare, name, str(folder)], modules=MODULES, check=True)
+    forking.run(["-c", prepare, name, str(folder)], modules=MODULES, env=ENVIRONMENT, check=True)
     with backend.load(folder, 12, 5, 1) as loader:
         first = [backend.unpack(batch, labels) for batch in loader]
         second = [backend.unpack(batch, labels) for batch in loader]
@@ -361,7 +363,7 @@ def test_wrong_options_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["midepoch", "demo", f"--output={tmp_path / 'output'}", option])
+    monkeypatch.setattr(sys, "argv", ["demo", f"--output={tmp_path / 'output'}", option])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
@@ -403,7 +405,7 @@ def test_a_missing_package_is_named_with_the_cure(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    monkeypatch.setattr(sys, "argv", ["midepoch", "demo", f"--output={tmp_path / 'output'}"])
+    monkeypatch.setattr(sys, "argv", ["demo", f"--output={tmp_path / 'output'}"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
@@ -427,5 +429,5 @@ def test_help_lists_the_commands() -> None:
         subprocess.run(script, capture_output=True, text=True, timeout=120),
     ):
         assert finished.returncode == 0
-        for name in ("check", "demo", "inspect"):
+        for name in ("check", "inspect"):
             assert name in finished.stdout

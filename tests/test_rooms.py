@@ -41,8 +41,8 @@ STRANGERS = frozenset(
         "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan",
     )
 )  # fmt: skip
-# The table of `wrap` names every backend, so that none has to be imported. The demo is a user: it trains with them.
-MAY_NAME = ("midepoch.wrapping", "midepoch.tools.demo")
+# The table of `wrap` names every backend, so that none has to be imported.
+MAY_NAME = ("midepoch.wrapping",)
 
 
 def modules() -> dict[str, Path]:
@@ -142,12 +142,12 @@ def test_rooms_import_downwards_only() -> None:
 
 
 def test_core_imports_neither_adapters_nor_the_front_door() -> None:
-    """But for `__main__`, which imports nothing either, and the demo, which is a user."""
+    """But for `__main__`, which imports nothing either."""
     found = [
         f"{name} imports {each}"
         for name, imported in IMPORTS.items()
         for each in imported
-        if not name.startswith(("midepoch.adapters", "midepoch.tools.demo"))
+        if not name.startswith("midepoch.adapters")
         and (each == "midepoch" or each.startswith("midepoch.adapters"))
     ]
     assert found == []

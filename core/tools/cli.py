@@ -25,8 +25,6 @@ def main() -> None:
     """Run the command named on the command line."""
     if not _has_typer:
         fail("the command line needs typer: pip install 'midepoch[cli]'")
-    from .demo.command import demo
-
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -38,7 +36,7 @@ def main() -> None:
     def midepoch() -> None:
         """Makes any data iterable resume in the middle of an epoch."""
 
-    for command in (demo, check, inspect):
+    for command in (check, inspect):
         app.command()(command)
     app(prog_name="midepoch")
 

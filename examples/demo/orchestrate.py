@@ -27,6 +27,7 @@ from .images import AVAILABLE, write_images
 __all__ = ["DemoError", "Kill", "Result", "Scenario", "Settings", "Watch", "execute", "make_scenarios", "prepare"]
 
 _MARKER = ".midepoch-demo"
+_ABOVE = str(Path(__file__).parents[1])
 _TOKEN = "MIDEPOCH_DEMO_JOB"  # an environment variable that identifies all processes of one job
 _LONGEST_SILENCE = 180.0  # seconds without a new batch; a start on a loaded machine takes some tens
 _LONGEST_GOODBYE = 20.0  # seconds for processes to end by themselves after the training is complete
@@ -269,6 +270,7 @@ class _Job:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "PYTHONPATH": os.pathsep.join(filter(None, (_ABOVE, os.environ.get("PYTHONPATH")))),
         }
         self.started = time.time()
         with self._output.open("wb") as output:

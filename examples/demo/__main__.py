@@ -1,4 +1,4 @@
-"""The command ``midepoch demo``."""
+"""The command ``python -m demo``, in the folder above this one; ``make demo`` runs it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from midepoch.tools.command import DIFFERENT, INTERRUPTED, fail, integers, require, sigterm_unwinds
-
-__all__ = ["demo"]
 
 
 def demo(
@@ -73,3 +71,14 @@ def demo(
         fail("interrupted; all processes that were started have ended", INTERRUPTED)
     if not exact:
         raise typer.Exit(DIFFERENT)
+
+
+def main() -> None:
+    """Run the command."""
+    app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+    app.command()(demo)
+    app(prog_name="demo")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """A typical training script: DDP, a snapshot every few batches, and a loader that midepoch resumes.
 
-    torchrun --nproc-per-node=2 -m midepoch.tools.demo.train --images=... --snapshot=... --records=...
+    torchrun --nproc-per-node=2 -m demo.train --images=... --snapshot=... --records=...
 
 Run it again after a crash, on any number of processes, and it continues. midepoch's part is one line to wrap the loader
 (in backends.py), one to save its state and one to load it. In addition, each rank logs every batch that it trains on,
@@ -140,7 +140,7 @@ class Log:
 
 def main() -> None:
     """Read the options, and train."""
-    parser = argparse.ArgumentParser(prog="midepoch.tools.demo.train", description="one rank of a training job")
+    parser = argparse.ArgumentParser(prog="demo.train", description="one rank of a training job")
     parser.add_argument("--images", type=Path, required=True, help="folder of JPEG files")
     parser.add_argument("--snapshot", type=Path, required=True, help="file to write, and to resume from if it exists")
     parser.add_argument("--records", type=Path, required=True, help="folder for one file of each rank")
