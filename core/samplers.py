@@ -34,7 +34,7 @@ from .errors import SourceError, UnsupportedSourceError, warn
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
-from .state.checksum import checksum_of, former_checksum_of
+from .state.checksum import checksum_of
 from .world import Tail, World
 
 __all__ = [
@@ -71,17 +71,10 @@ class ListedEpoch:
         return len(self._items) + (self.error is not None)
 
     @functools.cached_property
-    def _plain(self) -> bool:
-        return all(type(item) is int for item in self._items)
-
-    @functools.cached_property
     def crc(self) -> str:
         """Of the items, as in a state."""
-        return f"{zlib.crc32(repr(self._items).encode()):08x}" if self._plain else checksum_of(self._items)
-
-    def has(self, crc: str) -> bool:
-        """Whether this is the list of a saved CRC."""
-        return crc == self.crc or (not self._plain and crc == former_checksum_of(self._items))
+        plain = all(type(item) is int for item in self._items)
+        return f"{zlib.crc32(repr(self._items).encode()):08x}" if plain else checksum_of(self._items)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -194,11 +187,11 @@ class Listed:
     def saved_as(self, crc: str, seed: int, epoch: int) -> tuple[bool, str]:
         """Whether the list of a saved CRC is that of a pass, or what the sampler gives now; and the CRC of this one."""
         listed = self._begun.get((seed, epoch))
-        if listed is None or not listed.has(crc):
+        if listed is None or listed.crc != crc:
             listed = self._of_copy(seed, epoch) if listed is not None else self.epoch(seed, epoch)
-        if not listed.has(crc):
+        if listed.crc != crc:
             self._ahead = None  # the user may repair the sampler
-        return listed.has(crc), listed.crc
+        return listed.crc == crc, listed.crc
 
     def moved(self, crc: str) -> None:
         """The loader was led elsewhere, into the epoch of the list with this CRC; empty: to an epoch's beginning.
@@ -206,7 +199,7 @@ class Listed:
         The sampler is asked again in the next pass: the training loop may have changed it. One that keeps something
         from pass to pass, and was not changed, would then give another list.
         """
-        if crc and any(each.has(crc) for each in self._begun.values()):
+        if crc and any(each.crc == crc for each in self._begun.values()):
             return
         if not self._remembers or self._looks != appearance(self._sampler):
             self._begun.clear()

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import forking
 
 import midepoch
-from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import MidepochError, SnapshotError, StateError
 from midepoch.tools.inspection import look, seek
 
@@ -378,42 +377,6 @@ def test_what_a_checkpoint_of_many_files_names_stays_inside(tmp_path: Path) -> N
             look(tmp_path / "shards")
     assert PurePosixPath("/a/b").name == "b"
     assert vars(torch.serialization)["_get_layout"].cache != 1
-
-
-def deep_key(depth: int) -> bytes:
-    """A pickle of a dict, of which a key is tuples in tuples: Python hashes them in C, and its stack ends."""
-    return b"\x80\x02})" + b"\x85" * depth + b"K\x01s."
-
-
-def test_tuples_that_python_cannot_hash_are_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", after(3).state_dict())
-    (tmp_path / "shards" / ".metadata").write_bytes(deep_key(300_000))
-    torch.save({}, tmp_path / "file.pt")
-    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
-        for name, data in records.items():
-            archive.writestr(name, deep_key(300_000) if name.endswith("data.pkl") else data)
-    for path in (tmp_path / "shards", tmp_path / "file.pt"):
-        done = inspect(str(path))
-        assert done.returncode == 1 and "deeper than any checkpoint" in done.stderr, (done.returncode, done.stderr)
-    code = "import midepoch, sys, torch; midepoch.Snapshot(sys.argv[1], signals=(), m=torch.nn.Linear(1, 1)).load()"
-    done = forking.run(["-c", code, tmp_path / "file.pt"], timeout=120)
-    assert done.returncode == 1 and "deeper than any checkpoint" in done.stderr
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_nesting_is_told_by_every_protocol(protocol: int) -> None:
-    deep: Any = ()
-    for _ in range(190):
-        deep = (deep, "x")
-    again = [deep, deep, {"a": deep, "b": {1, 2}, "c": frozenset({3})}, ({}, [[[]]])]
-    check_pickle(pickle.dumps(again, protocol))
-    with pytest.raises(ValueError, match="deeper than any"):
-        check_pickle(pickle.dumps([again, ((((((((((((deep,),),),),),),),),),),),)], protocol))
-    for data in (b"", b"\x80\x02", b"\x85.", b"h\x05.", b"(q\x00.", pickle.dumps(again, protocol)[:-7]):
-        with pytest.raises(ValueError):
-            check_pickle(data)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])

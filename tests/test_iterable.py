@@ -27,7 +27,6 @@ import midepoch
 from midepoch import MidepochError, MidepochWarning, SourceError, StateError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
 from midepoch.reading.replay import Chain
-from midepoch.state.checksum import former_checksum_of
 
 
 class Stated(IterableDataset[Any]):
@@ -323,27 +322,6 @@ def test_a_chain_covers_every_unit_at_first_and_few_later() -> None:
 def low_precision() -> Iterator[torch.Tensor]:
     for number in range(8):
         yield torch.full((3,), float(number), dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("shard", [None, False])
-def test_a_state_of_version_1_is_compared_by_the_digest_of_its_time(shard: bool | None) -> None:
-    """It saw no more of such a tensor than its type."""
-
-    def make() -> Loader:
-        return midepoch.wrap(low_precision, seed=5, shard=shard)
-
-    whole = [each.tolist() for each in make()]
-    state = sources.heads(make, 3)[1]
-    former = former_checksum_of(torch.zeros(3, dtype=torch.bfloat16))
-    loader = make()
-    loader.load_state_dict(midepoch.reseal({**state, "detail": f"workers=0;digest={former}"}))
-    with _quietly():
-        batches = iter(loader)
-        assert next(batches).tolist() == whole[3]
-        assert loader.state_dict()["detail"] == sources.heads(make, 4)[1]["detail"], "it has a chain from here on"
-        loader.load_state_dict(midepoch.reseal({**state, "detail": "workers=0;digest=00000000"}))
-        with pytest.raises(SourceError, match="does not repeat itself"):
-            next(iter(loader))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_states_of_version_1_go_on(name: str) -> None:
-    """Written at commit b4e871a."""
+def test_saved_states_go_on(name: str) -> None:
     if name == "state of its own":
         pytest.importorskip("torchdata", reason="needs the extra torchdata")
     for saved in json.loads((FOLDER / f"{name.replace(' ', '_').replace(',', '')}.json").read_text()):

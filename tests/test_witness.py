@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, SubsetRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -304,21 +299,6 @@ def test_the_middle_of_long_containers_counts_as_bits(kind: str) -> None:
         assert len(resumed_over(of, of)) == 7
     with pytest.warns(MidepochWarning, match="not bit for bit"):
         assert len(resumed_over(of, of, reordered=True)) == 7
-
-
-def test_a_witness_of_the_former_form_does_not_know_keys() -> None:
-    with make() as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    for sample, other in (({1: "a"}, {2: "a"}), (long("list", 1), long("list", 2)), ({"p": "/a/b"}, {"p": "c/b"})):
-        look = look_at(sample)
-        former = [part.former or part for part in look.parts]
-        witness = replace(Witness.of(0, 0, replace(look, parts=tuple(former))), former=True)
-        parsed = Witness.parse(str(witness))
-        assert parsed is not None and parsed.former and parsed.compare(look_at(other), False) is None
-        changed = Witness.of(0, 0, look).compare(look_at(other), False)
-        assert changed is not None
-    assert state["witness"].split("/")[2].startswith("+")
 
 
 def test_rows_that_are_not_looked_at_are_named() -> None:
@@ -762,42 +742,6 @@ def test_types_that_cannot_be_compared_are_named() -> None:
     assert "Nothing" in loader.capabilities.exact_order.reason
 
 
-# --- version 1 --------------------------------------------------------------------------------------------------------
-
-
-def of_version_1(state: dict[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in state.items() if name != "witness"}
-    return midepoch.reseal({**fields, "version": 1})
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_state_of_version_1_loads_without_a_witness(kept: bool) -> None:
-    before = of_version_1(_states())
-    assert "witness" not in before
-    # With torch.distributed.checkpoint's DefaultLoadPlanner(allow_partial_load=True) the key of a fresh state stays.
-    before = {**before, "witness": ""} if kept else before
-    loader = make()
-    loader.load_state_dict(before)
-    assert loader.state_dict()["version"] == 2 and loader.state_dict()["witness"] == ""
-    whole = [item["label"] for batch in make() for item in batch]
-    assert [item["label"] for batch in loader for item in batch] == whole[12:]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_distributed_checkpoint_of_version_1_is_loaded_in_part(tmp_path: Path) -> None:
-    save({"loader": of_version_1(_states())}, checkpoint_id=tmp_path)
-    loader = make()
-    with pytest.raises(CheckpointException, match="witness"):
-        load({"loader": loader}, checkpoint_id=tmp_path)
-    load({"loader": loader}, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert loader.position == _states()["position"] and len(list(loader)) == 5
-
-
-def test_a_state_of_version_1_with_a_witness_is_refused() -> None:
-    with pytest.raises(StateCorruptError, match="version 1 has no witness"):
-        make().load_state_dict({**of_version_1(_states()), "witness": _states()["witness"]})
-
-
 # --- looks ------------------------------------------------------------------------------------------------------------
 
 
@@ -918,28 +862,12 @@ def test_a_look_says_the_same_in_another_process() -> None:
     assert text_of(golden()) == GOLDEN
 
 
-def test_a_witness_of_the_former_form_is_compared_in_that_form() -> None:
-    witness = Witness.parse(FORMER_GOLDEN)
-    assert witness is not None and str(witness) == FORMER_GOLDEN
-    assert witness.compare(look_at(golden()), False) is None
-    windows = Witness.parse("0/3/d01a3e62//0:vF00=rS9y")  # its slashes are others, so it was compared as a whole
-    assert windows is not None and windows.compare(look_at("D:\\data\\11\\image.png"), False) is None
-    changed = golden()
-    changed["x"][3] = "another text"
-    difference = witness.compare(look_at(changed), False)
-    assert difference is not None and difference.names == "['x'][3]"
-
-
 def golden() -> dict[str, Any]:
     return {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
 
 
-FORMER_GOLDEN = (
-    "0/0/4642b9a1//0:cA00=4Q3h,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=Y3UN,7:EF00=DJqK,"
-    "8:kkj8~+80-96"
-)
 GOLDEN = (
-    "0/0/+2105b1e1//0:cA00=rFhX,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=QeY1,7:EF00=DJqK,"
+    "0/0/2105b1e1//0:cA00=rFhX,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=QeY1,7:EF00=DJqK,"
     "8:kkj8~+80-96"
 )
 

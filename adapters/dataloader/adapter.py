@@ -303,7 +303,7 @@ class MapDataLoaderAdapter(Adapter):
             run = self._own_run(run)
         if isinstance(order, Listed) and listed is not None and run.position and run.detail.startswith(_OF_THIS):
             saved = run.detail.removeprefix(_OF_THIS)
-            if not listed.has(saved):  # it was changed since the state was loaded, and may be restored
+            if listed.crc != saved:  # it was changed since the state was loaded, and may be restored
                 order.forget()
                 raise StateMismatchError(
                     f"{self._list_differs(run.epoch, saved, listed.crc)}; {self._why_list_differs}"

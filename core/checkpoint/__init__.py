@@ -6,5 +6,4 @@
 * `ranks`: the processes that train together: what they tell each other, and when.
 * `signals`: SIGTERM and the like, answered between two batches.
 * `files`: writing a file whole, keeping the ones before, finding the newest sound one.
-* `pickles`: a look at a pickle before anything is built from it.
 """

@@ -21,8 +21,6 @@ import torch
 
 from midepoch.errors import SnapshotError, warn
 
-from .pickles import check_pickle
-
 __all__ = ["FORMAT", "Found", "SnapshotFile", "checksums", "cure_of", "damage_in", "find", "read", "release_files"]
 
 FORMAT = 1  # the value of "midepoch_snapshot"
@@ -203,12 +201,6 @@ def damage_in(archive: zipfile.ZipFile) -> str:
             return f"the record {record.filename[:200]} is marked as a folder"
     if wrong := archive.testzip():
         return f"the checksum of {wrong[:200]} is wrong"
-    for name in archive.namelist():
-        if name.endswith("data.pkl"):
-            try:
-                check_pickle(archive.read(name))
-            except ValueError as error:
-                return f"the record {name[:200]} is not sound: {error}"
     return ""
 
 

@@ -37,8 +37,7 @@ __all__ = ["IterableAdapter", "IterableLoaderAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)(?:;crc=([0-9a-f]{8}))?")
 _VARIES = "varies;workers=0;chain="
-# Version 1 had the digest of the last unit in place of the chain.
-_REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});(chain|digest)=([0-9a-f]{8})?")
+_REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});chain=([0-9a-f]{8})?")
 
 
 class IterableAdapter(Adapter):
@@ -420,8 +419,8 @@ class IterableAdapter(Adapter):
                 self.opening,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
-        expected, former = (match[4] or "", match[3] == "digest") if match else ("", False)
-        requests = self._replay_requests(run, expected, former, self._tries and not varies)
+        expected = (match[3] or "") if match else ""
+        requests = self._replay_requests(run, expected, self._tries and not varies)
         tell = getattr(self._stream, "set_epoch", None)
         if self._workers and callable(tell) and not getattr(self.source, "persistent_workers", False):
             tell(run.epoch)  # worker processes start with the stream as it is now
@@ -430,8 +429,8 @@ class IterableAdapter(Adapter):
         if self._own_streams:
             consumed = run.position // run.world.world_size
             told = run.world.world_size == 1
-            learn, expects = self._learn, (expected, former)
-            return _OwnStreamsSession(answers, close, learn, slots, consumed, expects, varies, told, self._workers)
+            learn = self._learn
+            return _OwnStreamsSession(answers, close, learn, slots, consumed, expected, varies, told, self._workers)
         return _SharedStreamSession(answers, close, self._learn, varies, self._workers)
 
     def _learn(self, found: Found) -> None:
@@ -465,12 +464,12 @@ class IterableAdapter(Adapter):
         message = f"{_name(self._stream)} cannot be resumed exactly: {what}. loader.capabilities says what still holds"
         warn(message)
 
-    def _replay_requests(self, run: Run, expected: str, former: bool, tries: bool) -> Iterator[ReplayRequest]:
+    def _replay_requests(self, run: Run, expected: str, tries: bool) -> Iterator[ReplayRequest]:
         consumed = run.position // run.world.world_size if self._own_streams else run.position
         size = None if run.share is None else run.share.size
         request = ReplayRequest(
             run.session, run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
-            run.world.world_size, run.tail, size, False, former,
+            run.world.world_size, run.tail, size, False,
         )  # fmt: skip
         goes_on = not self._workers or getattr(self.source, "persistent_workers", False)
         request = request._replace(tries=tries, goes_on=goes_on)
@@ -711,11 +710,10 @@ class _OwnStreamsSession(_ReplaySession):
 
     def __init__(
         self, answers: Iterator[Any], close: Callable[[], None], learn: Callable[[Found], None], slots: int,
-        consumed: int, expects: tuple[str, bool], varies: bool, told: bool, workers: int,
+        consumed: int, expected: str, varies: bool, told: bool, workers: int,
     ) -> None:  # fmt: skip
         super().__init__(answers, close, learn, varies, workers)
-        self._slots, self._consumed, self._told = slots, consumed, told
-        self._expected, self._former = expects
+        self._slots, self._consumed, self._told, self._expected = slots, consumed, told, expected
         self._ended_in_a_row = self._batches = 0
         self._whole = Chain()  # of this process's batches
 
@@ -744,7 +742,7 @@ class _OwnStreamsSession(_ReplaySession):
             self._consumed -= 1
             if self._consumed or not self._expected:
                 continue
-            if self._expected != (answer.former if self._former else seen):
+            if self._expected != seen:
                 raise SourceError(
                     "the source does not repeat itself: the batches consumed before the save differ now; make it "
                     "depend on midepoch's streams or a seed alone"

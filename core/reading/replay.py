@@ -15,7 +15,7 @@ from midepoch.errors import SourceError
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.repeating import CollateTrial, Repeat
-from midepoch.state.checksum import checksum_of, former_checksum_of
+from midepoch.state.checksum import checksum_of
 from midepoch.world import Share, Tail, World
 
 from .driven import RAW, raw_copy
@@ -94,7 +94,6 @@ class ReplayRequest(NamedTuple):
         skip: read the batch and return only its digest.
         tries: try what the source promises.
         goes_on: the process that reads will read later passes over the same object.
-        former: `expected` is from a state of version 1: the digest of the last unit before `start`.
     """
 
     session: int
@@ -108,7 +107,6 @@ class ReplayRequest(NamedTuple):
     tail: Tail
     size: int | None
     skip: bool
-    former: bool = False
     tries: bool = False
     goes_on: bool = True
 
@@ -135,7 +133,6 @@ class Replayed(NamedTuple):
         chain: up to the last unit of the global batch. If the stream is this process's own, the batch's digest.
         first: the digest of the stream's first unit, equal in all processes that read the same stream.
         missing: units by which the global batch is short.
-        former: the digest of a skipped batch as states of version 1 have it, if asked for.
         found: with a reader's first answer in a session, and at the end of its first pass.
         late: the error that the source raises after the last batch, in a worker as torch sends it; otherwise None.
     """
@@ -144,7 +141,6 @@ class Replayed(NamedTuple):
     chain: str
     first: str
     missing: int
-    former: str = ""
     found: Found | None = None
     late: Any = None
 
@@ -368,13 +364,12 @@ class ReplayReader:
                         "does not repeat itself; seed it, or start over with this data"
                     )
                 return self._end(End(self._first))
-            if self._source.read == request.start and request.expected:
-                seen = former_checksum_of(last[0]) if request.former else self._chain_to(last[0])
-                if seen != request.expected:
-                    raise SourceError(
-                        f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
-                        f"{request.epoch} differs from what was consumed before the save; {self._instead}"
-                    )
+            proved = request.expected if self._source.read == request.start else ""
+            if proved and proved != self._chain_to(last[0]):
+                raise SourceError(
+                    f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
+                    f"{request.epoch} differs from what was consumed before the save; {self._instead}"
+                )
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
@@ -470,7 +465,7 @@ class ReplayReader:
             return self._end(End(""))
         seen = self._digest(units[-1])
         if request.skip:
-            return Replayed(None, seen, "", 0, former_checksum_of(units[-1]) if request.former else "")
+            return Replayed(None, seen, "", 0)
         key = extend_key(self._sample_key, self._source.read, Purpose.BATCH)
         return Replayed(self._collated(units, key), seen, "", 0)
 

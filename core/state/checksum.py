@@ -13,7 +13,7 @@ import torch
 
 from .contents import Unseen, plain
 
-__all__ = ["checksum_of", "former_checksum_of"]
+__all__ = ["checksum_of"]
 
 _SAMPLED_BYTES = 4096
 
@@ -28,17 +28,7 @@ def checksum_of(item: object, unseen: dict[str, None] | None = None) -> str:
         item: anything.
         unseen: the names of types whose content cannot be seen are added to it.
     """
-    return f"{_Checksum(unseen, former=False).of(item, 0, 0):08x}"
-
-
-def former_checksum_of(item: object) -> str:
-    """The checksum as states of version 1 have it.
-
-    It saw nothing but the types of low-precision, sparse and device tensors, images, tables, sets and other objects
-    without plain attributes. For all else both are the same. So a state that holds a former checksum is compared with
-    this one, and is not refused for content that nobody had looked at when it was saved.
-    """
-    return f"{_Checksum(None, former=True).of(item, 0, 0):08x}"
+    return f"{_Checksum(unseen).of(item, 0, 0):08x}"
 
 
 _SAMPLED_ITEMS = 64
@@ -46,8 +36,8 @@ _DEEPEST_ITEM = 8  # levels of containers; an object may contain itself
 
 
 class _Checksum:
-    def __init__(self, unseen: dict[str, None] | None, former: bool) -> None:
-        self._unseen, self._former = unseen, former
+    def __init__(self, unseen: dict[str, None] | None) -> None:
+        self._unseen = unseen
 
     def of(self, item: Any, crc: int, depth: int) -> int:
         kind = type(item).__name__
@@ -70,9 +60,6 @@ class _Checksum:
             parts = item if len(item) <= _SAMPLED_ITEMS else (*item[:half], *item[-half:])
         elif dataclasses.is_dataclass(item) and not isinstance(item, type):
             parts = [getattr(item, field.name) for field in dataclasses.fields(item)]
-        elif self._former:
-            # The type, and attributes: its repr may contain an address.
-            parts = list(getattr(item, "__dict__", {}).items())[:_SAMPLED_ITEMS]
         else:
             value = self._plain(item)
             if not isinstance(value, dict):
@@ -91,7 +78,7 @@ class _Checksum:
                     return self._array(tensor.detach().numpy(), crc, depth)
                 except (TypeError, RuntimeError):  # float8, quantized, conjugated
                     pass
-        if self._former or depth == _DEEPEST_ITEM:
+        if depth == _DEEPEST_ITEM:
             return crc
         value = self._plain(tensor)
         return self._array(value, crc, depth) if isinstance(value, np.ndarray) else self.of(value, crc, depth + 1)

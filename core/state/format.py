@@ -13,7 +13,6 @@ from .witness import LONGEST
 
 __all__ = [
     "FIELDS",
-    "FIELDS_OF_VERSION_1",
     "PIECES",
     "VERSION",
     "State",
@@ -41,11 +40,9 @@ State = dict[str, Any]
 | detail | the adapter's own part, as text: empty if the order is midepoch's |
 | witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
 | checksum | CRC-32 of all the others |
-
-Version 1 had no witness. Its states still load.
 """
 
-VERSION = 2
+VERSION = 1
 
 PIECES = " in pieces"
 """Ends the name of a part of a fingerprint that says what another part consists of: "NAME=DIGEST NAME=DIGEST".
@@ -73,17 +70,11 @@ _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
 }
 
 FIELDS = tuple(_FIELDS)
-FIELDS_OF_VERSION_1 = tuple(name for name in FIELDS if name != "witness")
-
-
-def _fields_of(state: Mapping[str, Any]) -> tuple[str, ...]:
-    version = state.get("version")
-    return FIELDS_OF_VERSION_1 if type(version) is int and version == 1 else FIELDS
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
     # A list in our own order, because a checkpoint library may return the keys in another one.
-    text = json.dumps([state[name] for name in _fields_of(state) if name != "checksum"], separators=(",", ":"))
+    text = json.dumps([state[name] for name in FIELDS if name != "checksum"], separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 
 
@@ -111,13 +102,12 @@ def reseal(state: Mapping[str, Any]) -> State:
 
 def values_of(state: Mapping[str, Any]) -> list[Any]:
     """The values of a state, without its keys."""
-    return [state[name] for name in _fields_of(state)]
+    return [state[name] for name in FIELDS]
 
 
 def from_values(values: list[Any]) -> State:
     """The state with these values, as `values_of` returns them. It is not checked."""
-    names = FIELDS_OF_VERSION_1 if len(values) == len(FIELDS_OF_VERSION_1) else FIELDS
-    return dict(zip(names, values, strict=True))
+    return dict(zip(FIELDS, values, strict=True))
 
 
 def _check_keys(state: object) -> None:
@@ -125,7 +115,7 @@ def _check_keys(state: object) -> None:
         raise StateCorruptError(
             f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
         )
-    missing = [name for name in _fields_of(state) if name not in state]
+    missing = [name for name in FIELDS if name not in state]
     # Python may lack the memory, or refuse, to print other keys.
     extra = [repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}" for name in state
              if name not in _FIELDS]  # fmt: skip
@@ -137,22 +127,20 @@ def _check_keys(state: object) -> None:
 
 
 def check(state: object) -> State:
-    """A copy of `state` in the current version, if it is complete and consistent. The loader checks whether it fits.
+    """A copy of `state`, if it is complete and consistent. The loader checks whether it fits.
 
     Raises:
         StateVersionError: another format.
         StateCorruptError: a key, a type, a range or the checksum is wrong.
     """
-    if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] not in (1, VERSION):
+    if isinstance(state, Mapping) and type(state.get("version")) is int and state["version"] != VERSION:
         raise StateVersionError(
-            f"the state has format version {_shown(state['version'])}, this midepoch reads versions 1 and {VERSION}: "
+            f"the state has format version {_shown(state['version'])}, this midepoch reads version {VERSION}: "
             "load it with the midepoch that wrote it"
         )
     _check_keys(state)
     assert isinstance(state, Mapping)  # by _check_keys
-    copy = {name: state.get(name, "") for name in FIELDS}
-    if type(copy["version"]) is int and copy["version"] == 1 and copy["witness"] != "":
-        raise StateCorruptError("a state of version 1 has no witness, but this one does: use an undamaged state")
+    copy = {name: state[name] for name in FIELDS}
     for name, (kinds, bound, least) in _FIELDS.items():
         value = copy[name]
         if type(value) not in kinds:
@@ -174,10 +162,7 @@ def check(state: object) -> State:
             f"the state's checksum is {copy['checksum']}, but its content gives {expected}: it is "
             "damaged; use an older one, or midepoch.reseal(state) if it was edited on purpose"
         )
-    if copy["version"] == VERSION:
-        return copy
-    copy.update(version=VERSION)
-    return reseal(copy)
+    return copy
 
 
 def _shown(number: int) -> str:

@@ -225,6 +225,6 @@ def _states_in(detail: str) -> list[State]:
         return []
     try:
         *_, values = json.loads(detail[_SEAL:])
-        return [{"witness": "", **from_values(each)} for each in values]
+        return [from_values(each) for each in values]
     except (ValueError, TypeError, RecursionError):
         return []

@@ -4,10 +4,7 @@ A witness is compared in another process, perhaps on another machine with anothe
 described as suits its kind: integers and text exactly, a path by what follows its mount, measured values (floating
 point, 8-bit pixels, 16-bit sound) by two coarse numbers. One checksum of all parts tells whether the bits are the same.
 
-    epoch/index/+bits/parts left out/part,part,...
-
-A witness without the plus is of a former form: of any text with a slash it has only what stands after the last one,
-of a dict no keys, and of long containers not all members. It is compared with what a sample looked like in that form.
+    epoch/index/bits/parts left out/part,part,...
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ _NUMBERS = {int, bool, float, complex, type(None)}
 _INERT = {str, bytes, int, float, complex, bool, type(None), torch.Tensor}
 
 _TEXT = re.compile(
-    r"(\d{1,19})/(-?\d{0,19})/(\+?[0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII
+    r"(\d{1,19})/(-?\d{0,19})/([0-9a-f]{0,8})/([0-9a-f.]{0,40})/([0-9A-Za-z_,:=~+-]{0,160})", re.ASCII
 )
 _PART = re.compile(
     r"([0-9a-f]{1,4}):([0-9A-Za-z_-]{2})([0-9A-Za-z_-]{2})(?:=([0-9A-Za-z_-]{4})|~(z|[+-]\d{1,5})([+-]\d{1,6}))",
@@ -82,7 +79,6 @@ class _Part(NamedTuple):
         content: four letters of its checksum, or coarse numbers; None if the type's content cannot be seen.
         bits: the checksum of its bytes.
         slack: hundredths by which rounding to integers may move `pattern`.
-        former: this part as a witness of the former form has it; None if that is the same.
         keys: bytes of a container's keys. A key stands for its member, so they count where they differ, and only there.
     """
 
@@ -93,7 +89,6 @@ class _Part(NamedTuple):
     content: str | _Coarse | None
     bits: int
     slack: float = 0.0
-    former: _Part | None = None
     keys: int = 0
 
 
@@ -166,7 +161,6 @@ class Witness:
         left_out: the parts that differ from one read to the next.
         bits: the checksum of all other parts; empty if too many vary.
         told: the parts that are told one by one: (number, part).
-        former: it has the former form.
     """
 
     epoch: int
@@ -174,7 +168,6 @@ class Witness:
     bits: str
     left_out: frozenset[int]
     told: tuple[tuple[int, _Part], ...] = field(default=())
-    former: bool = False
 
     @classmethod
     def of(cls, epoch: int, index: Any, look: Look, left_out: frozenset[int] = frozenset()) -> Witness:
@@ -196,8 +189,7 @@ class Witness:
     def text(self, longest: int = LONGEST) -> str:
         """For a state, in at most so many characters: the smaller parts are left out."""
         index = "" if self.index is None else str(self.index)
-        bits = f"{'' if self.former else '+'}{self.bits}"
-        head = f"{self.epoch}/{index}/{bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
+        head = f"{self.epoch}/{index}/{self.bits}/{'.'.join(f'{number:x}' for number in sorted(self.left_out))}/"
         parts = [_part_text(number, part) for number, part in self.told]
         while len(head) + len(",".join(parts)) > longest and parts:
             parts.pop()
@@ -221,8 +213,7 @@ class Witness:
             left_out = frozenset(int(each, 16) for each in match[4].split(".") if match[4])
         except ValueError as error:
             raise StateCorruptError("the state's witness has another form: use an undamaged state") from error
-        bits, former = match[3].removeprefix("+"), not match[3].startswith("+")
-        return cls(int(match[1]), index, bits, left_out, tuple(_told(each) for each in parts if each), former)
+        return cls(int(match[1]), index, match[3], left_out, tuple(_told(each) for each in parts if each))
 
     def compare(self, look: Look, at_boundary: bool) -> Difference | None:
         """How the sample that was read now differs; None if it is the same, bit for bit.
@@ -231,8 +222,6 @@ class Witness:
             look: at the sample that was read now.
             at_boundary: it is of an epoch that has ended. Its shape may have been meant for that epoch only.
         """
-        if self.former:
-            look = replace(look, parts=tuple(part.former or part for part in look.parts))
         differing, shapes, names, total = 0, False, [], 0
         for number, saved in self.told:
             if number >= len(look.parts):
@@ -375,19 +364,19 @@ def _look_into_members(
 def _container(item: Any, kind: str, count: int, name: str, rest: list[_Part]) -> _Part:
     """The container itself: its type, how much it holds, and its keys. `rest`: of its members, which count as bits."""
     text = f"{kind}{count}"
-    former = _Part(name, 1, _letters(kind), _NO_SHAPE, _letters(text, 4), zlib.crc32(text.encode()))
+    empty = _Part(name, 1, _letters(kind), _NO_SHAPE, _letters(text, 4), zlib.crc32(text.encode()))
     keys: list[str] = []
     if isinstance(item, Mapping):
         keys = [_key_text(key) for key in item]
     elif isinstance(item, Set) and len(item) > MOST_MEMBERS:
         keys = [text_of(member) for member in item]
     if not keys and not rest:
-        return former
+        return empty
     # In any order, which may be that of hashes.
     text += f" {sum(zlib.crc32(key.encode('utf-8', 'surrogatepass')) for key in keys)}" if keys else ""
     bits = zlib.crc32("".join(map(_bits_as_text, rest)).encode(), zlib.crc32(text.encode()))
     size = sum(8 + len(key) for key in keys)
-    return former._replace(content=_letters(text, 4), bits=bits, former=former, keys=size)
+    return empty._replace(content=_letters(text, 4), bits=bits, keys=size)
 
 
 def _key_text(key: Any) -> str:
@@ -404,10 +393,7 @@ def _single(value: Any, name: str, is_path: bool) -> _Part:
     if not isinstance(value, str):
         return _exact(value, name, kind)
     identity, seen = _behind_mount(value) if is_path or _is_path(value) else (value, value)
-    part = _exact(identity, name, kind)._replace(bits=zlib.crc32(f"{seen!r}".encode("utf-8", "surrogatepass")))
-    is_cut = "/" in value and "\n" not in value
-    former = _exact(value.rstrip("/").rpartition("/")[2] if is_cut else value, name, kind)
-    return part if former == part else part._replace(former=former)
+    return _exact(identity, name, kind)._replace(bits=zlib.crc32(f"{seen!r}".encode("utf-8", "surrogatepass")))
 
 
 def _exact(value: Any, name: str, kind: str) -> _Part:

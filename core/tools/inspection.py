@@ -25,9 +25,8 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from midepoch.checkpoint.files import checksums, damage_in
-from midepoch.checkpoint.pickles import check_pickle
 from midepoch.errors import SnapshotError, StateError
-from midepoch.state.format import FIELDS, FIELDS_OF_VERSION_1, State, check, reseal
+from midepoch.state.format import FIELDS, State, check, reseal
 
 __all__ = ["Contents", "DamagedError", "FoundState", "limited_memory", "look", "seek"]
 
@@ -245,8 +244,6 @@ def _check_records(source: Path | io.BytesIO, path: Path) -> None:
                 is_pickle = name == "data.pkl"
                 if record.compress_type != zipfile.ZIP_STORED or (is_pickle and record.file_size > _LARGEST_PICKLE):
                     raise ValueError(f"not of torch.save: {name[:100]!r} is compressed or huge")
-                if is_pickle:
-                    check_pickle(archive.read(record))
     except Exception as error:
         raise DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
 
@@ -404,7 +401,6 @@ def _look_into_shards(path: Path) -> Contents:
             data = opened.read(_LARGEST_TEXT + 1)
         if len(data) > _LARGEST_TEXT:
             raise ValueError("it is larger than any checkpoint's")
-        check_pickle(data)
         described = _ShardsUnpickler(io.BytesIO(data)).load()
         stored = {index.fqn: info for index, info in described.storage_data.items()}
         names = [name for name in described.state_dict_metadata if isinstance(name, str)]
@@ -418,7 +414,7 @@ def _look_into_shards(path: Path) -> Contents:
     states = []
     for name in names:
         prefix, dot, last = name.rpartition(".")
-        if last == "checksum" and all(f"{prefix}{dot}{field}" in stored for field in FIELDS_OF_VERSION_1):
+        if last == "checksum" and all(f"{prefix}{dot}{field}" in stored for field in FIELDS):
             names = [each for each in FIELDS if f"{prefix}{dot}{each}" in stored]
             values = {each: _entry(path, stored[f"{prefix}{dot}{each}"]) for each in names}
             states.append(_checked(path, tuple(prefix.split(".")) if dot else (), values))
