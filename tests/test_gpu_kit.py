@@ -230,7 +230,7 @@ def test_an_installed_kit_is_what_python_imports(tmp_path: Path) -> None:
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     # Asked of a new process: other tests put modules into this one.
-    missing = "import importlib.util, sys; print(*[each for each in sys.argv[1:] if not importlib.util.find_spec(each)])"
+    missing = "import sys; from importlib.util import find_spec as of; print(*[a for a in sys.argv[1:] if not of(a)])"
     for name in subprocess.check_output([sys.executable, "-c", missing, *needed_modules()], text=True).split():
         (stubs / f"{name}.py").touch()
     env: dict[str, str | Path] = {"KIT": kit, "PYTHON": sys.executable, "OUT": out, "PYTHONPATH": stubs}

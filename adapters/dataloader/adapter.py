@@ -6,7 +6,7 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
@@ -337,14 +337,6 @@ class MapDataLoaderAdapter(Adapter):
         position, size = run.position // world_size, share.size // world_size
         alone = Share(size, position, self.batch_size, World(), share.tail, self.drop_last)
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._server.holding()
-
-    def let_go(self) -> None:
-        """End the workers that were left."""
-        self._server.let_go()
 
     def close(self) -> None:
         """End persistent worker processes."""

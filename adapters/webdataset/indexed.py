@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -229,15 +228,6 @@ class IndexedAdapter(Adapter):
         if full is None:
             return 0
         return Share(full, 0, self.batch_size, world, self.tail_in_use, self.drop_last).steps
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return super().holding() if self._server is None else self._server.holding()
-
-    def let_go(self) -> None:
-        """End the workers that were left."""
-        if self._server is not None:
-            self._server.let_go()
 
     def close(self) -> None:
         """End persistent worker processes, and close this process's files."""

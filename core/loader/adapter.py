@@ -6,12 +6,10 @@ open a session at a place. The rules of iteration (the end of an epoch, loading,
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -512,13 +510,6 @@ class Adapter(ABC):
         Raises:
             OtherWayError: the source has to be read in another way.
         """
-
-    def holding(self) -> AbstractContextManager[None]:
-        """A context in which a session is closed, and another one follows at once, which may keep the workers."""
-        return contextlib.nullcontext()
-
-    def let_go(self) -> None:  # noqa: B027  # nothing to do for most
-        """End the workers that a session has left in `holding`: the next one begins with the data as they are then."""
 
     def check_reshard(self, world: World) -> None:  # noqa: B027  # most are shared by midepoch
         """Raise an UnsupportedSourceError if the source, which is elastic, has to be made again for another world."""

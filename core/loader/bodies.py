@@ -78,8 +78,6 @@ class Passes:
         self._in_turns = False  # by then, these had all gone on
         self._drained: int | None = None  # it began and stopped after this step, while another one was drained
         self._others_began = False  # since it came to its end or was left, and was drained
-        self._origin: int | None = None  # `whole` of the pass that a rollback leads into; None for the next to begin
-        self._led_back = False  # by a rollback, and no batch was handed out since
 
     # --- what happens ---
 
@@ -96,29 +94,25 @@ class Passes:
         if _runs(cursor):
             self._older, self._older_at = cursor, cursor.position
 
-    def begin(self, cursor: Cursor, continues: bool, older: bool, led: bool = False) -> None:
+    def begin(self, cursor: Cursor, continues: bool, older: bool) -> None:
         """A pass takes its first batch.
 
         Args:
             cursor: of the pass.
             continues: it is the rest of a pass that was interrupted, at a place where no other pass was within a step.
             older: its iterator was made before the body began.
-            led: the loader was led to where it stands, and nothing was handed out since.
         """
-        goes_back, self._led_back = self._led_back and led, False
         if self.cursor is None:
             goes_on = continues and self._recorded[0] is None
             has_ended = self._older is not None and self._older.phase is Phase.EXHAUSTED
             self.spans = older or goes_on or has_ended
-        if self.cursor is not None and not goes_back and (not self._is_within or _have_gone_on(self._turns)):
+        if self.cursor is not None and (not self._is_within or _have_gone_on(self._turns)):
             self.whole += 1
             if self.alone and self.whole == 1:
                 warn(
                     "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
                     "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
                 )
-        if self._origin is None:
-            self._origin = self.whole
         self._follow(cursor)
         for each in self._together:
             if each is self or each.cursor is None:
@@ -135,21 +129,6 @@ class Passes:
         self.cursor, self._outer, self._stood, self._stopped, self._in_turns = cursor, [], None, None, False
         self._drained = self._flying = None
         self._others_began, self._at = False, 0
-
-    def keep(self, begins: bool = False) -> None:
-        """A rollback leads to where the loader stands now. `begins`: the next pass begins there."""
-        self._origin = self.whole if self.going_on and not begins else None
-        self._led_back = False
-
-    def roll_back(self) -> None:
-        """The loader was led there. The pass of that place goes on, whether it had ended or another one had begun."""
-        if self._origin is None:
-            return
-        self.whole, self._led_back = self._origin, True
-        if self.cursor is not None and not _runs(self.cursor):
-            # As in a body that is run again, in which the passes before that one were made.
-            self._recorded, self.empty = (None if self.spans else self.whole, None), 0
-            self._follow(None)
 
     def end(self) -> None:
         """The latest pass is told that it has no more batches."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import threading
 import weakref
 from typing import Any, NoReturn, Self
 
@@ -32,16 +31,6 @@ from .witnesses import Witnesses
 __all__ = ["Came", "Course", "Pass"]
 
 _logger = logging.getLogger("midepoch")
-
-
-class _Here(threading.local):
-    """The number of the thread that asks: an attribute of each thread, since a batch may cost no call."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-
-
-_here = _Here()
 
 
 class Came(enum.Enum):
@@ -70,9 +59,8 @@ class Course:
             ago may have to find it there.
         refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         passes: those of the body of an `epochs` loop; None outside.
-        taken_by: the thread that is in `next` of a pass, or in `peek`; 0 if none is.
-        kept: where a rollback leads, and the committed state; None before the first commit. Both are one object, so an
-            exception that is thrown into this thread cannot come between them.
+        origin: where a rollback leads.
+        committed: the committed state; None before the first commit.
         given: of the batch that was handed out last, if its session is not the one that is open: that session's share,
             and the batches up to this one. The share is None if it is unknown.
     """
@@ -81,7 +69,8 @@ class Course:
         self.adapter, self.options, self.setting, self._witnesses = adapter, options, setting, witnesses
         self._then = Then.of(options)
         self.place = Place(0, 0)
-        self.kept: tuple[Place, State | None] = (self.place, None)
+        self.origin = self.place
+        self.committed: State | None = None
         self.came = Came.FRESH
         self.cursor, self.history = Cursor(), self._new_history()
         self.loaded: State | None = None
@@ -93,13 +82,12 @@ class Course:
         self.refusal: tuple[type[BaseException], str] | None = None
         self.passes: Passes | None = None
         self.given: tuple[Share | None, int] = (None, 0)
-        self.taken_by = 0
         self._told_of_one = self._had_bodies = False
         self._kept: weakref.WeakSet[Any] | None = None  # as in Passes, of a body that had read none of them
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
-        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": [], "_kept": None, "taken_by": 0}
+        attributes = {**self.__dict__, "place": self.here(), "passes": None, "failed": [], "_kept": None}
         del attributes["cursor"], attributes["history"], attributes["_then"]
         return attributes
 
@@ -109,9 +97,9 @@ class Course:
 
     def start_as(self, other: Course) -> None:
         """Stand where another loader of the same source stands."""
-        names = ("came", "kept", "loaded", "unfinished", "lost", "ends_early", "retries", "stays", "refusal")
+        names = ("came", "origin", "committed", "loaded", "unfinished", "lost", "ends_early", "retries", "stays")
         self.place = other.here()
-        for name in (*names, "_told_of_one"):
+        for name in (*names, "refusal", "_told_of_one"):
             setattr(self, name, getattr(other, name))
 
     def _new_history(self) -> History:
@@ -157,16 +145,6 @@ class Course:
     def has_begun(self) -> bool:
         """Whether batches of this epoch were handed out, the first of a global batch included."""
         return self.position > 0 or (self.cursor.phase is Phase.RUNNING and self.cursor.within)
-
-    @property
-    def origin(self) -> Place:
-        """Where a rollback leads."""
-        return self.kept[0]
-
-    @property
-    def committed(self) -> State | None:
-        """The committed state; None before the first commit."""
-        return self.kept[1]
 
     @property
     def cursor_of_pass(self) -> Cursor:
@@ -227,11 +205,7 @@ class Course:
         return Place(epoch, position, adapter.lead(here, there, self.setting.seed(world), world))
 
     def move(self, place: Place, ends_early: bool = False) -> None:
-        """Stand at `place`. The running pass, or else the next one, continues from there. `ends_early`: as it is then.
-
-        An exception that is thrown into this thread may interrupt it anywhere, and a rollback may follow. So the
-        session is closed last: while it is open, a rollback goes all the way again.
-        """
+        """Stand at `place`. The running pass, or else the next one, continues there. `ends_early`: as it is then."""
         cursor = self.cursor_of_pass
         if cursor is not self.cursor:
             self.close_session()  # of `peek`, beyond the pass's end: it is not needed any more
@@ -246,11 +220,9 @@ class Course:
         self.failed.clear()
         self.close_session(keep=False)
 
-    def keep(self, place: Place, committed: State | None, begins: bool = False) -> None:
-        """Let a rollback lead to `place`, where the loader stands. `begins`: the next pass begins there."""
-        self.kept = place, committed
-        if self.passes is not None:
-            self.passes.keep(begins)
+    def keep(self, place: Place, committed: State | None) -> None:
+        """Let a rollback lead to `place`, where the loader stands."""
+        self.origin, self.committed = place, committed
 
     def roll_back(self) -> None:
         """Give again what was handed out since the origin. The pass that came from there goes on, or the next one."""
@@ -264,15 +236,11 @@ class Course:
             self.continue_pass()
             return
         self.move(self.origin, self.ends_early)
-        if self.passes is not None:
-            self.passes.roll_back()
 
     def continue_pass(self) -> None:
         """Let the next pass continue the epoch that was handed out up to here, as after a rollback."""
         if self.came is Came.READ and self.cursor.phase is Phase.RUNNING and self.has_begun:
             self.came = Came.PUT
-            if self.passes is not None:
-                self.passes.roll_back()
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
@@ -287,20 +255,9 @@ class Course:
         self.place, self.lost, self.loaded, self.unfinished, self._kept = following, "", None, None, None
         if nothing_since:
             # What comes next is to be given again, not the rest that is given up.
-            self.keep(following, self.committed, begins=True)
+            self.keep(following, self.committed)
         self.failed.clear()
-        self.close_session(keep=False)  # last, as in `move`
-
-    def refuse_other_threads(self, asked: str) -> None:
-        """Raise MidepochError if another thread is in `next` of a pass over this loader, or in `peek`.
-
-        `asked`: what cannot be done meanwhile.
-        """
-        if self.taken_by not in (0, _here.thread):
-            raise MidepochError(
-                f"{asked} while another thread waits for a batch of this loader: call it in the thread that iterates, "
-                "between two batches"
-            )
+        self.close_session(keep=False)
 
     # --- sessions ---
 
@@ -333,10 +290,9 @@ class Course:
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
         detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
-        origin, committed = self.kept
-        if place == origin:
+        if place == self.origin:
             # As the source says it now, which reading changes.
-            self.kept = place._replace(detail=detail), committed
+            self.origin = place._replace(detail=detail)
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
         try:
@@ -378,36 +334,32 @@ class Course:
             StopIteration: nothing is left of this epoch, and its pass has not been told so (its length is unknown), or
                 its body has not ended.
         """
-        self.taken_by = _here.thread
+        cursor = self.cursor
+        if cursor.peeked:
+            return cursor.peeked[0][0]
+        if cursor.phase is not Phase.RUNNING:
+            self.close_session()  # its epoch has ended; the next batch is the next epoch's first
+            self.given = self.last_given()
+            beyond = Cursor()
+            beyond.ended = cursor
+            self.cursor = cursor = beyond
+        if cursor.session is None and not self._open(cursor):
+            raise StopIteration
+        session = cursor.session
+        assert session is not None  # _open has opened it
+        mark = session.mark() if cursor.steps else None
         try:
-            cursor = self.cursor
-            if cursor.peeked:
-                return cursor.peeked[0][0]
-            if cursor.phase is not Phase.RUNNING:
-                self.close_session()  # its epoch has ended; the next batch is the next epoch's first
-                self.given = self.last_given()
-                beyond = Cursor()
-                beyond.ended = cursor
-                self.cursor = cursor = beyond
-            if cursor.session is None and not self._open(cursor):
-                raise StopIteration
-            session = cursor.session
-            assert session is not None  # _open has opened it
-            mark = session.mark() if cursor.steps else None
-            try:
-                batch = cursor.take()
-                if not cursor.steps:
-                    self._witnesses.see(cursor)
-            except StopIteration:
-                raise
-            except BaseException:
-                self.close_session(mark)
-                raise
-            cursor.peeked.append((batch, mark))
-            cursor.steady = False
-            return batch
-        finally:
-            self.taken_by = 0
+            batch = cursor.take()
+            if not cursor.steps:
+                self._witnesses.see(cursor)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.close_session(mark)
+            raise
+        cursor.peeked.append((batch, mark))
+        cursor.steady = False
+        return batch
 
     def close(self) -> None:
         """Stop worker processes and threads. The state stays; iterating again starts them again."""
@@ -500,7 +452,7 @@ class Course:
             self.cursor.resumed = before.resumed and self.came is not Came.READ
         self.cursor.user = weakref.ref(current) if passes is None else passes.watched(current)
         if passes is not None:
-            passes.begin(self.cursor, continues, current.body is not passes, self.came is Came.PUT)
+            passes.begin(self.cursor, continues, current.body is not passes)
         return self.cursor
 
     def _exhaust(self, cursor: Cursor) -> None:
@@ -748,19 +700,15 @@ class Pass:
 
     def __next__(self) -> Any:
         course, cursor = self._course, self.cursor
-        course.taken_by = _here.thread
+        if cursor is None or not cursor.steady or cursor is not course.cursor:
+            return course.next_batch(self)
+        mark = cursor.mark() if cursor.marks else None
         try:
-            if cursor is None or not cursor.steady or cursor is not course.cursor:
-                return course.next_batch(self)
-            mark = cursor.mark() if cursor.marks else None
-            try:
-                batch = cursor.take()
-            except BaseException as error:
-                course.goes_on(cursor, error, mark)
-                raise
-            cursor.handed_out(course.history, mark)
-            if cursor.steps == cursor.last_step:
-                course.roll(cursor)
-            return batch
-        finally:
-            course.taken_by = 0
+            batch = cursor.take()
+        except BaseException as error:
+            course.goes_on(cursor, error, mark)
+            raise
+        cursor.handed_out(course.history, mark)
+        if cursor.steps == cursor.last_step:
+            course.roll(cursor)
+        return batch

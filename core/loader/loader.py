@@ -322,7 +322,6 @@ class Loader:
         committed = self._course.committed is not None
         self._course.move(place)
         self._adapter.moved(place.detail)
-        self._adapter.let_go()
         self._course.keep(place, (state or self._state_at(place)) if committed else None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
@@ -400,20 +399,18 @@ class Loader:
         """Share the rest of the epoch among another world, from the next batch on.
 
         Every rank that stays calls it after the same batch, with its rank in the new world. A rank that joins loads a
-        state of that place. The worker processes of a DataLoader continue; the loader drops what they have read ahead.
+        state of that place. Worker processes start anew, but for those of ``persistent_workers=True``.
 
         Raises:
             TypeError: `world` is not a World.
             UnsupportedSourceError: `capabilities.elastic_world` says no. The loader is unchanged.
             StateError: the source cannot say where it stands. The loader is unchanged.
-            MidepochError: another thread is in `next` of this loader, or this rank is about to pass over a batch that
-                could not be read. The loader is unchanged.
+            MidepochError: this rank is about to pass over a batch that could not be read. The loader is unchanged.
         """
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
         self._check_reshard(world)
         adapter = self._adapter
-        self._course.refuse_other_threads("reshard()")
         if self._course.failed:
             raise MidepochError(
                 f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
@@ -421,9 +418,8 @@ class Loader:
                 "after which the batch is tried again in the new world"
             )
         self._course.here()  # raises if it is not known
-        with adapter.holding():
-            self._course.close_session()
-            adapter.reshard(world)
+        self._course.close_session()
+        adapter.reshard(world)
         self._setting.resharded, self._setting.last = world, None
         cursor = self._course.cursor_of_pass
         self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
@@ -475,14 +471,17 @@ class Loader:
         """Give again the batches handed out since the last commit, or since the last load if there was no commit.
 
         The same samples come, each with its random numbers, shared among the loader's present world. The running pass,
-        or else the next one, continues with them; in the body of `epochs`, that next one counts as the same pass.
+        or else the next one, continues with them.
 
         Raises:
-            MidepochError: another thread is in `next` of this loader. The loader is unchanged.
+            MidepochError: in the body of `epochs`, which counts its passes. The loader is unchanged.
         """
-        self._course.refuse_other_threads("rollback()")
-        with self._adapter.holding():
-            self._course.roll_back()
+        if self._course.passes is not None:
+            raise MidepochError(
+                "rollback() in the body of epochs(), which counts its passes: read in a loop of your own, as "
+                "docs/live.md shows"
+            )
+        self._course.roll_back()
 
     # --- iteration ---
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -532,14 +531,6 @@ class IterableLoaderAdapter(IterableAdapter):
     def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """Read in the loader's worker processes."""
         return self._server(reader, requests, run)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._server.holding()
-
-    def let_go(self) -> None:
-        """End the workers that were left."""
-        self._server.let_go()
 
     def close(self) -> None:
         """End persistent worker processes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 from midepoch.loader.adapter import Adapter, Samples
 from midepoch.loader.place import Place
 from midepoch.world import Share, World
@@ -98,14 +96,6 @@ class PassedOnAdapter(Adapter):
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """Those of what is inside."""
         return self._way.samples(seed, epoch)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Leave worker processes to the next session."""
-        return self._way.holding()
-
-    def let_go(self) -> None:
-        """End the workers that were left."""
-        self._way.let_go()
 
     def close(self) -> None:
         """End what the way in use keeps."""

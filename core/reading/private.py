@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import time
 import weakref
@@ -26,7 +25,6 @@ __all__ = [
     "alive",
     "attributes_of_torch",
     "caught",
-    "drop_requested",
     "end_early_workers",
     "end_when_collected",
     "gives_its_own",
@@ -40,7 +38,6 @@ __all__ = [
     "not_saved",
     "pinning",
     "plain_loader",
-    "request_again",
     "sent_error",
     "show_dataset",
     "shut_down",
@@ -166,25 +163,6 @@ def shut_down(iterator: Any) -> None:
     """End the worker processes of a DataLoader's iterator, if it has any. May be called twice."""
     if workers_of(iterator):
         iterator._shutdown_workers()
-
-
-def drop_requested(iterator: Any) -> None:
-    """Take the answers that a DataLoader's iterator has asked for and not returned, and drop them.
-
-    Its sampler must be at its end meanwhile. Afterwards, `request_again` asks for what the sampler yields then.
-    """
-    for _ in range(iterator._send_idx - iterator._rcvd_idx):
-        with contextlib.suppress(Exception):  # nobody asked for these batches; a worker that died is noticed below
-            next(iterator)
-        if not alive(iterator):
-            return
-
-
-def request_again(iterator: Any) -> None:
-    """Ask for as many batches ahead as a DataLoader's iterator does when it starts, of the first worker first."""
-    iterator._worker_queue_idx_cycle = itertools.cycle(range(iterator._num_workers))
-    for _ in range(iterator._prefetch_factor * iterator._num_workers):
-        iterator._try_put_index()
 
 
 def kept_iterator(loader: DataLoader[Any]) -> Any:

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -36,10 +36,8 @@ from midepoch.randomness.streams import Purpose
 
 from .private import (
     alive,
-    drop_requested,
     end_when_collected,
     kept_iterator,
-    request_again,
     show_dataset,
     shut_down,
     workers_of,
@@ -87,17 +85,6 @@ class Server:
         self._loader = loader
         self._streams = options.streams
         self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process: a forked one has no workers
-        self._holds = False  # a session that is closed leaves its workers to the next one
-        self._held: _Held | None = None
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keep the workers of a session that is closed in this block, for the session that is opened next."""
-        self._holds = True
-        try:
-            yield
-        finally:
-            self._holds = False
 
     def __call__(self, reader: Reader, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """The answers of `reader`, in the order of `requests`, and a function that stops."""
@@ -105,12 +92,6 @@ class Server:
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
         here = os.getpid(), id(reader)
-        held, self._held = self._held, None
-        if held is not None:
-            if held.here == here and held.epoch == run.epoch and held.asks(requests):
-                return self._answering(held, run)
-            if not theirs.persistent_workers:
-                held.close()
         ours = self._persistent.get(here)
         if ours is not None and not alive(kept := kept_iterator(ours)):
             shut_down(kept)
@@ -128,19 +109,8 @@ class Server:
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch) & TORCH_KEYS)
         with _starting(ours):
             answers = iter(ours)
-        return self._answering(_Held(here, run.epoch, ours, answers, asked), run)
-
-    def _answering(self, running: _Held, run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        stop = functools.partial(self._stop, running, run.session)
-        return WorkerAnswers(running.answers, requests=running.asked), stop
-
-    def _stop(self, running: _Held, session: int) -> None:
-        if self._holds and workers_of(running.answers):
-            running.loader.dataset.leave_out(session)  # type: ignore[attr-defined]  # _make's
-            running.asked.requests = iter(())  # they may refer to the adapter, which refers to this object
-            self._held = running
-        elif not self._loader.persistent_workers:
-            shut_down(running.answers)
+        stop = _nothing if theirs.persistent_workers else functools.partial(shut_down, answers)
+        return WorkerAnswers(answers, requests=asked), stop
 
     def _make(self, reader: Reader) -> DataLoader[Any]:
         theirs = self._loader
@@ -160,53 +130,15 @@ class Server:
             persistent_workers=theirs.persistent_workers,
         )
 
-    def let_go(self) -> None:
-        """End the workers of a session that was closed in `holding`, unless all sessions share them."""
-        held, self._held = self._held, None
-        if held is not None and held.here[0] == os.getpid() and not self._loader.persistent_workers:
-            held.close()
-
     def close(self) -> None:
         """End worker processes that outlive a session."""
-        self.let_go()
         for (process, _), ours in self._persistent.items():
             if process == os.getpid():
                 shut_down(kept_iterator(ours))
         self._persistent = {here: ours for here, ours in self._persistent.items() if here[0] != os.getpid()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_persistent": {}, "_held": None}
-
-
-class _Held(NamedTuple):
-    """Worker processes between two sessions.
-
-    Attributes:
-        here: the process and the reader that they serve.
-        epoch: in which they were started, or kept on: the next one begins with the dataset as it is then.
-        loader: ours.
-        answers: torch's iterator.
-        asked: the requests that it sends.
-    """
-
-    here: tuple[int, int]
-    epoch: int
-    loader: DataLoader[Any]
-    answers: Any
-    asked: _SessionRequests
-
-    def asks(self, requests: Iterator[Any]) -> bool:
-        """Send these requests from now on. False if the workers have ended."""
-        drop_requested(self.answers)
-        if not alive(self.answers):
-            return False
-        self.asked.requests = requests
-        request_again(self.answers)
-        return True
-
-    def close(self) -> None:
-        """End the worker processes."""
-        shut_down(self.answers)
+        return {**self.__dict__, "_persistent": {}}
 
 
 class _WorkerError(SourceError, RuntimeError):
@@ -444,15 +376,9 @@ class _ReaderDataset(Dataset[Any]):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self._made = functools.partial(tuple.__new__, reader.request)  # at a third of what the type itself takes
-        self._left_out = RawValue("q", -1)  # shared with the worker processes
-
-    def leave_out(self, session: int) -> None:
-        """Answer no more requests of a session: what was read ahead for it is not wanted."""
-        self._left_out.value = session
 
     def __getitem__(self, fields: tuple[Any, ...]) -> Any:
-        request = self._made(fields)
-        return None if getattr(request, "session", None) == self._left_out.value else self.reader(request)
+        return self.reader(self._made(fields))
 
 
 _LEAVING = 5.0  # seconds for a worker to end when its parent process does

@@ -203,8 +203,7 @@ class _WrapperSession(Session):
         detail = self._inner.detail(self._reading.marks.get(number)) if self.marks and number else run.detail
         self._made.clear()
         self._reading.close()
-        with adapter.holding():
-            self._inner.close()
+        self._inner.close()
         position = run.position + number * self._global_batch
         share = adapter.share(run.seed, run.epoch, position, run.world, detail)
         self._inner = adapter.open(Run(run.epoch, position, run.seed, run.world, share, run.tail, detail))
