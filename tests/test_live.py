@@ -224,7 +224,7 @@ def test_the_first_batch_behind_a_reshard_waits_for_one_batch_at_most(workers: i
     for world in (World(0, 3), World(1, 2), World()):
         with data.lock:
             before = len((tmp_path / "read").read_text().splitlines())
-            loader.reshard(world)
+        loader.reshard(world)
         batch = next(each).tolist()
         lines = [line.split() for line in (tmp_path / "read").read_text().splitlines()[before:]]
         reads = [[int(index) for index, process in lines if process == each] for _, each in lines]
