@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,13 @@ def test_it_jumps_and_goes_on_bit_for_bit(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", MidepochWarning)
         batches = assert_exact_at_every_cut(make)
-    assert len(batches) == 2 * BATCHES == 2 * len(make())
+    assert len(batches) == 2 * BATCHES
+    bare = make()
+    if hasattr(type(bare.source), "__len__"):
+        assert len(bare) == BATCHES
+    else:  # as the wrapper itself
+        with pytest.raises(TypeError, match="has no length"):
+            len(bare)
     assert batches[:BATCHES] != batches[BATCHES:]
     capabilities = make().capabilities
     assert all((capabilities.constant_time_resume, capabilities.elastic_world, capabilities.elastic_workers))
@@ -611,3 +617,23 @@ def test_a_global_generator_stays_the_one_that_it_is() -> None:
     assert loader.capabilities.constant_time_resume
     given = list(loader)
     assert all(is_global for _, is_global, _ in given) and len({number for *_, number in given}) == 6
+
+
+class Pairing:
+    """Gives two batches of the loader inside as one, and has no length."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        yield from zip(batches, batches, strict=False)
+
+
+def test_a_wrapper_has_no_length_but_its_own_before_it_is_tried() -> None:
+    loader = midepoch.wrap(Pairing(DataLoader(sources.Indices(12), batch_size=2)), seed=1)
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+    assert len(list(loader)) == 3
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)

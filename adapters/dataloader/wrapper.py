@@ -113,6 +113,15 @@ class WrapperAdapter(PassedOnAdapter):
 
     # --- the answers of the way in use ---
 
+    def stated_length(self) -> int | None:
+        """What a wrapper that is replayed says itself."""
+        return self._replay.stated_length() if self._replays else None
+
+    @property
+    def length_is_known(self) -> bool:
+        """Not before it has been tried whether this wrapper passes on each batch, unless it has a length itself."""
+        return self._replays or self._through.lead is not None or hasattr(type(self.source), "__len__")
+
     def describe(self) -> dict[str, str]:
         """What the DataLoader inside describes, however it is read: it is known before that is tried."""
         return self._inside.describe()

@@ -335,6 +335,11 @@ class Adapter(ABC):
         return None
 
     @property
+    def length_is_known(self) -> bool:
+        """Whether `size`, where it is one, tells the batches that come, before any has been read."""
+        return True
+
+    @property
     def sized_by(self) -> str:
         """What the epoch's size follows from, in words. Another size means that this has changed."""
         return "data"

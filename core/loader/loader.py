@@ -191,7 +191,9 @@ class Loader:
             TypeError: the source's length is not known.
         """
         share = self._course.share(self._setting.world(), self.epoch, 0)
-        length = self._adapter.stated_length() if share is None else share.steps
+        if share is not None and self._adapter.length_is_known:
+            return share.steps
+        length = self._adapter.stated_length()
         if length is None:
             raise self._no_length("iterate it to its end")
         return length
