@@ -286,13 +286,12 @@ def then(rounds: int, batches: int) -> None:
     """What `then=` costs, over calling the same function in the loop."""
     inside = functools.partial(plain, batches, 4, 0, False)
 
-    def as_then(function: Callable[[Any], Any], prefetch: int = 0) -> Iterable[Any]:
-        return midepoch.wrap(plain(batches, 4, 0, False), then=function, prefetch=prefetch)
+    def as_then(function: Callable[[Any], Any]) -> Iterable[Any]:
+        return midepoch.wrap(plain(batches, 4, 0, False), then=function)
 
     makers: dict[str, Callable[[], Iterable[Any]]] = {
         "nothing, in the loop": lambda: in_the_loop(inside, nothing),
         "nothing": lambda: as_then(nothing),
-        "nothing, two ahead": lambda: as_then(nothing, 2),
     }
     for name, drawn in [*((each, [each]) for each in DRAWS), ("all", list(DRAWS))]:
         makers[f"{name}, in the loop"] = functools.partial(in_the_loop, inside, one_number(*drawn))
@@ -305,7 +304,6 @@ def then(rounds: int, batches: int) -> None:
     same = "the same function in the loop"
     rows = [
         ("nothing", "nothing", same, "nothing, in the loop"),
-        ("nothing, with `prefetch=2`", "nothing, two ahead", same, "nothing, in the loop"),
         *((f"a number from {name}'s generator", name, same, f"{name}, in the loop") for name in DRAWS),
         ("a number from each", "all", "a loop that draws nothing", "nothing, in the loop"),
     ]

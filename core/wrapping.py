@@ -116,7 +116,6 @@ def wrap(
     fingerprint: str | None = None,
     verify: Literal["sample", "strict", "warn", "off"] = "sample",
     then: Callable[[Any], Any] | None = None,
-    prefetch: int = 0,
     on_error: Literal["next", "retry"] | None = None,
     remember: int = 0,
     global_batch: int | None = None,
@@ -148,7 +147,6 @@ def wrap(
             warning.
         then: work on whole batches, in the main process: to the device, mixup, erasing. midepoch calls it with each
             batch, under the batch's random stream, and hands out what it returns. It may be a torch Module.
-        prefetch: how many results of `then` to make ahead, in [0, 1024]. A state does not count them.
         on_error: which batch the caller gets after one that could not be made. "next": the batch after it, with a
             warning, as from a DataLoader. "retry": the same batch again. None: "next" in a single process if the source
             can be read from any position; otherwise "retry", so that ranks stay together.
@@ -166,8 +164,8 @@ def wrap(
         ValueError, TypeError: an argument is out of range.
     """
     options = Options(
-        seed, world, shard, randomness, tail, fingerprint, verify, then, prefetch, on_error, remember,
-        global_batch, cast(dict[str, Any], settings),
+        seed, world, shard, randomness, tail, fingerprint, verify, then, on_error, remember, global_batch,
+        cast(dict[str, Any], settings),
     )  # fmt: skip
     if isinstance(source, Loader):
         if options != Options(settings={}):

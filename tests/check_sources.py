@@ -90,7 +90,7 @@ def mix(batch: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 source = DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4, shuffle=True)
-mixing = midepoch.wrap(source, seed=0, then=mix, prefetch=2)
+mixing = midepoch.wrap(source, seed=0, then=mix)
 
 
 class EndsEarly(midepoch.Loader):

@@ -961,13 +961,13 @@ def test_after_an_error_a_source_that_remembers_knows_where_it_was() -> None:
     assert loader.state_dict(1)["position"] == 1
 
 
-@pytest.mark.parametrize("settings", [{"remember": -1}, {"remember": 1025}, {"prefetch": 2}, {"prefetch": -1}])
+@pytest.mark.parametrize("settings", [{"remember": -1}, {"remember": 1025}])
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"must be in|prefetch=2 makes results of then= ahead"):
+    with pytest.raises(ValueError, match="must be in"):
         midepoch.wrap([1, 2], **settings)
 
 
-@pytest.mark.parametrize("settings", [{"remember": 1.0}, {"prefetch": True, "then": len}, {"then": 3}])
+@pytest.mark.parametrize("settings", [{"remember": 1.0}, {"remember": True}, {"then": 3}])
 def test_settings_of_another_type_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="must be"):
         midepoch.wrap([1, 2], **settings)

@@ -1,4 +1,4 @@
-"""`then` and `prefetch`: work on whole batches, under their streams, counted where its result is handed out."""
+"""`then`: work on whole batches, under their streams, counted where its result is handed out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from midepoch.order.keys import derive_key
 from midepoch.randomness.devices import LentDevices
 from midepoch.testing import ResumableTests
 
-# --- the laws: once without, and with results made ahead, for each way of reading ------------------------------------
+# --- the laws, for each way of reading -------------------------------------------------------------------------------
 
 
 class _Worked(ResumableTests):
@@ -49,60 +49,28 @@ class TestMapStyle(_Worked):
     shuffled = True
 
 
-class TestMapStyleAhead(_Worked):
-    make_loader = staticmethod(functools.partial(then_sources.map_style, prefetch=3))
-    shuffled = True
-
-
-class TestExposingAhead(_Worked):
-    make_loader = staticmethod(functools.partial(then_sources.exposing, prefetch=1))
-    shuffled = True
-
-
-class TestReplayedAhead(_Worked):
-    make_loader = staticmethod(functools.partial(then_sources.replayed, prefetch=3))
-
-
-class TestListedAhead(_Worked):
-    make_loader = staticmethod(functools.partial(then_sources.listed, prefetch=1))
-
-
-class TestCarriedAhead(_Worked):
-    make_loader = staticmethod(functools.partial(then_sources.carried, prefetch=3))
-    tail = "drop"  # as the source does
-
-
-class TestTorchdataAhead(_Worked):
-    make_loader = staticmethod(functools.partial(then_sources.torchdata, prefetch=1))
-    shuffled = True
-    world_sizes = (1,)  # it divides itself, by what it takes for the world
-    state_bytes = 16384
-
-
-# The other combinations: where a state counts what was handed out, `places` below compares them one by one.
-
-
-@pytest.mark.long
 class TestExposing(_Worked):
     make_loader = staticmethod(then_sources.exposing)
     shuffled = True
 
 
-@pytest.mark.long
 class TestReplayed(_Worked):
     make_loader = staticmethod(then_sources.replayed)
 
 
-@pytest.mark.long
 class TestListed(_Worked):
     make_loader = staticmethod(then_sources.listed)
 
 
-@pytest.mark.long
+class TestCarried(_Worked):
+    make_loader = staticmethod(then_sources.carried)
+    tail = "drop"  # as the source does
+
+
 class TestTorchdata(_Worked):
     make_loader = staticmethod(then_sources.torchdata)
     shuffled = True
-    world_sizes = (1,)
+    world_sizes = (1,)  # it divides itself, by what it takes for the world
     state_bytes = 16384
 
 
@@ -194,24 +162,22 @@ def places(loader: Loader, epochs: int = 2) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 @pytest.mark.parametrize("name", PLACED)
-def test_what_is_made_ahead_is_not_seen(name: str) -> None:
-    """Neither in a state nor in a count: the loop sees the same whatever is made ahead."""
+def test_the_loop_sees_the_same_places_as_without(name: str) -> None:
+    """In a state and in a count, now and two batches ago: those of the source's own batches."""
     seen = []
-    for prefetch in (0, 1, 3, 50):
+    for options in ({"then": lambda batch: drawing(batch)[0]}, {}):
         random.seed(9)  # where it peeks
-        with PLACED[name](then=drawing, prefetch=prefetch) as loader:
-            seen.append(places(loader))
+        with PLACED[name](**options) as loader:
+            seen.append(sources.plain(places(loader)))
     assert len(seen[0]) > 20
-    for others in seen[1:]:
-        assert others == seen[0]
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", PLACED)
-def test_a_resume_at_every_place(name: str, prefetch: int) -> None:
+def test_a_resume_at_every_place(name: str) -> None:
     """Also at the end, where the length is unknown or steps have no batch. The laws do so in other processes."""
-    make = functools.partial(PLACED[name], then=drawing, prefetch=prefetch)
+    make = functools.partial(PLACED[name], then=drawing)
     with make() as loader:
         states, batches = [loader.state_dict()], []
         for batch in itertools.chain(loader, loader):
@@ -224,25 +190,6 @@ def test_a_resume_at_every_place(name: str, prefetch: int) -> None:
             while len(rest) < len(batches) - cut:
                 rest += list(loader)
             assert rest[: len(batches) - cut] == batches[cut:], cut
-
-
-def test_so_many_are_made_ahead() -> None:
-    made: list[int] = []
-    loader = midepoch.wrap([10, 11, 12, 13, 14], then=made.append, prefetch=2)
-    batches = iter(loader)
-    assert made == []
-    counts = []
-    for _ in batches:
-        counts.append(len(made))
-    assert counts == [3, 4, 5, 5, 5]
-    assert made == [10, 11, 12, 13, 14]
-
-
-def test_nothing_is_made_ahead_of_an_epoch() -> None:
-    made: list[int] = []
-    loader = midepoch.wrap([1, 2], then=made.append, prefetch=50)
-    assert len(list(loader)) == 2
-    assert made == [1, 2]
 
 
 # --- the streams -----------------------------------------------------------------------------------------------------
@@ -344,7 +291,7 @@ def test_a_module_and_the_generators_of_its_parts() -> None:
     before = [module.erase.generator.get_state(), module.inner.generator.get_state()]
 
     def make(then: Any) -> Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(20), batch_size=4), seed=3, then=then, prefetch=1)
+        return midepoch.wrap(DataLoader(sources.Indices(20), batch_size=4), seed=3, then=then)
 
     whole = list(make(module))
     assert len({number for numbers in whole for number in numbers}) == 20
@@ -404,14 +351,13 @@ def test_a_generator_made_by_the_first_call() -> None:
     assert once[1:] == again[1:]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_the_caller_finds_the_generators_as_they_were(prefetch: int) -> None:
+def test_the_caller_finds_the_generators_as_they_were() -> None:
     def numbers() -> tuple[float, ...]:
         return random.random(), random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
 
     def seen(then: Callable[[Any], Any] | None) -> list[Any]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        loader = midepoch.wrap(list(range(6)), seed=1, then=then, prefetch=prefetch if then else 0)
+        loader = midepoch.wrap(list(range(6)), seed=1, then=then)
         return [numbers() for _ in loader]
 
     expected = seen(None)
@@ -516,11 +462,10 @@ SELDOM: dict[str, Callable[..., Loader]] = {
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("prefetch", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SELDOM)
-def test_a_function_that_draws_now_and_then_is_exact(name: str, prefetch: int) -> None:
+def test_a_function_that_draws_now_and_then_is_exact(name: str) -> None:
     """Whichever batch a process begins with; and each batch is changed in place once."""
-    make = functools.partial(SELDOM[name], prefetch=prefetch)
+    make = SELDOM[name]
     with make(then=Seldom()) as loader:
         states, batches = [loader.state_dict()], []
         for batch in itertools.chain(loader, loader):
@@ -648,10 +593,9 @@ class Failing:
         return batch, random.random()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 4, 50])
-def test_an_error_is_raised_where_its_batch_is_asked_for(prefetch: int) -> None:
+def test_an_error_is_raised_where_its_batch_is_asked_for() -> None:
     def make(then: Any) -> Loader:
-        return midepoch.wrap(list(range(9)), seed=1, then=then, prefetch=prefetch, on_error="retry")
+        return midepoch.wrap(list(range(9)), seed=1, then=then, on_error="retry")
 
     whole = list(make(Failing(-1)))
     loader = make(Failing(5))
@@ -668,10 +612,9 @@ def test_an_error_is_raised_where_its_batch_is_asked_for(prefetch: int) -> None:
     assert list(batches) == whole[5:]
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for(prefetch: int, tmp_path: Path) -> None:
+def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for(tmp_path: Path) -> None:
     dataset = sources.Failing(24, [9], tmp_path)
-    loader = midepoch.wrap(DataLoader(dataset, batch_size=4), then=sources.plain, prefetch=prefetch, on_error="retry")
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=4), then=sources.plain, on_error="retry")
     batches = iter(loader)
     assert len([next(batches) for _ in range(2)]) == 2
     with pytest.raises(RuntimeError, match="sample 9 cannot be read"):
@@ -681,22 +624,16 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for(prefetch:
     assert len(list(batches)) == 4
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_source_with_a_state_of_its_own_does_not_pass_over_a_batch(prefetch: int) -> None:
-    """It has moved past a batch for which the function fails. What is not known is refused; made ahead, it is known."""
-    loader = midepoch.wrap(sources.Counter(8), then=Failing(3), prefetch=prefetch, on_error="retry")
+def test_a_source_with_a_state_of_its_own_does_not_pass_over_a_batch() -> None:
+    """It has moved past a batch for which the function fails. What is not known is refused."""
+    loader = midepoch.wrap(sources.Counter(8), then=Failing(3), on_error="retry")
     batches = iter(loader)
     with pytest.raises(ZeroDivisionError):
         for _ in range(8):
             next(batches)
     assert loader.position == 3
-    if prefetch:
-        fresh = midepoch.wrap(sources.Counter(8), then=Failing(-1))
-        fresh.load_state_dict(loader.state_dict())
-        assert [batch for batch, _ in fresh] == [3, 4, 5, 6, 7]
-    else:
-        with pytest.raises(StateError, match="already past it"):
-            loader.state_dict()
+    with pytest.raises(StateError, match="already past it"):
+        loader.state_dict()
 
 
 def test_a_stop_iteration_does_not_end_the_epoch() -> None:
@@ -708,7 +645,7 @@ def test_a_stop_iteration_does_not_end_the_epoch() -> None:
             list(midepoch.wrap(source, then=then))
 
 
-def test_an_interrupt_while_a_batch_is_made_ahead_is_raised_at_once() -> None:
+def test_an_interrupt_in_it_passes_over_no_batch() -> None:
     interrupts = [3]
 
     def then(batch: int) -> int:
@@ -717,13 +654,13 @@ def test_an_interrupt_while_a_batch_is_made_ahead_is_raised_at_once() -> None:
             raise KeyboardInterrupt
         return batch
 
-    loader = midepoch.wrap(list(range(6)), then=then, prefetch=2)
+    loader = midepoch.wrap(list(range(6)), then=then)
     batches = iter(loader)
-    assert next(batches) == 0
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    assert loader.position == 1
-    assert list(batches) == [1, 2, 3, 4, 5]
+    assert loader.position == 3
+    assert list(batches) == [3, 4, 5]
 
 
 # --- what else a loader does -----------------------------------------------------------------------------------------
@@ -740,10 +677,8 @@ def test_capabilities_say_what_holds() -> None:
     assert "SystemRandom" in answer.reason
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_copies_and_pickles(prefetch: int) -> None:
-    loader = midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing, prefetch=prefetch)
-    plain = midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing)
+def test_copies_and_pickles() -> None:
+    loader, plain = (midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing) for _ in range(2))
     whole, following = list(plain), list(plain)
     batches = iter(loader)
     assert [next(batches) for _ in range(2)] == whole[:2]
@@ -754,14 +689,12 @@ def test_copies_and_pickles(prefetch: int) -> None:
     assert list(batches) == whole[3:]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_parts_of_a_combination(prefetch: int) -> None:
+def test_parts_of_a_combination() -> None:
     def make() -> Loader:
-        own = midepoch.wrap(sources.Counter(5), seed=2, then=drawing, prefetch=prefetch)
         parts = {
-            "a": midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing, prefetch=prefetch),
+            "a": midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing),
             "b": midepoch.wrap(list(range(4)), seed=1, then=drawing),
-            "own": own,
+            "own": midepoch.wrap(sources.Counter(5), seed=2, then=drawing),
         }
         return midepoch.combine(parts, mode="max_size_cycle")
 
@@ -855,20 +788,20 @@ class OnDevice(torch.nn.Module):
 
 
 def check_on(device: str) -> None:
-    def make(prefetch: int) -> Loader:
+    def make() -> Loader:
         loader = DataLoader(sources.Indices(40), batch_size=4, shuffle=True)
-        return midepoch.wrap(loader, seed=1, then=OnDevice(device), prefetch=prefetch)
+        return midepoch.wrap(loader, seed=1, then=OnDevice(device))
 
-    whole = [batch.tolist() for batch in make(0)]
+    whole = [batch.tolist() for batch in make()]
     assert len({number for batch in whole for number in batch[1]}) > 30
-    for prefetch, cut in itertools.product((0, 2), (0, 3, 9)):
-        loader = make(prefetch)
+    for cut in (0, 3, 9):
+        loader = make()
         torch.manual_seed(cut)  # of all devices
         before = torch.rand(1, device=device)
         torch.manual_seed(cut)
         head = [batch.tolist() for batch in itertools.islice(loader, cut)]
         assert torch.equal(torch.rand(1, device=device), before)
-        resumed = make(prefetch)
+        resumed = make()
         resumed.load_state_dict(loader.state_dict())
         assert head + [batch.tolist() for batch in resumed] == whole
 
@@ -946,10 +879,9 @@ KEEPING: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", KEEPING)
-def test_a_function_that_keeps_something_is_told_once(kind: str, prefetch: int) -> None:
-    loader = worked(KEEPING[kind](), prefetch=prefetch)
+def test_a_function_that_keeps_something_is_told_once(kind: str) -> None:
+    loader = worked(KEEPING[kind]())
     assert loader.capabilities.exact_augmentations
     with pytest.warns(MidepochWarning, match=r"two calls of then= for the same batch differ") as told:
         next(iter(loader))
@@ -959,7 +891,7 @@ def test_a_function_that_keeps_something_is_told_once(kind: str, prefetch: int) 
     assert "two calls" in loader.capabilities.exact_augmentations.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        list(worked(KEEPING[kind](), prefetch=prefetch, verify="off"))
+        list(worked(KEEPING[kind](), verify="off"))
 
 
 QUIET: dict[str, Callable[[], Any]] = {

@@ -544,7 +544,7 @@ def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
 
 
 def test_then_works_on_what_the_wrapper_gives() -> None:
-    make = lambda: midepoch.wrap(wild.OneAhead(loader()), seed=3, then=wild.Erasing(1.0), prefetch=2)
+    make = lambda: midepoch.wrap(wild.OneAhead(loader()), seed=3, then=wild.Erasing(1.0))
     assert_exact_at_every_cut(make)
 
 

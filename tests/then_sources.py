@@ -39,28 +39,28 @@ class Work(torch.nn.Module):
         return torch.cat([batch * self.scale, torch.stack(drawn, 1)], 1)
 
 
-def _wrap(source: Any, rank: int, world_size: int, seed: int | None, prefetch: int, **options: Any) -> Any:
+def _wrap(source: Any, rank: int, world_size: int, seed: int | None, **options: Any) -> Any:
     world = midepoch.World(rank, world_size)
-    return midepoch.wrap(source, seed=seed, world=world, then=Work(), prefetch=prefetch, **options)
+    return midepoch.wrap(source, seed=seed, world=world, then=Work(), **options)
 
 
 def map_style(
     rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None, items: list[Any] | None = None, prefetch: int = 0,
+    size: int = SIZE, read_log: str | None = None, items: list[Any] | None = None,
 ) -> Any:  # fmt: skip
     if items is not None:
         loader = DataLoader(cast(Any, items), batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
     else:
         loader = DataLoader(Samples(size, read_log), batch_size=batch_size, shuffle=True, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed, prefetch)
+    return _wrap(loader, rank, world_size, seed)
 
 
 def exposing(
     rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None, prefetch: int = 0,
+    size: int = SIZE, read_log: str | None = None,
 ) -> Any:  # fmt: skip
     loader = DataLoader(Exposing(size, read_log), batch_size, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed, prefetch)
+    return _wrap(loader, rank, world_size, seed)
 
 
 class Rows(GeneratorFunction):
@@ -73,29 +73,27 @@ class Rows(GeneratorFunction):
 
 def replayed(
     rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None,
-    prefetch: int = 0,
 ) -> Any:  # fmt: skip
-    return _wrap(Rows(size, items), rank, world_size, seed, prefetch, shard=True)
+    return _wrap(Rows(size, items), rank, world_size, seed, shard=True)
 
 
 def listed(
     rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None,
-    prefetch: int = 0,
 ) -> Any:  # fmt: skip
     batches = [torch.tensor([[index]], dtype=torch.float64) for index in range(size)] if items is None else items
-    return _wrap(batches, rank, world_size, seed, prefetch)
+    return _wrap(batches, rank, world_size, seed)
 
 
-def carried(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, prefetch: int = 0) -> Any:
+def carried(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE) -> Any:
     """A source with a state of its own."""
-    return _wrap(Carried(size, rank, world_size), rank, world_size, seed, prefetch)
+    return _wrap(Carried(size, rank, world_size), rank, world_size, seed)
 
 
-def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE, prefetch: int = 0) -> Any:
+def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
     """Another, which keeps its workers' states."""
     import own_state_sources
 
-    return _wrap(own_state_sources.torchdata(num_workers, seed, size), 0, 1, seed, prefetch)
+    return _wrap(own_state_sources.torchdata(num_workers, seed, size), 0, 1, seed)
 
 
 MAKERS = {each.__name__: each for each in (map_style, exposing, replayed, listed, carried, torchdata)}

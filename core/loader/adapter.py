@@ -25,7 +25,7 @@ from .place import Place
 
 __all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "OtherWayError", "Run", "Samples", "Seen", "Session"]
 
-MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on, or made ahead
+MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Options:
     fingerprint: str | None = None
     verify: Literal["sample", "strict", "warn", "off"] = "sample"
     then: Callable[[Any], Any] | None = None
-    prefetch: int = 0
     on_error: Literal["next", "retry"] | None = None
     remember: int = 0
     global_batch: int | None = None
@@ -66,16 +65,10 @@ class Options:
             raise TypeError(f"then must be a function of a batch or None, got {self.then!r:.80}")
         if self.on_error not in (None, "next", "retry"):
             raise ValueError(f"on_error must be 'next', 'retry' or None, got {self.on_error!r}")
-        for name, value in (("prefetch", self.prefetch), ("remember", self.remember)):
-            if type(value) is not int:
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if not 0 <= value <= MOST_IN_FLIGHT:
-                raise ValueError(f"{name} must be in [0, {MOST_IN_FLIGHT}], got {value}")
-        if self.prefetch and self.then is None:
-            raise ValueError(
-                f"prefetch={self.prefetch} makes results of then= ahead, and there is none: pass then=, or set "
-                "prefetch_factor of the DataLoader"
-            )
+        if type(self.remember) is not int:
+            raise TypeError(f"remember must be an int, got {self.remember!r}")
+        if not 0 <= self.remember <= MOST_IN_FLIGHT:
+            raise ValueError(f"remember must be in [0, {MOST_IN_FLIGHT}], got {self.remember}")
         check_tail(self.tail)
         if self.global_batch is not None:
             if type(self.global_batch) is not int:

@@ -1,14 +1,13 @@
-"""`then` and `prefetch`: sessions that pass another session's batches through the user's function.
+"""`then`: sessions that pass another session's batches through the user's function.
 
 The function runs in this process, under a stream of the batch: a key of (seed, epoch, the batch's first position). What
-it returns is handed out, so a state counts a batch where its result is handed out, not where it is made.
+it returns is handed out. A state counts a batch from there on, so not while the function works on it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +25,16 @@ _KEYS = 64  # made by one call of numpy's
 
 
 class Then:
-    """What `wrap` got as `then` and `prefetch`. A loader keeps one, and with it whether the function draws.
+    """What `wrap` got as `then`. A loader keeps one, and with it whether the function draws.
 
     Attributes:
         function: from a batch to what is handed out.
-        ahead: results that are made before they are asked for.
         streams: the generators that the function may draw from; None if it uses the caller's.
         tries: the function has not been called again yet, to see whether it repeats itself, and is to be.
     """
 
-    def __init__(self, function: Callable[[Any], Any], ahead: int, streams: Streams | None, tries: bool) -> None:
-        self.function, self.ahead, self.streams, self.tries = function, ahead, streams, tries
+    def __init__(self, function: Callable[[Any], Any], streams: Streams | None, tries: bool) -> None:
+        self.function, self.streams, self.tries = function, streams, tries
 
     @classmethod
     def of(cls, options: Options) -> Then | None:
@@ -44,12 +42,11 @@ class Then:
         if options.then is None:
             return None
         streams = Streams(options.then, devices=True) if options.streams else None
-        return cls(options.then, options.prefetch, streams, options.streams and options.verify != "off")
+        return cls(options.then, streams, options.streams and options.verify != "off")
 
     def around(self, session: Session, run: Run, adapter: Adapter) -> Session:
         """A session of the function's results. `session`: of `adapter`, opened for `run`."""
-        kind = _MadeAhead if self.ahead else _WholeBatches
-        return kind(self, session, run, adapter)
+        return _WholeBatches(self, session, run, adapter)
 
 
 class _WholeBatches(Session):
@@ -246,97 +243,6 @@ class _WholeBatches(Session):
             f"the function passed as then= {what}, so its random numbers may differ after a resume: draw the numbers "
             "of each batch anew, make generators before the loader is iterated, or use midepoch.sample_generator()",
         )
-
-
-class _Made(NamedTuple):
-    """A result that was made ahead.
-
-    Attributes:
-        result: None if there is an error.
-        error: raised where this batch is asked for; StopIteration at the end.
-        mark: the session's from before this batch; None for the first, and if it is not needed.
-        unknown: why there is no such mark.
-        drift: the session's after this batch.
-    """
-
-    result: Any
-    error: Exception | None
-    mark: Any
-    unknown: Exception | None
-    drift: int
-
-
-class _MadeAhead(_WholeBatches):
-    """The next results are made before they are asked for, in the same thread.
-
-    What the loader asks about its place is answered as of the results handed out.
-    """
-
-    def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
-        super().__init__(then, inner, run, adapter)
-        self._ahead, self._results = then.ahead, deque[_Made]()
-        self._keeps_marks = inner.marks or not adapter.remembers
-        # Never read ahead past the session's share.
-        self._steps = None if run.share is None else run.share.steps
-        self._over = False  # the last entry of `_results` is an error or the end
-        self._drift = 0
-
-    @property
-    def drift(self) -> int:  # type: ignore[override]
-        """After the result that was handed out last."""
-        return self._drift
-
-    def mark(self) -> Any:
-        """As it was when the next result was about to be made."""
-        if not self._results:
-            return super().mark()
-        following = self._results[0]
-        if following.unknown is not None:
-            raise following.unknown
-        return following.mark
-
-    def close(self) -> None:
-        """Close the inner session, and drop the results."""
-        self._results.clear()
-        super().close()
-
-    def take(self) -> Any:
-        """The next result."""
-        results = self._results
-        while len(results) <= self._ahead and not self._over and self._made != self._steps:
-            self._make()
-        if not results:
-            try:
-                return super().take()
-            finally:
-                self._drift = super().drift
-        error = results[0].error
-        if error is not None and type(error) is not StopIteration:
-            raise error  # it stays, so that `mark` leads to the batch that failed
-        made = results.popleft()
-        self._drift = made.drift
-        if error is not None:
-            raise error
-        return made.result
-
-    def _make(self) -> None:
-        mark: Any = None
-        result: Any = None
-        unknown: Exception | None = None
-        failure: Exception | None = None
-        if self._keeps_marks and self._made:
-            try:
-                mark = super().mark()
-            except Exception as error:  # noqa: BLE001  # raised if the mark is asked for
-                unknown = error
-        try:
-            result = _WholeBatches.take(self)
-        except StopIteration:
-            failure, self._over = StopIteration(), True
-        except Exception as error:  # noqa: BLE001  # raised where this batch is asked for
-            failure, self._over = error, True
-        drift = self._drift_before + self._inner.drift
-        self._results.append(_Made(result, failure, mark, unknown, drift))
 
 
 def _closed() -> Any:

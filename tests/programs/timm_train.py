@@ -82,7 +82,7 @@ def create_loader(dataset: Any, args: Any, is_training: Any, prepare: Any) -> An
         dataset, batch_size=args.batch_size, shuffle=sampler is None and is_training, num_workers=args.workers,
         sampler=sampler, drop_last=is_training, persistent_workers=args.workers > 0,
     )  # fmt: skip
-    return midepoch.wrap(loader, seed=args.seed, then=prepare, prefetch=1)
+    return midepoch.wrap(loader, seed=args.seed, then=prepare)
 
 
 class CosineLRScheduler:
