@@ -127,7 +127,11 @@ class BatchTrial(_Trial):
         """Call a copy of the function for the batch, for one whose rows are moved, and for the batch again."""
         if self._copied.value is not None and self._batch is None:
             return Repeat("its batches are too large to be copied, or cannot be")
-        return self._repeat(self._batch, _with_rows_moved(self._batch), key)
+        try:
+            other = _with_rows_moved(self._batch)
+        except Exception:  # noqa: BLE001  # a type that cannot be moved; the batch itself stands in for another
+            other = self._batch
+        return self._repeat(self._batch, other, key)
 
 
 def _with_rows_moved(batch: Any) -> Any:

@@ -151,9 +151,9 @@ def _beginnings(
 def standing(source: Any) -> str:
     """A checksum of what a source keeps in its attributes and in closures: a bounded part of it."""
     if isinstance(source, types.FunctionType):
-        return checksum_of(_closed_over(source))
+        return checksum_of(_closed_over(source), held=True)
     functions = [each for each in getattr(source, "__dict__", {}).values() if isinstance(each, types.FunctionType)]
-    return checksum_of([source, *map(_closed_over, functions)])
+    return checksum_of([source, *map(_closed_over, functions)], held=True)
 
 
 _DEEPEST_FUNCTION = 4  # in closures of one another

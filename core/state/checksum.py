@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .contents import Unseen, plain
+from .contents import Unseen, may_read, plain
 
 __all__ = ["checksum_of"]
 
 _SAMPLED_BYTES = 4096
 
 
-def checksum_of(item: object, unseen: dict[str, None] | None = None) -> str:
+def checksum_of(item: object, unseen: dict[str, None] | None = None, held: bool = False) -> str:
     """Eight hexadecimal digits of an item: of its structure, types, shapes, and up to 4 KiB of each array.
 
     It can be taken of every batch: of tensors, arrays, texts and containers it reads a bounded part. It is no proof of
@@ -27,8 +27,10 @@ def checksum_of(item: object, unseen: dict[str, None] | None = None) -> str:
     Args:
         item: anything.
         unseen: the names of types whose content cannot be seen are added to it.
+        held: the item is what a source keeps, no sample. What another library may have to read from a file first, such
+            as an `h5py.Dataset`, is not looked into: it may be the whole data set.
     """
-    return f"{_Checksum(unseen).of(item, 0, 0):08x}"
+    return f"{_Checksum(unseen, held).of(item, 0, 0):08x}"
 
 
 _SAMPLED_ITEMS = 64
@@ -36,8 +38,8 @@ _DEEPEST_ITEM = 8  # levels of containers; an object may contain itself
 
 
 class _Checksum:
-    def __init__(self, unseen: dict[str, None] | None) -> None:
-        self._unseen = unseen
+    def __init__(self, unseen: dict[str, None] | None, held: bool) -> None:
+        self._unseen, self._held = unseen, held
 
     def of(self, item: Any, crc: int, depth: int) -> int:
         kind = type(item).__name__
@@ -50,7 +52,7 @@ class _Checksum:
         if item is None or isinstance(item, str | int | float | complex | np.generic):
             return zlib.crc32(f"{kind}{item!r}"[:_SAMPLED_BYTES].encode("utf-8", "surrogatepass"), crc)
         crc = zlib.crc32(kind.encode(), crc)
-        if depth == _DEEPEST_ITEM:
+        if depth == _DEEPEST_ITEM or (self._held and may_read(item)):
             return crc
         parts: Any = None
         if isinstance(item, Mapping):

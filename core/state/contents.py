@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["MOST_ITEMS", "MOST_MEMBERS", "Unseen", "has_more_rows", "plain", "text_of"]
+__all__ = ["MOST_ITEMS", "MOST_MEMBERS", "Unseen", "has_more_rows", "may_read", "plain", "text_of"]
 
 MOST_ITEMS = 64
 """Members of a table or a device's tensor rows that are looked at; the number of them always counts."""
@@ -131,6 +131,14 @@ def _as_integers(tensor: torch.Tensor) -> Any:
 def has_more_rows(item: Any) -> bool:
     """Whether an item is a table of more rows than `plain` looks at."""
     return _has_rows(type(item)) and len(item) > MOST_ITEMS
+
+
+def may_read(item: Any) -> bool:
+    """Whether to see an item's content may read it from a file: a mapping or an array of another library."""
+    if isinstance(item, dict | np.ndarray | torch.Tensor):
+        return False
+    kind = type(item)
+    return isinstance(item, Mapping) or hasattr(kind, "__array__") or _has_rows(kind)
 
 
 def _has_rows(kind: type) -> bool:
