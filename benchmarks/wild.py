@@ -107,6 +107,8 @@ def compare(name: str) -> tuple[str, str]:
     """Of a row that is not cut: `Verdict.undisturbed` and `Verdict.difference`."""
     if ROWS[name].tests:
         return "-", "its tests compare it"
+    if "world" in ROWS[name].options:
+        return "-", "one rank of many has no plain loader to itself"
     with tempfile.TemporaryDirectory() as folder:
         found = run("undisturbed", name, ROWS[name], Path(folder))
     words = {"holds": "same", "failed": DIFFERS, "refused clearly": "refused"}
