@@ -420,12 +420,14 @@ def test_persistent_workers_go_on_with_the_next_epoch(urls: list[str]) -> None:
         assert sorted(first) == sorted(second) == list(range(20)) and first != second
 
 
-def test_worker_processes_outlive_a_change_of_the_world(urls: list[str]) -> None:
-    """With the shards that they have opened. What they have read ahead for the old world is dropped."""
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_worker_processes_outlive_a_change_of_the_world(urls: list[str], persistent: bool) -> None:
+    """With the shards that they have opened. What workers have read ahead for the old world is dropped."""
     dataset = wds.WebDataset(urls, shardshuffle=5, nodesplitter=wds.split_by_node).map(number)
     loader = DataLoader(
-        dataset.batched(1, collation_fn=list), batch_size=None, num_workers=2, collate_fn=sources.as_it_is
-    )
+        dataset.batched(1, collation_fn=list), batch_size=None, num_workers=2, collate_fn=sources.as_it_is,
+        persistent_workers=persistent,
+    )  # fmt: skip
     others = set(multiprocessing.active_children())
     with midepoch.wrap(loader, seed=1, world=World(0, 2), tail="uneven") as wrapped:
         whole = [flat([batch]) for batch in midepoch.wrap(dataset.batched(1, collation_fn=list), seed=1, world=World())]
@@ -437,15 +439,8 @@ def test_worker_processes_outlive_a_change_of_the_world(urls: list[str]) -> None
         assert flat([next(each)]) == whole[3]
         wrapped.rollback()
         assert flat([next(each)]) == whole[1]
-        assert set(multiprocessing.active_children()) - others == workers
+        assert (set(multiprocessing.active_children()) - others == workers) is persistent
         assert [flat([batch]) for batch in each] == whole[4::3]
-        wrapped.seek(epoch=0)
-        next(each := iter(wrapped))
-        workers = set(multiprocessing.active_children()) - others
-        state = wrapped.state_dict()
-        wrapped.reshard(World())
-        wrapped.load_state_dict(state)
-        assert not set(multiprocessing.active_children()) & workers
 
 
 def test_fewer_shards_than_workers_and_ranks(tmp_path: Path) -> None:
@@ -1470,3 +1465,16 @@ def test_worker_processes_leave_the_connections_of_their_parent_alone(tmp_path: 
                 batches = digest(wrapped)
             whole = whole or batches
             assert batches == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_leave_out_no_more_than_the_pipeline_by_itself(urls: list[str], workers: int) -> None:
+    def make() -> Any:
+        stages = wds.WebDataset([f"pipe:cat {url}" for url in urls], shardshuffle=False).map(number)
+        batches = stages.batched(5, collation_fn=list, partial=False)
+        loader = DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=sources.as_it_is)
+        return loader if workers else batches
+
+    with midepoch.wrap(make(), seed=1, world=World()) as loader:
+        counts = [len(list(loader)) for _ in range(2)]
+    assert counts == [len(list(make()))] * 2

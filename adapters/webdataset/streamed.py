@@ -57,7 +57,10 @@ class StreamedAdapter(Adapter):
         layout = Layout(1, shards, pipeline.shuffles, max(1, pipeline.buffer), pipeline.draws)
         stated: int | None = options.settings.get("streams")
         self._is_stated = stated is not None
-        self._layout = layout._replace(streams=stated or next(n for n in _STREAMS if n <= max(1, layout.places)))
+        # Each stream would leave out what does not fill its last batch; by itself, each worker process does.
+        self._leaves_out = pipeline.drop_last and pipeline.limit is None and not pipeline.draws
+        usual = 1 if self._leaves_out else next(n for n in _STREAMS if n <= max(1, layout.places))
+        self._layout = layout._replace(streams=stated or usual)
         self._streams = self._layout.streams  # of the open session, or of the last one
         self.seed = pipeline.seed
         self._refill = bool(options.settings.get("refill", False))
@@ -162,6 +165,8 @@ class StreamedAdapter(Adapter):
                 f"{streams} streams cannot be shared by {among}: pass streams={readers} or a multiple of it, always "
                 "the same for this data, or leave streams= out"
             )
+        if self._leaves_out:
+            return readers
         # As few worlds as possible need another number, and no shard is read by two streams, if that can be.
         most = min(MOST_STREAMS, self._layout.places)
         shared = (math.lcm(number, readers) for number in _STREAMS)
