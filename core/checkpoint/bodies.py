@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from midepoch.errors import SnapshotError
-from midepoch.loader.bodies import Passes
+from ..errors import SnapshotError
+from ..loader.bodies import Passes
 
 __all__ = ["Bodies"]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midepoch.errors import SnapshotError, warn
+from ..errors import SnapshotError, warn
 
 __all__ = ["FORMAT", "Found", "SnapshotFile", "checksums", "cure_of", "damage_in", "find", "read", "release_files"]
 

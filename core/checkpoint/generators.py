@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from midepoch.order.keys import TORCH_KEYS
-from midepoch.state.codec import decode, encode
+from ..order.keys import TORCH_KEYS
+from ..state.codec import decode, encode
 
 __all__ = ["check_generators", "save_generators", "seed_generators", "set_generators"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from midepoch.errors import SnapshotError
-from midepoch.loader.lending import loader_of
+from ..errors import SnapshotError
+from ..loader.lending import loader_of
 
 __all__ = ["check_fits", "kinds_of", "merge", "sharded", "unwrapped"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from midepoch.errors import MidepochError
-from midepoch.world import World
+from ..errors import MidepochError
+from ..world import World
 
 __all__ = ["NEVER", "Agreement", "Ranks"]
 

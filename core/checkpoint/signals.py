@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from midepoch.errors import MidepochError
-from midepoch.reading.workers import signals_in_hand
+from ..errors import MidepochError
+from ..reading.workers import signals_in_hand
 
 __all__ = ["Signals", "end_process"]
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.distributed import ProcessGroup
 
-from midepoch.errors import MidepochError, SnapshotError, StateError, warn
-from midepoch.loader.bodies import (
+from ..errors import MidepochError, SnapshotError, StateError, warn
+from ..loader.bodies import (
     RUNNING,
     Passes,
     bring_together,
@@ -33,13 +33,12 @@ from midepoch.loader.bodies import (
     tell_of_done,
     tell_of_flight,
 )
-from midepoch.loader.cursor import Cursor
-from midepoch.loader.lending import loader_of
-from midepoch.loader.loader import Loader
-from midepoch.loader.saving import state_or_that_of_now
-from midepoch.order.keys import derive_key
-from midepoch.state.parts import is_rank_independent, join_states, warn_of_witnesses
-
+from ..loader.cursor import Cursor
+from ..loader.lending import loader_of
+from ..loader.loader import Loader
+from ..loader.saving import state_or_that_of_now
+from ..order.keys import derive_key
+from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
 from .bodies import Bodies
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
 from .generators import check_generators, save_generators, seed_generators, set_generators

@@ -7,15 +7,14 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-from midepoch.errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
-from midepoch.loader.adapter import Adapter, Options, Run, Session
-from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.loader.loader import Loader
-from midepoch.loader.part import Part
-from midepoch.loader.place import Place
-from midepoch.state.format import State
-from midepoch.world import Share, World
-
+from ..errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
+from ..loader.adapter import Adapter, Options, Run, Session
+from ..loader.capabilities import Capabilities, Capability
+from ..loader.loader import Loader
+from ..loader.part import Part
+from ..loader.place import Place
+from ..state.format import State
+from ..world import Share, World
 from .draws import Draws, Until
 from .standings import Standings
 from .steps import Mixture, OneAtATime, Together

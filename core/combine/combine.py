@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from midepoch.loader.adapter import Options
-from midepoch.loader.loader import Loader
-from midepoch.loader.part import Part
-from midepoch.world import World
-
+from ..loader.adapter import Options
+from ..loader.loader import Loader
+from ..loader.part import Part
+from ..world import World
 from .adapter import CombinedAdapter, Mode, names_and_parts
 from .draws import Until
 

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.order.keys import derive_key, derive_keys
-from midepoch.randomness.streams import Purpose
+from ..order.keys import derive_key, derive_keys
+from ..randomness.streams import Purpose
 
 __all__ = ["DRAWN_TOGETHER", "Draws", "Until"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from midepoch.errors import StateCorruptError
-from midepoch.state.format import State, from_values, values_of
+from ..errors import StateCorruptError
+from ..state.format import State, from_values, values_of
 
 __all__ = ["Standings"]
 

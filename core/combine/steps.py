@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from midepoch.errors import SourceError
-from midepoch.loader.adapter import Run, Session
-from midepoch.loader.part import Part
-from midepoch.state.format import State
-
+from ..errors import SourceError
+from ..loader.adapter import Run, Session
+from ..loader.part import Part
+from ..state.format import State
 from .draws import DRAWN_TOGETHER, Draws, Until
 from .standings import Standings
 

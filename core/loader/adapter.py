@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
-from midepoch.errors import MidepochError, StateCorruptError, warn
-from midepoch.randomness.owned import find_generators
-from midepoch.repeating import Repeat
-from midepoch.state.parts import part_of
-from midepoch.state.witness import Look, Witness
-from midepoch.world import MicroShare, Share, Tail, World, check_tail
-
+from ..errors import MidepochError, StateCorruptError, warn
+from ..randomness.owned import find_generators
+from ..repeating import Repeat
+from ..state.parts import part_of
+from ..state.witness import Look, Witness
+from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 

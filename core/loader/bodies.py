@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from midepoch.errors import warn
-
+from ..errors import warn
 from .cursor import Cursor, Phase
 
 __all__ = [

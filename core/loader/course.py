@@ -16,10 +16,9 @@ import logging
 import weakref
 from typing import Any, NoReturn, Self
 
-from midepoch.errors import MidepochError, SourceError, StateError, warn
-from midepoch.state.format import State
-from midepoch.world import Share, World
-
+from ..errors import MidepochError, SourceError, StateError, warn
+from ..state.format import State
+from ..world import Share, World
 from .adapter import Adapter, Options, OtherWayError, Run, Session
 from .bodies import Passes
 from .cursor import Cursor, History, Phase, new_history

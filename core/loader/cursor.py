@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from midepoch.errors import StateError
-from midepoch.world import MicroShare, Share, World
-
+from ..errors import StateError
+from ..world import MicroShare, Share, World
 from .adapter import MOST_IN_FLIGHT, Run, Session
 from .place import Place
 

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Literal, NoReturn, Self
 
-from midepoch.errors import (
+from ..errors import (
     MidepochError,
     StateError,
     UnsupportedSourceError,
     warn,
 )
-from midepoch.state.format import State
-from midepoch.world import MicroShare, Share, World
-
+from ..state.format import State
+from ..world import MicroShare, Share, World
 from .adapter import Adapter, Options
 from .bodies import RUNNING, Passes, check_epochs, tell_of_done
 from .capabilities import Capabilities

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from midepoch.errors import StateError
-from midepoch.state.format import State
-from midepoch.world import Share, Tail, World
-
+from ..errors import StateError
+from ..state.format import State
+from ..world import Share, Tail, World
 from .adapter import Samples
 from .capabilities import Capabilities
 from .loader import Loader

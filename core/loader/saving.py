@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from midepoch.errors import StateError, warn
-from midepoch.state.format import State
-
+from ..errors import StateError, warn
+from ..state.format import State
 from .loader import Loader
 
 __all__ = ["state_for_checkpoint", "state_or_that_of_now"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from midepoch.errors import MidepochError
-from midepoch.randomness.streams import process_seed
-from midepoch.world import World, warn_of_mesh
-
+from ..errors import MidepochError
+from ..randomness.streams import process_seed
+from ..world import World, warn_of_mesh
 from .adapter import Adapter, Options
 
 __all__ = ["Setting"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.utils.data import IterableDataset
 
-from midepoch.errors import MidepochError, UnsupportedSourceError
+from ..errors import MidepochError, UnsupportedSourceError
 
 __all__ = ["BatchSamplerOfSource", "SamplerOfSource", "SourceAttribute", "SourceDataset", "refuse_change"]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import NoReturn
 
-from midepoch.errors import StateMismatchError
-from midepoch.state import format as states
-from midepoch.state import parts
-from midepoch.state.format import State
-from midepoch.state.witness import Witness
-from midepoch.world import World
-
+from ..errors import StateMismatchError
+from ..state import format as states
+from ..state import parts
+from ..state.format import State
+from ..state.witness import Witness
+from ..world import World
 from .adapter import Adapter, Options
 from .place import Place
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from midepoch.errors import StateMismatchError, warn
-from midepoch.state.witness import Witness
-
+from ..errors import StateMismatchError, warn
+from ..state.witness import Witness
 from .adapter import Seen
 
 __all__ = ["Verify", "tell_of_another", "verify"]

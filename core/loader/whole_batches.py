@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from midepoch.errors import SourceError, StateError, warn
-from midepoch.order.keys import derive_key, derive_keys, extend_key
-from midepoch.randomness.streams import Purpose, Streams
-from midepoch.repeating import BatchTrial
-from midepoch.world import MicroShare
-
+from ..errors import SourceError, StateError, warn
+from ..order.keys import derive_key, derive_keys, extend_key
+from ..randomness.streams import Purpose, Streams
+from ..repeating import BatchTrial
+from ..world import MicroShare
 from .adapter import Adapter, Options, Run, Seen, Session
 
 __all__ = ["Then"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from midepoch.errors import warn
-from midepoch.state.witness import LONGEST, Look, Witness
-
+from ..errors import warn
+from ..state.witness import LONGEST, Look, Witness
 from .adapter import Adapter, Options
 from .cursor import Cursor
 from .verify import verify

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from midepoch.order.keys import TORCH_KEYS
+from ..order.keys import TORCH_KEYS
 
 __all__ = ["LentGlobals", "Touched"]
 

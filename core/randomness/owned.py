@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midepoch.order.keys import TORCH_KEYS, mix
+from ..order.keys import TORCH_KEYS, mix
 
 __all__ = ["LONGEST_CONTAINER", "MOST_OBJECTS", "OwnedGenerator", "find_generators", "global_generators"]
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from midepoch.errors import MidepochError, warn
-from midepoch.order.keys import TORCH_KEYS, derive_key
-
+from ..errors import MidepochError, warn
+from ..order.keys import TORCH_KEYS, derive_key
 from .devices import LentDevices
 from .globals import LentGlobals, Touched
 from .owned import OwnedGenerator, find_generators

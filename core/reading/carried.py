@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from midepoch.errors import (
+from ..errors import (
     SourceError,
     StateCorruptError,
     StateError,
@@ -27,17 +27,16 @@ from midepoch.errors import (
     UnsupportedSourceError,
     warn,
 )
-from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
-from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.streams import Purpose, Streams
-from midepoch.samplers import length_of
-from midepoch.state.checksum import checksum_of
-from midepoch.state.codec import decode, encode
-from midepoch.state.witness import Look, look_at
-from midepoch.world import World
-
+from ..loader import promises
+from ..loader.adapter import Adapter, Options, Run, Session
+from ..loader.capabilities import Capabilities, Capability
+from ..order.keys import derive_key, extend_key
+from ..randomness.streams import Purpose, Streams
+from ..samplers import length_of
+from ..state.checksum import checksum_of
+from ..state.codec import decode, encode
+from ..state.witness import Look, look_at
+from ..world import World
 from .trials import Finding, Outcome, compare
 from .units import Units
 from .workers import Server

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from midepoch.copying import copy_with, shared_modules, what_code_shares
-from midepoch.randomness.owned import global_generators
-from midepoch.randomness.streams import Streams
-
+from ..copying import copy_with, shared_modules, what_code_shares
+from ..randomness.owned import global_generators
+from ..randomness.streams import Streams
 from .inside import Feed, Inside, Length, beginning_again
 from .keeping import Modules, kept_by
 from .private import attributes_of_torch, is_iterator, iterates_with

@@ -23,15 +23,14 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler, get_worker_info
 
-from midepoch.copying import copy_apart
-from midepoch.errors import SourceError
-from midepoch.loader.adapter import Run
-from midepoch.order import EpochOrder, Order
-from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.streams import Purpose, Streams
-from midepoch.samplers import Listed, ListedEpoch, length_of
-from midepoch.state.checksum import checksum_of
-
+from ..copying import copy_apart
+from ..errors import SourceError
+from ..loader.adapter import Run
+from ..order import EpochOrder, Order
+from ..order.keys import derive_key, extend_key
+from ..randomness.streams import Purpose, Streams
+from ..samplers import Listed, ListedEpoch, length_of
+from ..state.checksum import checksum_of
 from .indexed import as_list, draws_nothing, spans
 from .private import is_place_holder, let_go
 from .units import Units

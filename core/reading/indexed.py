@@ -20,16 +20,15 @@ import torch
 from torch.utils.data import StackDataset, Subset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from midepoch.errors import SourceError
-from midepoch.loader.adapter import Run, Seen, Session
-from midepoch.order import EpochOrder
-from midepoch.order.keys import derive_key, derive_keys, extend_key
-from midepoch.randomness.streams import Purpose, Streams
-from midepoch.repeating import CollateTrial
-from midepoch.samplers import ListedEpoch
-from midepoch.state.witness import Look, is_inert, look_at
-from midepoch.world import MicroShare, Share
-
+from ..errors import SourceError
+from ..loader.adapter import Run, Seen, Session
+from ..order import EpochOrder
+from ..order.keys import derive_key, derive_keys, extend_key
+from ..randomness.streams import Purpose, Streams
+from ..repeating import CollateTrial
+from ..samplers import ListedEpoch
+from ..state.witness import Look, is_inert, look_at
+from ..world import MicroShare, Share
 from .trials import started_threads, undisturbed
 
 __all__ = [

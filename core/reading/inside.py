@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from midepoch.samplers import length_of, repeated
-
+from ..samplers import length_of, repeated
 from .private import gives_its_own, iterates_as_torch, plain_loader
 
 __all__ = ["Feed", "Inside", "Length", "beginning_again", "held_in", "inside_of"]

@@ -9,21 +9,20 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from midepoch.dividing import check_division
-from midepoch.errors import (
+from ..dividing import check_division
+from ..errors import (
     SourceError,
     StateCorruptError,
     StateMismatchError,
     UnsupportedSourceError,
     warn,
 )
-from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
-from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.loader.place import Place
-from midepoch.samplers import Understood, length_of, understand
-from midepoch.world import World
-
+from ..loader import promises
+from ..loader.adapter import Adapter, Options, Run, Session
+from ..loader.capabilities import Capabilities, Capability
+from ..loader.place import Place
+from ..samplers import Understood, length_of, understand
+from ..world import World
 from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import keeps_nothing, unchanged
 from .private import sent_error

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from midepoch.copying import reached
-from midepoch.dividing import attributes_of
-from midepoch.state.witness import Look, look_at
-
+from ..copying import reached
+from ..dividing import attributes_of
+from ..state.witness import Look, look_at
 from .inside import Feed
 from .private import not_saved
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from midepoch.loader.adapter import Adapter, Samples
-from midepoch.loader.place import Place
-from midepoch.world import Share, World
+from ..loader.adapter import Adapter, Samples
+from ..loader.place import Place
+from ..world import Share, World
 
 __all__ = ["PassedOnAdapter"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
-from midepoch.errors import UnsupportedSourceError
+from ..errors import UnsupportedSourceError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in Python's own typing from 3.13 on

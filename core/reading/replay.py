@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from midepoch.copying import copy_apart
-from midepoch.errors import SourceError
-from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.streams import Purpose, Streams
-from midepoch.repeating import CollateTrial, Repeat
-from midepoch.state.checksum import checksum_of
-from midepoch.world import Share, Tail, World
-
+from ..copying import copy_apart
+from ..errors import SourceError
+from ..order.keys import derive_key, extend_key
+from ..randomness.streams import Purpose, Streams
+from ..repeating import CollateTrial, Repeat
+from ..state.checksum import checksum_of
+from ..world import Share, Tail, World
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
 from .private import caught

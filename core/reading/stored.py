@@ -6,9 +6,8 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from midepoch.loader.adapter import Seen
-from midepoch.state.witness import Look, look_at
-
+from ..loader.adapter import Seen
+from ..state.witness import Look, look_at
 from .indexed import LookRequest
 
 __all__ = ["MOST_STORED", "file_as_stored", "seen_as_stored"]

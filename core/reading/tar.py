@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.errors import SourceError
+from ..errors import SourceError
 
 __all__ = ["Member", "TarError", "TarIndex", "compression", "index_tar", "parse_members", "walk"]
 

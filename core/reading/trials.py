@@ -21,12 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from midepoch.copying import Apart, directly_held, private_copy
-from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.streams import Purpose, Streams
-from midepoch.state.checksum import checksum_of
-from midepoch.state.witness import Look, Witness, is_inert, look_at
-
+from ..copying import Apart, directly_held, private_copy
+from ..order.keys import derive_key, extend_key
+from ..randomness.streams import Purpose, Streams
+from ..state.checksum import checksum_of
+from ..state.witness import Look, Witness, is_inert, look_at
 from .private import let_go
 
 __all__ = [

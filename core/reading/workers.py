@@ -29,11 +29,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from midepoch.errors import SourceError, UnsupportedSourceError
-from midepoch.loader.adapter import Options, Run
-from midepoch.order.keys import TORCH_KEYS, derive_key
-from midepoch.randomness.streams import Purpose
-
+from ..errors import SourceError, UnsupportedSourceError
+from ..loader.adapter import Options, Run
+from ..order.keys import TORCH_KEYS, derive_key
+from ..randomness.streams import Purpose
 from .private import (
     alive,
     end_when_collected,

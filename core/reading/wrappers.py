@@ -15,13 +15,12 @@ import copy
 from collections import deque
 from typing import Any
 
-from midepoch.errors import SourceError
-from midepoch.loader.adapter import Adapter, Run, Seen, Session
-from midepoch.order.keys import derive_key, extend_key
-from midepoch.randomness.owned import find_generators
-from midepoch.randomness.streams import Purpose
-from midepoch.state.witness import Look, look_at
-
+from ..errors import SourceError
+from ..loader.adapter import Adapter, Run, Seen, Session
+from ..order.keys import derive_key, extend_key
+from ..randomness.owned import find_generators
+from ..randomness.streams import Purpose
+from ..state.witness import Look, look_at
 from .copies import NotOneForOneError, Reading, copy_of
 from .inside import Inside
 from .keeping import Modules

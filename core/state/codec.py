@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midepoch.errors import StateCorruptError, StateError
+from ..errors import StateCorruptError, StateError
 
 __all__ = ["decode", "encode"]
 

@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from midepoch.errors import StateCorruptError, StateMismatchError, StateVersionError
-
+from ..errors import StateCorruptError, StateMismatchError, StateVersionError
 from .witness import LONGEST
 
 __all__ = [

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError, warn
-
+from ..errors import MidepochError, StateCorruptError, StateMismatchError, warn
 from .format import State, from_values, reseal
 
 __all__ = [

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from midepoch.errors import StateCorruptError
-from midepoch.order.keys import derive_keys
-
+from ..errors import StateCorruptError
+from ..order.keys import derive_keys
 from .contents import MOST_ITEMS, MOST_MEMBERS, Unseen, has_more_rows, plain, text_of
 
 __all__ = ["LONGEST", "Difference", "Look", "Witness", "is_inert", "look_at", "of_another_sample"]

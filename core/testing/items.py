@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midepoch.state import contents
+from ..state import contents
 
 __all__ = [
     "Leaf", "combine", "digest", "first_difference", "identify", "is_digest", "is_plain", "leaves", "plain", "rows_of",

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from midepoch.errors import MidepochError
-from midepoch.world import World
-
+from ..errors import MidepochError
+from ..world import World
 from . import items
 from .examine import Examination
 from .law import law

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from midepoch.errors import MidepochError
-from midepoch.state.witness import Witness, of_another_sample
-
+from ..errors import MidepochError
+from ..state.witness import Witness, of_another_sample
 from .examine import Examination
 from .law import law
 from .record import CAPABILITIES, Finding, Settings, from_midepoch, open_loader

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from midepoch.errors import MidepochError
-
+from ..errors import MidepochError
 from . import items
 from .examine import Examination
 from .law import law

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midepoch.loader.notebook import table
+from ..loader.notebook import table
 
 __all__ = [
     "HOLDS",

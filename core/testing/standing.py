@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midepoch.errors import MidepochError
-from midepoch.state.witness import Witness
-
+from ..errors import MidepochError
+from ..state.witness import Witness
 from .examine import Examination
 from .record import CAPABILITIES
 from .report import LawError, Promise, Verdict

@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from midepoch.errors import UnsupportedSourceError
-from midepoch.loader.lending import loader_of
-from midepoch.loader.loader import Loader
-from midepoch.loader.part import Part
-from midepoch.world import Tail, World
-
+from ..errors import UnsupportedSourceError
+from ..loader.lending import loader_of
+from ..loader.loader import Loader
+from ..loader.part import Part
+from ..world import Tail, World
 from .record import Settings, from_midepoch, open_loader
 
 __all__ = ["ByCount", "Imported", "Nature", "Side", "Subject", "possible_variations", "rebuilt", "recognise"]

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from midepoch.loader.loader import Loader
-from midepoch.loader.part import Part
-from midepoch.randomness.streams import without_keys
-from midepoch.reading.driven import exposed_samplers
-
+from ..loader.loader import Loader
+from ..loader.part import Part
+from ..randomness.streams import without_keys
+from ..reading.driven import exposed_samplers
 from .examine import Examination
 from .law import law
 from .record import Failure, Pass, Recording, Seen, Settings, capture_failure, from_midepoch, open_loader, see

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from midepoch.loader.lending import loader_of
-from midepoch.loader.part import Part
-from midepoch.reading.replay import ReplayReader
-from midepoch.reading.trials import reading_threads
-from midepoch.state.witness import Look
-
+from ..loader.lending import loader_of
+from ..loader.part import Part
+from ..reading.replay import ReplayReader
+from ..reading.trials import reading_threads
+from ..state.witness import Look
 from . import items
 from .examine import Examination
 from .record import Finding, Recording, Seen, Settings, open_loader, see

@@ -21,18 +21,17 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from midepoch.testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
-from midepoch.testing.examine import Examination
-from midepoch.testing.laws import LAWS, judge
-from midepoch.testing.naming import Naming
-from midepoch.testing.page import Picture, make_page, take_pictures
-from midepoch.testing.record import Settings, experiment
-from midepoch.testing.report import LawError, Report, Verdict, legend
-from midepoch.testing.sides import Answer, Comparison, answer_all
-from midepoch.testing.standing import stand
-from midepoch.testing.subjects import Nature, Subject, possible_variations, recognise
-from midepoch.testing.trials import TRIALS, try_promises
-
+from ..testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
+from ..testing.examine import Examination
+from ..testing.laws import LAWS, judge
+from ..testing.naming import Naming
+from ..testing.page import Picture, make_page, take_pictures
+from ..testing.record import Settings, experiment
+from ..testing.report import LawError, Report, Verdict, legend
+from ..testing.sides import Answer, Comparison, answer_all
+from ..testing.standing import stand
+from ..testing.subjects import Nature, Subject, possible_variations, recognise
+from ..testing.trials import TRIALS, try_promises
 from .inspection import Contents, FoundState
 from .targets import TargetError
 

@@ -104,8 +104,7 @@ def check(
     uninterrupted epoch fails; 2 if the loader could not be examined. CI wants --seconds 0, so that all are reached.
     """
     require("cli", "jinja2", "rich", "tqdm")
-    from midepoch.testing.record import Settings
-
+    from ..testing.record import Settings
     from .check import examine, printable
     from .targets import TargetError, find_function, find_target
 
@@ -156,8 +155,7 @@ def inspect(
     Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or moved.
     """
     require("cli", "jinja2", "rich", "tqdm")
-    from midepoch.errors import MidepochError
-
+    from ..errors import MidepochError
     from . import check as checking
     from . import inspection
 

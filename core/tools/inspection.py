@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from midepoch.checkpoint.files import checksums, damage_in
-from midepoch.errors import SnapshotError, StateError
-from midepoch.state.format import FIELDS, State, check, reseal
+from ..checkpoint.files import checksums, damage_in
+from ..errors import SnapshotError, StateError
+from ..state.format import FIELDS, State, check, reseal
 
 __all__ = ["Contents", "DamagedError", "FoundState", "limited_memory", "look", "seek"]
 

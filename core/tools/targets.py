@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from midepoch.loader.loader import Loader
-from midepoch.testing.subjects import Imported
+from ..loader.loader import Loader
+from ..testing.subjects import Imported
 
 __all__ = ["TargetError", "find_function", "find_target"]
 
