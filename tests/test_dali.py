@@ -1181,6 +1181,13 @@ def test_sizes_are_those_that_dali_tells(tmp_path: Path) -> None:
     known = [jpeg_size(each) for each in images]
     assert [list(each or ()) for each in known] == peeked(images)
     assert len(set(known)) == 10
+    plain = jpeg(31, 17)
+    scan = plain.index(b"\xff\xda")
+    behind = plain[:scan] + exif(6) + plain[scan:]
+    assert jpeg_size(behind) == (17, 31) and peeked([behind]) == [[17, 31]]
+    unlike = [jpeg(31, 17, exif(6), exif(6, tag=0x0113)), jpeg(31, 17, exif(6).replace(b"MM\0*", b"MM\0+"))]
+    assert [jpeg_size(each) for each in unlike] == [None, None], "DALI is asked"
+    images += [behind, *unlike]
     for wrong in (images[0][:40], images[0][:3], b"", b"\xff\xd8", b"GIF89a", jpeg(9, 8, segment(0xE1, b"Exif\0\0XX"))):
         assert jpeg_size(wrong) is None
 
@@ -1240,6 +1247,23 @@ def test_an_image_whose_size_cannot_be_told_is_named(tmp_path: Path, damage: str
         next(iterator)
     loader.seek(position=4)
     assert [batch[0]["label"].flatten().tolist() for batch in loader] == [[4, 5]]
+
+
+@pytest.mark.parametrize("conditionals", [False, True])
+def test_windows_in_a_pipeline_with_conditionals_and_of_a_pixel_at_least(tmp_path: Path, conditionals: bool) -> None:
+    paths = [tmp_path / f"{number}.jpg" for number in range(6)]
+    for number, path in enumerate(paths):
+        path.write_bytes(jpeg(1 + number // 2, 1 + number % 2))
+
+    @pipeline_def(batch_size=2, num_threads=1, device_id=None, enable_conditionals=conditionals)
+    def pipeline() -> Any:
+        encoded, _ = dali.readers.file(files=paths, random_shuffle=True)
+        window = dali.random.crop_window(encoded, (0.001, 0.1))
+        return fn.decoders.image_slice(encoded, *window, axis_names="HW").shape()
+
+    loader = midepoch.wrap(DALIGenericIterator([pipeline()], ["shape"]), seed=1)
+    shapes = [batch[0]["shape"] for _ in range(5) for batch in loader]
+    assert len(shapes) == 15 and all((each[:, :2] >= 1).all() for each in shapes)
 
 
 def test_windows_are_chosen_for_what_a_reader_gave_alone(root: str) -> None:

@@ -1137,3 +1137,7 @@ def test_what_is_wrapped_is_returned_as_it_is() -> None:
     assert midepoch.wrap(loader) is loader
     assert isinstance(loader, midepoch.StatefulIterable)
     assert isinstance(loader.source, DataLoader)
+
+
+def test_a_loader_is_true_unless_it_is_known_to_be_empty() -> None:
+    assert midepoch.wrap(sources.numbers) and midepoch.wrap([1]) and not midepoch.wrap([])

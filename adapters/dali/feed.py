@@ -9,11 +9,12 @@ import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from nvidia.dali import Pipeline, fn
+from nvidia.dali.pipeline import do_not_convert
 
 from midepoch.adapters.dali import private
 from midepoch.order import EpochOrder, Order
@@ -24,7 +25,7 @@ from midepoch.world import Share, World
 if TYPE_CHECKING:
     from midepoch.adapters.dali.sizes import Sizes
 
-__all__ = ["Data", "Feed", "Indices", "Keys", "Schedule", "add_thread", "feed_of", "words"]
+__all__ = ["Data", "Feed", "Indices", "Keys", "Schedule", "add_thread", "as_written", "feed_of", "words"]
 
 Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
@@ -212,6 +213,14 @@ def current_feed(caller: str) -> Feed:
     private.allow_empty(pipeline)  # it has no data until it is wrapped
     private.refuse_reader_name(pipeline)
     return _FEEDS.setdefault(pipeline, Feed())
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def as_written(function: _Function) -> _Function:
+    """Keep DALI from rewriting a function, and all that it calls, in pipelines with ``enable_conditionals``."""
+    return cast(_Function, do_not_convert(function))
 
 
 def add_thread() -> None:

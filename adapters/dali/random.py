@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midepoch.adapters.dali.feed import Indices, Keys, current_feed, words
+from midepoch.adapters.dali.feed import Indices, Keys, as_written, current_feed, words
 from midepoch.errors import UnsupportedSourceError
 
 __all__ = ["coin_flip", "crop_window", "normal", "uniform"]
@@ -21,6 +21,7 @@ __all__ = ["coin_flip", "crop_window", "normal", "uniform"]
 _Numbers = npt.NDArray[np.float64]
 
 
+@as_written
 def uniform(range: tuple[float, float] = (-1.0, 1.0), shape: int | Sequence[int] = ()) -> Any:  # as DALI
     """As ``fn.random.uniform``: float32 in [range[0], range[1]), of this shape for each sample."""
     low, high = map(float, range)
@@ -36,6 +37,7 @@ def uniform(range: tuple[float, float] = (-1.0, 1.0), shape: int | Sequence[int]
     return current_feed("dali.random.uniform").draw("uniform", 1, values)[0]
 
 
+@as_written
 def normal(mean: float = 0.0, stddev: float = 1.0, shape: int | Sequence[int] = ()) -> Any:
     """As ``fn.random.normal``: float32, of this shape for each sample."""
     dimensions = _dimensions(shape)
@@ -51,6 +53,7 @@ def normal(mean: float = 0.0, stddev: float = 1.0, shape: int | Sequence[int] = 
     return current_feed("dali.random.normal").draw("normal", 1, values)[0]
 
 
+@as_written
 def coin_flip(probability: float = 0.5) -> Any:
     """As ``fn.random.coin_flip``: int32, 1 with this probability, otherwise 0."""
     if not 0 <= probability <= 1:
@@ -62,6 +65,7 @@ def coin_flip(probability: float = 0.5) -> Any:
     return current_feed("dali.random.coin_flip").draw("coin_flip", 1, values)[0]
 
 
+@as_written
 def crop_window(
     encoded: Any,
     random_area: tuple[float, float] = (0.08, 1.0),
@@ -76,7 +80,8 @@ def crop_window(
     `num_attempts` times, until the window fits into the image. If the last does not fit, it is cut to the image.
 
     The windows are chosen in Python from the images' sizes. A size is read from the image's header when its first
-    window is chosen, so in the first epoch after a start each file is opened twice.
+    window is chosen, so in the first epoch after a start each file is opened twice. A file that is replaced by an image
+    of another size, while the process runs, keeps the size that it had.
 
     Args:
         encoded: what one of midepoch's readers gave.
@@ -133,8 +138,9 @@ def _first_that_fits(area: _Numbers, log_ratio: _Numbers, sizes: npt.NDArray[np.
     rows, first = np.arange(len(area)), fits.argmax(axis=1)
     first[~fits[rows, first]] = area.shape[1] - 1
     chosen, skew = area[rows, first], np.exp(log_skew[rows, first])
-    sides: _Numbers = np.minimum(np.sqrt(np.stack([chosen / skew, chosen * skew], axis=1)), 1.0)
-    return sides
+    sides = np.sqrt(np.stack([chosen / skew, chosen * skew], axis=1))
+    whole: _Numbers = np.clip(sides, 1.0 / sizes, 1.0)  # a pixel at least
+    return whole
 
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from nvidia.dali import fn
 
-from midepoch.adapters.dali.feed import Data, Feed, Indices, add_thread, current_feed
+from midepoch.adapters.dali.feed import Data, Feed, Indices, add_thread, as_written, current_feed
 from midepoch.adapters.dali.sizes import Sizes
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.order import Sequential, Shuffled
@@ -38,6 +38,7 @@ _FILTERS = (
 )  # fmt: skip
 
 
+@as_written
 def file(
     file_root: _PathLike | None = None,
     *,
@@ -109,6 +110,7 @@ def _refuse(reader: str, others: Mapping[str, object]) -> None:
         )
 
 
+@as_written
 def numpy(
     file_root: _PathLike | None = None,
     *,
@@ -147,6 +149,7 @@ def numpy(
     return fn.decoders.numpy(fn.io.file.read(path, dont_use_mmap=True))
 
 
+@as_written
 def webdataset(
     paths: _PathLike | Sequence[_PathLike],
     *,

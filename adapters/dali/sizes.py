@@ -95,39 +95,41 @@ def _peek() -> Any:
 
 
 def jpeg_size(head: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG image that is turned as its Exif orientation says; None if `head` does not tell.
+    """Height and width of a JPEG image that is turned as its Exif orientation says.
+
+    None where `head` does not tell all that comes before the image data, or where DALI's own reading is needed: with
+    several sizes or several Exif segments.
 
     Source: ITU-T T.81, annex B (markers); Exif 2.3, 4.5 and 4.6 (orientation).
     """
     if head[:2] != b"\xff\xd8":
         return None
-    place, turned = 2, False
+    place, sizes, orientations = 2, list[tuple[int, int]](), list[int | None]()
     try:
-        while head[place] == 0xFF:
-            marker = head[place + 1]
+        while head[place] == 0xFF and (marker := head[place + 1]) != _START_OF_SCAN:
             if marker == 0xFF:  # padding
                 place += 1
                 continue
-            if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-                height, width = struct.unpack_from(">HH", head, place + 5)
-                if not height or not width:
-                    return None
-                return (width, height) if turned else (height, width)
             length = head[place + 2] << 8 | head[place + 3]
-            if marker == 0xE1 and head[place + 4 : place + 10] == b"Exif\0\0":
-                orientation = _orientation(head[place + 10 : place + 2 + length])
-                if orientation is None:
-                    return None
-                turned = orientation > 4
+            if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+                sizes.append(struct.unpack_from(">HH", head, place + 5))
+            elif marker == 0xE1 and head[place + 4 : place + 10] == b"Exif\0\0":
+                orientations.append(_orientation(head[place + 10 : place + 2 + length]))
             place += 2 + length
+        if head[place] != 0xFF or len(sizes) != 1 or not all(sizes[0]) or len(orientations) > 1 or None in orientations:
+            return None
     except (IndexError, struct.error):
-        pass
-    return None
+        return None
+    (height, width), turned = sizes[0], any(each is not None and each > 4 for each in orientations)
+    return (width, height) if turned else (height, width)
+
+
+_START_OF_SCAN = 0xDA
 
 
 def _orientation(exif: bytes) -> int | None:
     """The orientation, from 1 to 8; None if DALI's own reading of it is needed."""
-    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return None
     (directory,) = struct.unpack_from(order + "I", exif, 4)

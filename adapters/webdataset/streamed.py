@@ -285,9 +285,10 @@ class StreamedAdapter(Adapter):
 
     def _cannot_share(self, streams: int, world: World) -> str:
         until = "" if self._pipeline.limit is not None else ", at least for the rest of this epoch"
+        more = "; with streams=12 from the start, more numbers do" if self._leaves_out and not self._is_stated else ""
         return (
             f"{streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: run on numbers "
-            f"whose product divides {streams}{until}"
+            f"whose product divides {streams}{until}{more}"
         )
 
     def _check_world(self, run: Run) -> None:

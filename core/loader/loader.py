@@ -197,6 +197,13 @@ class Loader:
             raise self._no_length("iterate it to its end")
         return length
 
+    def __bool__(self) -> bool:
+        """As of any iterable: False only if its length is known to be 0."""
+        try:
+            return len(self) > 0
+        except TypeError:
+            return True
+
     @property
     def batches_left(self) -> int:
         """Batches left in this epoch on this rank, at this world size. Raises TypeError if unknown."""
