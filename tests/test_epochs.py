@@ -195,45 +195,6 @@ def test_a_second_pass_in_a_body_is_told_where_no_state_can_say_so() -> None:
             list(loader)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_rollback_behind_the_loop_over_a_pass_goes_on_with_that_pass(kind: str, steps: int) -> None:
-    """`steps`: that were committed. A warning of a second pass would be a false alarm."""
-    make, whole = LOADERS[kind], epochs_of(LOADERS[kind](), 0, 2)
-    with make() as loader, warnings.catch_warnings():
-        warnings.filterwarnings("error", message="this is a second pass")
-        for epoch in loader.epochs(2):
-            for number, _ in enumerate(loader):
-                if number < steps:
-                    loader.commit()
-            loader.rollback()
-            assert [sources.plain(batch) for batch in loader] == whole[epoch][steps:]
-            assert loader.epoch == epoch
-            loader.commit()
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("left", ["goes on", "left", "kept"])
-def test_a_rollback_in_a_second_pass_of_a_body_gives_that_pass_again(kind: str, left: str) -> None:
-    """Not the end of the first one, where the latest commit was."""
-    make, whole = LOADERS[kind], epochs_of(LOADERS[kind](), 0, 2)
-    with make() as loader, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in loader.epochs(1):
-            for _ in loader:
-                loader.commit()
-            batches = iter(loader)
-            for _ in range(2):
-                next(batches)
-            if left == "left":
-                del batches
-            loader.rollback()
-            again = batches if left == "goes on" else loader
-            assert [sources.plain(batch) for batch in again] == whole[1]
-            assert loader.epoch == 1
-    assert sum("a second pass over the loader" in str(each.message) for each in told) == 1
-
-
 def test_behind_a_pass_that_was_left_a_rollback_gives_what_came_since() -> None:
     """Not the rest of that pass, which was given up when the next one began."""
     loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
@@ -246,34 +207,6 @@ def test_behind_a_pass_that_was_left_a_rollback_gives_what_came_since() -> None:
     assert [sources.plain(batch) for batch in batches] == whole[1]
     loader.commit()
     assert [sources.plain(batch) for batch in loader] == whole[2]
-
-
-@pytest.mark.parametrize("falls", ["into the pass", "behind the rollback"])
-def test_a_snapshot_behind_a_rollback_goes_on_with_the_pass_that_is_given_again(falls: str, tmp_path: Path) -> None:
-    """A snapshot that took it for another one would begin with an empty pass, and lose the rest."""
-    whole = epochs_of(shuffled(), 0, 2)
-
-    def train(dies: bool) -> list[Any]:
-        loader, got = shuffled(), []
-        snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader)
-        for epoch in snapshot.epochs(2):
-            for batch in loader:
-                got.append(sources.plain(batch))
-                if dies and falls == "into the pass" and len(got) == 3:
-                    break
-            if dies and epoch == 0:
-                loader.rollback()  # none of them was trained on
-                if falls == "behind the rollback":
-                    snapshot.save()
-                    return got
-                for number, _ in enumerate(loader, 1):
-                    snapshot.step()
-                    if number == 2:
-                        return got
-        return got
-
-    train(dies=True)
-    assert train(dies=False) == whole[0][2 if falls == "into the pass" else 0 :] + whole[1]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
