@@ -232,14 +232,10 @@ class Course:
         if ended or (cursor.session is None and self.place == self.origin and not (self.failed or self.lost)):
             if cursor.ended is not None:
                 self.close_session()
-            self.continue_pass()
+            if self.came is Came.READ and self.cursor.phase is Phase.RUNNING and self.has_begun:
+                self.came = Came.PUT  # the next pass continues this epoch too
             return
         self.move(self.origin, self.ends_early)
-
-    def continue_pass(self) -> None:
-        """Let the next pass continue the epoch that was handed out up to here, as after a rollback."""
-        if self.came is Came.READ and self.cursor.phase is Phase.RUNNING and self.has_begun:
-            self.came = Came.PUT
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""

@@ -1,7 +1,7 @@
 """`then`: sessions that pass another session's batches through the user's function.
 
 The function runs in this process, under a stream of the batch: a key of (seed, epoch, the batch's first position). What
-it returns is handed out. A state counts a batch from there on, so not while the function works on it.
+it returns is handed out, and only then does a state count the batch.
 """
 
 from __future__ import annotations
