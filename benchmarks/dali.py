@@ -211,8 +211,8 @@ def first_batch(root: str, count: int, rounds: int) -> None:
     for name, make in makers.items():
         loader = midepoch.wrap(make())
         start = loader.state_dict()
-        loader.seek(position=int(0.9 * start["size"]))
-        next(iter(loader))
+        for _ in zip(range(len(loader) * 9 // 10 + 1), loader, strict=False):
+            pass  # only reading leads DALI's own reader there
         late = loader.state_dict()
         loader.close()
         times: dict[str, list[float]] = {"start": [], "late": []}

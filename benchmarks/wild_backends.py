@@ -273,6 +273,12 @@ def dali(function: str = "native", **keywords: Any) -> Any:
     return getattr(dali_sources, function)(root=root, size=SIZE, batch_size=BATCH, reader="numpy", **keywords)
 
 
+def dali_then() -> Any:
+    import dali_sources
+
+    return dali(then=dali_sources.noisy)
+
+
 def dali_labels(batch: Any) -> list[int]:
     import dali_sources
 
@@ -406,8 +412,8 @@ BACKENDS: dict[str, Row] = {
     "DALI factory with an external source that ends by StopIteration, auto_reset": Row(
         dali_factory, ("nvidia-dali-cuda120",), identify=None
     ),
-    "DALI iterator subclass that draws in __next__": Row(
-        lambda: dali(kind="noisy"), ("nvidia-dali-cuda120",), identify=dali_labels, drawn=True
+    "DALI DALIGenericIterator, then= draws for its batches": Row(
+        dali_then, ("nvidia-dali-cuda120",), identify=dali_labels, drawn=True
     ),
     "DALI jax data_iterator": Row(dali_jax, ("jax", "nvidia-dali-cuda120"), identify=None),
     "DALI ndd reader, in an object": Row(dali_dynamic, ("nvidia-dali-cuda120",), drawn=True),

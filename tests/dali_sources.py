@@ -61,22 +61,15 @@ def draws(batch: Any) -> list[tuple[float, ...]]:
     return [tuple(row.tolist()) for part in batch for row in part["random"]]
 
 
-class Noisy(DALIGenericIterator):  # type: ignore[misc]
-    """Draws for its batches, from every generator, one of its own among them."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.generator = np.random.default_rng()
-
-    def __next__(self) -> Any:
-        batch = super().__next__()
-        for part in batch:
-            drawn = [random.random(), np.random.rand(), float(torch.rand(())), self.generator.random()]
-            part["random"] = torch.tensor([[number, *drawn] for number in range(len(part["label"]))])
-        return batch
+def noisy(batch: Any) -> Any:
+    """Draws for a batch, from every generator."""
+    for part in batch:
+        drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+        part["random"] = torch.tensor([[number, *drawn] for number in range(len(part["label"]))])
+    return batch
 
 
-KINDS = {"generic": DALIGenericIterator, "ragged": DALIRaggedIterator, "noisy": Noisy}
+KINDS = {"generic": DALIGenericIterator, "ragged": DALIRaggedIterator}
 
 
 # --- native ----------------------------------------------------------------------------------------------------------
@@ -121,6 +114,7 @@ def native(
     auto_reset: bool = False,
     prepare: bool = True,
     pipeline: dict[str, Any] | None = None,
+    then: Any = None,
     **options: Any,
 ) -> Any:
     """A native DALI loader. ``options`` go to the reader, ``pipeline`` to the pipeline."""
@@ -136,7 +130,7 @@ def native(
     arguments: dict[str, Any] = {"reader_name": "Reader", "auto_reset": auto_reset, "prepare_first_batch": prepare}
     arguments["last_batch_policy"] = LastBatchPolicy[policy]
     iterator = KINDS[kind](made, names, **arguments)
-    return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size))
+    return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), then=then)
 
 
 @pipeline_def(num_threads=1, device_id=None, seed=3)
@@ -252,13 +246,14 @@ def sampled(
     pipeline: dict[str, Any] | None = None,
     kind: str = "generic",
     prepare: bool = True,
+    then: Any = None,
     **options: Any,
 ) -> Any:
     """A loader fed by midepoch. ``options`` go to the reader, ``pipeline`` to the pipeline."""
     options = {"random_shuffle": True, **options}
     made = sampled_pipeline(root, size, reader, options, None, batch_size=batch_size, **(pipeline or {}))
     iterator = KINDS[kind]([made], ["label", "data", "random"], prepare_first_batch=prepare)
-    return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
+    return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), tail=tail, then=then)
 
 
 # --- for jax -------------------------------------------------------------------------------------------------------

@@ -228,8 +228,7 @@ def test_a_count_that_shows_much_later_is_found_at_once(variable: bool) -> None:
 
 # --- the table of docs/reliability.md, row by row ---------------------------------------------------------------------
 #
-# Three more rows are elsewhere, in new processes too: a subclass of a DALI iterator (test_dali,
-# test_what_a_subclass_of_an_iterator_draws_goes_on_exactly), a mesh (test_world,
+# Three more rows are elsewhere: a subclass of a DALI iterator (test_dali_fronts), a mesh (test_world,
 # test_groups_and_meshes_of_real_processes), and sources with a state of their own (test_own_states).
 
 

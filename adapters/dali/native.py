@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -12,21 +10,21 @@ from typing import Any, ClassVar, NamedTuple
 import nvidia.dali
 
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.checkpoint import Checkpoint, Where, advanced
 from midepoch.adapters.dali.graph import Graph, build, can_be_built, identity, lines_of_ours, settings_of
-from midepoch.adapters.dali.subclass import OwnCode, promised
-from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
+from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES
 from midepoch.world import World
 
 __all__ = ["Factory", "NativeAdapter", "factory"]
 
-_MOST_EPOCHS = 100_000  # the most epochs by which a checkpoint is advanced, one at a time
+Where = tuple[int, int]
+"""(epoch, position), as in the state."""
 
 _WRITE_A_FACTORY = (
     "wrap a function that makes it: midepoch.wrap(dali.factory(make)) from midepoch.adapters.dali, where "
@@ -86,6 +84,45 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
     return Factory(make, pipelines)
 
 
+class _Checkpoint(NamedTuple):
+    """What a session needs to begin at a place, or to reach it by reading.
+
+    Attributes:
+        at: where DALI's checkpoints were taken.
+        ended: they were taken after the last batch of the epoch before, and DALI has not been reset since.
+        shards: the number of shards that the readers divide their data into, and the shard of each reader if there are
+            several shards.
+        pipelines: a checkpoint for each; none for a source that has not been read.
+    """
+
+    at: Where
+    ended: bool
+    shards: tuple[int, ...]
+    pipelines: tuple[bytes, ...]
+
+    def text(self) -> str:
+        """For a state's `detail`."""
+        return encode([list(self.at), self.ended, list(self.shards), list(self.pipelines)])
+
+    @classmethod
+    def of(cls, detail: str) -> _Checkpoint:
+        """The opposite of `text`. Nothing stands for the very beginning.
+
+        Raises:
+            StateCorruptError: it is no such text.
+        """
+        if not detail:
+            return cls((0, 0), False, (), ())
+        try:
+            at, ended, shards, pipelines = decode(detail)
+            kinds = [*map(type, (*at, ended))], {*map(type, shards)}, {*map(type, pipelines)}
+            if kinds != ([int, int, bool], {int}, {bytes}) or shards[0] < 1:
+                raise ValueError("unexpected content")
+        except (TypeError, ValueError, IndexError) as error:
+            raise StateCorruptError(f"DALI's part of the state is invalid ({error}); load an older state") from error
+        return cls((at[0], at[1]), ended, tuple(shards), tuple(pipelines))
+
+
 class NativeAdapter(Adapter):
     """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines, or jax's iterator.
 
@@ -97,8 +134,8 @@ class NativeAdapter(Adapter):
     name: ClassVar[str] = "dali"
     departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
     unit = "batch"
+    seals_detail = True  # DALI would crash, hang or read other data
     leads = True
-    can_seek = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -111,9 +148,9 @@ class NativeAdapter(Adapter):
             private.check_unused(source)
             template = copy.copy(source)  # keeps the pipelines when they are taken from the user's iterator
         self._template = template
-        self._own = OwnCode.of(template, options, self.learned)
+        private.refuse_own_code(template)
         if self._factory is not None:
-            self._live = _LiveIterator(template, (0, 0), False, self._own)
+            self._live = _LiveIterator(template, (0, 0), False)
         self._batch_size = template.batch_size
         pipelines = private.pipelines_of(template)
         self._graphs = [Graph(private.serialize(pipeline)) for pipeline in pipelines]
@@ -126,7 +163,6 @@ class NativeAdapter(Adapter):
                 "(midepoch.adapters.dali.readers)"
             )
         self._check_callbacks()
-        self._epochs: dict[tuple[int, int], private.Epochs] = {}
         if pipelines[0].seed is not None:
             self.seed = pipelines[0].seed % (1 << 64)
 
@@ -181,7 +217,7 @@ class NativeAdapter(Adapter):
             exact += "; python functions and sources must depend only on their arguments"
         return Capabilities(
             exact_order=Capability(True, "DALI's checkpoint holds the state of each reader"),
-            exact_augmentations=promised(Capability(True, exact), self._template, self.options, self._own),
+            exact_augmentations=Capability(True, exact),
             constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
             elastic_world=Capability(False, "DALI's checkpoint is for one number of shards: use dali.readers for more"),
             elastic_workers=promises.NO_WORKERS,
@@ -194,10 +230,6 @@ class NativeAdapter(Adapter):
         if len(self._graphs) > 1:
             return ""
         return lines_of_ours(self._graphs[0], private.reader_name(self._template))
-
-    def drawing(self) -> tuple[object, ...]:
-        """The iterator, if its class is the user's own."""
-        return private.own_parts(self._template)
 
     # --- shards and lengths ---
 
@@ -240,36 +272,40 @@ class NativeAdapter(Adapter):
             serialized.append(graph.on_shard(shard, shards) if wrong else graph.serialized)
         return serialized
 
-    def _epochs_of(self, world: World) -> private.Epochs:
-        key = (world.rank, world.world_size)
-        if key not in self._epochs:
-            self._epochs[key] = private.Epochs(self._template, self._metas(world))
-        return self._epochs[key]
-
     @functools.cached_property
     def _reader_metas(self) -> list[dict[str, Any]]:
         """Each pipeline's `reader_meta`, by reader name."""
         pairs = zip(private.pipelines_of(self._template), self._graphs, strict=True)
         return [pipeline.reader_meta() if graph.readers else {} for pipeline, graph in pairs]
 
-    def _metas(self, world: World) -> list[dict[str, Any]]:
-        """What `Pipeline.reader_meta` will return for the main reader of each pipeline."""
-        name = private.reader_name(self._template)
-        if not name:
-            return [{} for _ in self._graphs]
-        metas = [dict(meta[name]) for meta in self._reader_metas]
-        shards = self._shards(world)
-        if shards:
+    def _length(self, world: World) -> tuple[int | None, bool]:
+        """The first epoch's batches on this rank, as DALI counts them, and whether all epochs have as many.
+
+        With FILL, DALI takes an epoch's last batch partly from the next epoch, which may then have fewer.
+        """
+        template, name, step = self._template, private.reader_name(self._template), self._batch_size
+        if name is None:
+            samples, step, padded = private.given_size(template), step * len(self._graphs), private.is_padded(template)
+            if samples < 0:
+                return None, False
+            least, most, divides = samples, samples, samples % step == 0
+        else:
             self._serialized(world)  # refuses readers on another rank's shard
-            for place, meta in enumerate(metas):
-                meta["number_of_shards"], meta["shard_id"] = shards, world.rank * len(metas) + place
-                meta["epoch_size_padded"] = -(-meta["epoch_size"] // shards) * shards
-        return metas
+            meta = self._reader_metas[0][name]
+            samples, shards, padded = meta["epoch_size"], self._shards(world), meta["pad_last_batch"]
+            shards = shards or meta["number_of_shards"]
+            least, most, divides = samples // shards, -(-samples // shards), samples % (shards * step) == 0
+        policy = private.last_batch(template)
+        return least // step if policy == "DROP" else -(-most // step), policy != "FILL" or bool(padded) or divides
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks, if DALI knows their number."""
-        batches = self._epochs_of(world).batches(epoch)
-        return None if batches is None else batches * world.world_size
+        """Batches of all ranks, if DALI gives as many in each epoch."""
+        batches, always = self._length(world)
+        return batches * world.world_size if batches is not None and always else None
+
+    def stated_length(self) -> int | None:
+        """Batches of the first epoch, as the iterator's own ``__len__`` says."""
+        return self._length(World(0, self.options.known_ranks) if self.options.world is None else self.options.world)[0]
 
     # --- states ---
 
@@ -285,34 +321,29 @@ class NativeAdapter(Adapter):
         return (number,) if number == 1 else (number, *own)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Check the checkpoint's own checksum, place, seed and rank before DALI sees it."""
-        if not detail:
-            if (epoch, position) != (0, 0):
-                raise StateCorruptError(
-                    f"the state stands at position {position} of epoch {epoch} but lacks DALI's own checkpoint: load "
-                    "a complete state"
-                )
-            return
-        checkpoint = Checkpoint.opened(detail, (epoch, position), seed, world)
-        shards = self._stated_shards(world)
-        saved = checkpoint.shards
-        if saved != shards[: len(saved)]:
-            name, before, now = "num_shards", str(saved[0]), str(shards[0])
+        """Check the checkpoint's place and shards before DALI sees it."""
+        saved, shards = _Checkpoint.of(detail), self._stated_shards(world)
+        self._check_way(saved.at, (epoch, position))
+        if detail and saved.shards != shards:
+            name, before, now = "num_shards", str(saved.shards[0]), str(shards[0])
             if before == now:
-                name, before, now = "shard_id", *(", ".join(map(str, each[1:])) for each in (saved, shards))
+                name, before, now = "shard_id", *(", ".join(map(str, each[1:])) for each in (saved.shards, shards))
             raise StateMismatchError(
                 f"{name} differs: the state was saved with {before}, this pipeline has {now}; build the reader as it "
                 "was, or start over without the state"
             )
-        _check_reach(checkpoint.at, checkpoint.to)
 
     def lead(self, here: Place, there: Where, seed: int, world: World) -> str:
-        """Advance the checkpoint: readers skip without reading, random operators continue from their last state."""
-        known = Checkpoint.opened(here.detail, here[:2], seed, world) if here.detail else None
-        if known is None or there < known.at:
-            known = Checkpoint((0, 0), there, False, self._stated_shards(world), ())
-        _check_reach(known.at, there)
-        return dataclasses.replace(known, to=there).sealed(seed, world)
+        """The same checkpoint: the rest of its epoch is read, and thrown away."""
+        self._check_way(_Checkpoint.of(here.detail).at, there)
+        return here.detail
+
+    def _check_way(self, at: Where, to: Where) -> None:
+        if at != to and to != (at[0] + 1, 0):
+            raise StateError(
+                f"DALI's checkpoint of epoch {at[0]}, position {at[1]} does not lead to epoch {to[0]}, position "
+                f"{to[1]}: load a state that was saved there"
+            )
 
     # --- iterators ---
 
@@ -323,20 +354,14 @@ class NativeAdapter(Adapter):
 
     def reach(self, run: Run) -> _LiveIterator:
         """An iterator whose next batch is the run's first. The current one is used if it is at that place."""
-        place = (run.epoch, run.position)
-        shards = self._stated_shards(run.world)
-        checkpoint = Checkpoint((0, 0), place, False, shards, ())
-        if run.detail:
-            checkpoint = Checkpoint.opened(run.detail, place, run.seed, run.world)
+        place, checkpoint = (run.epoch, run.position), _Checkpoint.of(run.detail)
         live, self._live = self._live, None
-        if self._own is not None:
-            self._own.begin_pass(run.seed, run.world.rank, self._template if live is None else live.iterator)
         if live is None:
             live = self._taken_over(run)
         if live is None or not live.stands(checkpoint):
-            live = self._moved(live, checkpoint.checkpoints, checkpoint.at, checkpoint.ended, run)
-        while live.place < place:
-            live = self._skipped(live, place, run)
+            live = self._moved(live, checkpoint, run)
+        if live.place != place:
+            live.read_to_the_end()
         return live
 
     def keep(self, live: _LiveIterator) -> None:
@@ -353,29 +378,29 @@ class NativeAdapter(Adapter):
         if self._serialized(run.world) != [graph.serialized for graph in self._graphs]:
             return None
         pipelines = private.take_pipelines(source)
-        return _LiveIterator(private.with_pipelines(template, pipelines), (0, 0), False, self._own)
+        return _LiveIterator(private.with_pipelines(template, pipelines), (0, 0), False)
 
-    def _moved(
-        self, live: _LiveIterator | None, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run
-    ) -> _LiveIterator:
-        """An iterator restored from these checkpoints, over the current pipelines if they have not run, or new ones."""
-        if live is not None and checkpoints and private.is_new(live.iterator):
+    def _moved(self, live: _LiveIterator | None, checkpoint: _Checkpoint, run: Run) -> _LiveIterator:
+        """An iterator restored from a checkpoint, over the current pipelines if they have not run, or new ones."""
+        if live is not None and checkpoint.pipelines and private.is_new(live.iterator):
             pipelines = private.pipelines_of(live.iterator)
             try:
-                for pipeline, checkpoint in zip(pipelines, checkpoints, strict=True):
-                    private.restore(pipeline, checkpoint)
+                for pipeline, each in zip(pipelines, checkpoint.pipelines, strict=True):
+                    private.restore(pipeline, each)
             except RuntimeError as error:
                 self._end(live)
                 raise _cannot_build(error) from error
-            return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended, self._own)
-        if live is not None:
-            self._end(live)  # frees its memory before another one is made
-        return self._make(checkpoints, place, ended, run)
+            made = private.with_pipelines(self._template, pipelines)
+        else:
+            if live is not None:
+                self._end(live)  # frees its memory before another one is made
+            made = self._make(checkpoint.pipelines, run)
+        return _LiveIterator(made, checkpoint.at, checkpoint.ended)
 
-    def _make(self, checkpoints: tuple[bytes, ...], place: Where, ended: bool, run: Run) -> _LiveIterator:
+    def _make(self, checkpoints: tuple[bytes, ...], run: Run) -> Any:
         if self._factory is not None:
             self._serialized(run.world)  # refuses readers on another rank's shard
-            return _LiveIterator(self._factory(checkpoints), place, ended, self._own)
+            return self._factory(checkpoints)
         pipelines = []
         for number, (serialized, settings) in enumerate(zip(self._serialized(run.world), self._settings, strict=True)):
             if settings["seed"] is None or self.options.seed is not None:
@@ -394,38 +419,7 @@ class NativeAdapter(Adapter):
                     f"DALI cannot keep checkpoints of this pipeline ({first_line(error)}): remove that operator, or "
                     "feed the pipeline with midepoch's own readers (midepoch.adapters.dali.readers)"
                 ) from error
-        return _LiveIterator(private.with_pipelines(self._template, pipelines), place, ended, self._own)
-
-    def _skipped(self, live: _LiveIterator, place: Where, run: Run) -> _LiveIterator:
-        """An iterator at `place`, or at the end of the current epoch if `place` is in a later one."""
-        epoch, position = live.place
-        ranks = run.world.world_size
-        batches = self._epochs_of(run.world).batches(epoch)
-        wanted = (place[1] - position) // ranks if place[0] == epoch else None
-        if batches is None or not any(graph.readers for graph in self._graphs):
-            live.run(wanted, ranks)
-            return live
-        left = batches - position // ranks
-        skipped = left if wanted is None else min(wanted, left)
-        # A checkpoint cannot express the end of a padded epoch, so its last batch is run.
-        padded = skipped == left and any(reader.flag("pad_last_batch") for reader in self._graphs[0].readers)
-        skipped -= padded
-        if skipped:
-            live.settle()
-            size = self._batch_size
-            counted = skipped * size * (1 if private.reader_name(self._template) else len(self._graphs))
-            checkpoints = tuple(
-                advanced(checkpoint, {reader.name: skipped * size for reader in graph.readers}, skipped, counted)
-                for checkpoint, graph in zip(live.iterator.checkpoints(), self._graphs, strict=True)
-            )
-            over = wanted is None and not padded
-            reached = (epoch + 1, 0) if over else (epoch, position + skipped * ranks)
-            live = self._moved(live, checkpoints, reached, over, run)
-        if padded:
-            live.run(1, ranks)
-        if live.place[0] == epoch and wanted is None:
-            live.place, live.ended = (epoch + 1, 0), True
-        return live
+        return private.with_pipelines(self._template, pipelines)
 
     def close(self) -> None:
         """End the pipelines' threads and free their memory."""
@@ -444,78 +438,58 @@ class _LiveIterator:
     Attributes:
         place: of its next batch.
         ended: `place` is the beginning of an epoch, and DALI has not been reset after the previous one.
+        last: the checkpoint before that epoch's end was found, if nobody knew where it is.
     """
 
-    def __init__(self, iterator: Any, place: Where, ended: bool, own: OwnCode | None) -> None:
-        self.iterator, self.place, self.ended, self._own = iterator, place, ended, own
+    def __init__(self, iterator: Any, place: Where, ended: bool) -> None:
+        self.iterator, self.place, self.ended = iterator, place, ended
         self.untouched = not ended and place == (0, 0)
+        self.last: _Checkpoint | None = None
 
-    def stands(self, checkpoint: Checkpoint) -> bool:
-        """Whether it is where the checkpoint was taken."""
+    def stands(self, checkpoint: _Checkpoint) -> bool:
+        """Whether it is where the checkpoint was taken, or at the end that followed it."""
+        if self.ended and checkpoint == self.last:
+            return True
         if checkpoint.at != self.place:
             return False
-        if not checkpoint.checkpoints:
+        if not checkpoint.pipelines:
             return self.untouched
-        return tuple(self.iterator.checkpoints()) == checkpoint.checkpoints
+        return tuple(self.iterator.checkpoints()) == checkpoint.pipelines
 
     def take(self) -> Any:
         """The next batch."""
         self.untouched = False
         if not self.ended:
-            return self._next()
+            return next(self.iterator)
         try:
-            batch = self._next()  # immediately, if the iterator reset itself while it was restored
+            batch = next(self.iterator)  # immediately, if the iterator reset itself while it was restored
         except StopIteration:
             self.iterator.reset()
-            batch = self._next()
+            batch = next(self.iterator)
         self.ended = False
         return batch
-
-    def _next(self) -> Any:
-        return next(self.iterator) if self._own is None else self._own.take(self.iterator, *self.place)
 
     def end(self) -> None:
         """Stop the pipelines' threads now."""
         for pipeline in private.pipelines_of(self.iterator):
             private.stop(pipeline)
 
-    def settle(self) -> None:
-        """Reset DALI after the end of the previous epoch, if that has not been done."""
-        if self.ended:
-            with contextlib.suppress(StopIteration):
-                self._next()
-                raise StateError("DALI continued past the end of its epoch: load a state instead of skipping")
-            self.iterator.reset()
-            self.ended = False
-
-    def run(self, batches: int | None, ranks: int) -> None:
-        """Run and discard this many batches, or the rest of the epoch."""
+    def read_to_the_end(self) -> None:
+        """Read the rest of the epoch, and throw it away."""
         epoch, position = self.place
-        while batches is None or batches > 0:
+        read = 0
+        while True:
             try:
                 self.take()
             except StopIteration:
-                self.place, self.ended = (epoch + 1, 0), True
-                return
-            position += ranks
-            batches = None if batches is None else batches - 1
-        self.place = (epoch, position)
-
-
-def _check_reach(at: Where, to: Where) -> None:
-    if to[0] - at[0] > _MOST_EPOCHS:
-        raise StateMismatchError(
-            f"epoch {to[0]} is {to[0] - at[0]} epochs after DALI's own checkpoint, and each must be skipped in turn: "
-            f"load a state that is at most {_MOST_EPOCHS} epochs before it"
-        )
-
-
-class _Mark(NamedTuple):
-    """DALI's state before a batch: the place, whether a reset is due, and a checkpoint for each pipeline."""
-
-    place: Where
-    ended: bool
-    checkpoints: tuple[bytes, ...]
+                break
+            read += 1
+        self.place, self.ended = (epoch + 1, 0), True
+        if read:
+            warn(
+                f"DALI has read the rest of epoch {epoch}, {read} batches from position {position} on, and thrown it "
+                f"away: only so does it get to epoch {epoch + 1}",
+            )
 
 
 class _NativeSession(Session):
@@ -527,7 +501,7 @@ class _NativeSession(Session):
         self._adapter, self._run = adapter, run
         self._live: _LiveIterator | None = None
         self._ended = False
-        self._marked: _Mark | None = None
+        self._marked: _Checkpoint | None = None
         self._left = None if run.share is None else run.share.steps
 
     def take(self) -> Any:
@@ -543,23 +517,20 @@ class _NativeSession(Session):
         except StopIteration:
             self._ended = True
             live.place, live.ended = (place[0] + 1, 0), True
+            live.last = self._marked or _Checkpoint.of(self._run.detail)
             if self._left is None:
                 raise
             raise SourceError(
                 f"DALI ended epoch {place[0]} at position {place[1]}, {self._left} batches early: load the last state "
                 "and try again"
             ) from None
-        except UnsupportedSourceError:  # the code of a subclass
-            self._live = None
-            self._adapter._end(live)
-            raise
         except Exception as error:
             self._live = None
             self._adapter._end(live)
             raise SourceError(
                 f"DALI failed in epoch {place[0]}, in the batch at position {place[1]} (counted in batches of all "
-                f"ranks), or shortly after it without exec_dynamic: {first_line(error)}. Repair the data, or skip the "
-                f"batch: loader.seek(position={place[1] + self._run.world.world_size})"
+                f"ranks), or shortly after it without exec_dynamic: {first_line(error)}. Repair the data, and load the "
+                "last state"
             ) from error
         live.place = (place[0], place[1] + self._run.world.world_size)
         if self._left is not None:
@@ -568,20 +539,17 @@ class _NativeSession(Session):
                 live.place, live.ended = (place[0] + 1, 0), True
         return batch
 
-    def mark(self) -> _Mark | None:
+    def mark(self) -> _Checkpoint | None:
         """DALI's checkpoints. At the end of an epoch of unknown length, those from before the end was found."""
         live = self._live
         if live is not None and not self._ended:
-            self._marked = _Mark(live.place, live.ended, tuple(live.iterator.checkpoints()))
+            shards = self._adapter._stated_shards(self._run.world)
+            self._marked = _Checkpoint(live.place, live.ended, shards, tuple(live.iterator.checkpoints()))
         return self._marked
 
-    def detail(self, mark: _Mark | None) -> str:
-        """The checkpoints, with their place and a checksum."""
-        run = self._run
-        if mark is None:
-            return run.detail
-        shards = self._adapter._stated_shards(run.world)
-        return Checkpoint(mark.place, mark.place, mark.ended, shards, mark.checkpoints).sealed(run.seed, run.world)
+    def detail(self, mark: _Checkpoint | None) -> str:
+        """The checkpoints, and where they were taken."""
+        return self._run.detail if mark is None else mark.text()
 
     def following(self) -> str:
         """The checkpoints at the end of the epoch, from which the next one starts."""

@@ -1,7 +1,7 @@
 """The parts of DALI that midepoch uses and DALI does not promise. They are checked on import.
 
-DALI has no interface for four things midepoch needs: an iterator over other pipelines, an iterator's counting without
-pipelines, restoring a pipeline after it was built, and the graph of a pipeline with Python functions in it.
+DALI has no interface for three things midepoch needs: an iterator over other pipelines, restoring a pipeline after it
+was built, and the graph of a pipeline with Python functions in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import functools
 import gc
 import itertools
-import math
 import os
 import sys
 import threading
@@ -19,10 +18,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from nvidia.dali import Pipeline, types
 from nvidia.dali import backend as dali_backend
-from nvidia.dali.plugin.base_iterator import LastBatchPolicy
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
 from midepoch.copying import directly_held
@@ -31,14 +28,12 @@ from midepoch.packages import Package, Replacement
 
 __all__ = [
     "DynamicState",
-    "Epochs",
     "TakenOver",
     "add_thread",
     "allow_empty",
     "calls_python",
     "check",
     "check_unused",
-    "counted",
     "disable_auto_reset",
     "drain",
     "drop_first_batch",
@@ -48,14 +43,14 @@ __all__ = [
     "in_containers",
     "is_iterator",
     "is_new",
-    "iterates_itself",
+    "is_padded",
     "keeps_checkpoints",
     "last_batch",
     "named_in",
-    "own_parts",
     "pipelines_of",
     "read_by",
     "reader_name",
+    "refuse_own_code",
     "refuse_reader_name",
     "restore",
     "serialize",
@@ -74,8 +69,6 @@ _DALI = Package(
 )
 
 _Base = _DALI.part("nvidia.dali.plugin.base_iterator:_DaliBaseIterator")
-for _name in ("_extract_from_reader_and_validate", "_get_outputs", "_save_state"):
-    _DALI.part(f"nvidia.dali.plugin.base_iterator:_DaliBaseIterator.{_name}")
 for _name in (
     "_check_api_type_scope", "_generate_build_args", "_get_params", "_restore_state_from_checkpoint", "_shutdown",
 ):  # fmt: skip
@@ -159,47 +152,21 @@ def named_in(source: Any) -> dict[str, Any]:
     return directly_held(source) | directly_held(getattr(type(source), "__iter__", None))
 
 
-def own_parts(iterator: Any) -> tuple[object, ...]:
-    """The class of an iterator that is not DALI's own, and its attributes without the pipelines; else nothing."""
-    if type(iterator).__module__.startswith("nvidia.dali."):
-        return ()
-    theirs = ("_pipes", "_first_batch")
-    return type(iterator), {name: part for name, part in vars(iterator).items() if name not in theirs}
+def refuse_own_code(iterator: Any) -> None:
+    """Raise UnsupportedSourceError if the iterator's class changes what an iteration gives.
 
-
-def iterates_itself(iterator: Any) -> bool:
-    """Whether `iter` of it gives the iterator itself. Tried in a copy without pipelines, which has nothing to read."""
-    alone = copy.copy(iterator)
-    alone._pipes, alone._first_batch = [], None
-    try:
-        return iter(alone) is alone
-    except Exception:  # noqa: BLE001  # it reads
-        return False
-
-
-class Reads:
-    """How many batches of DALI this thread has read."""
-
-    number = 0
-
-
-@contextlib.contextmanager
-def counted(iterator: Any) -> Iterator[Reads]:
-    """Count the batches of DALI that the code of an iterator's class reads meanwhile, in this thread."""
-    reads, get, thread = Reads(), iterator._get_outputs, threading.get_ident()
-    held = iterator._first_batch is not None  # it was read when the iterator was made
-
-    def get_outputs() -> Any:
-        outputs = get()
-        reads.number += threading.get_ident() == thread
-        return outputs
-
-    iterator._get_outputs = get_outputs
-    try:
-        yield reads
-    finally:
-        del iterator._get_outputs  # it leads to the iterator, whose pipelines would wait for the garbage collector
-        reads.number += held and iterator._first_batch is None
+    DALI's place would be that of the training loop only if it read one batch of DALI for each of its own.
+    """
+    for kind in type(iterator).__mro__:
+        own = {"__next__", "__iter__", "next"} & vars(kind).keys()
+        if own and not kind.__module__.startswith("nvidia.dali."):
+            raise UnsupportedSourceError(
+                f"{kind.__name__} has a {min(own)} of its own, and midepoch cannot see which batches it reads. Wrap a "
+                "DALI iterator as it is, and move what is done with a batch to then=: "
+                "midepoch.wrap(iterator, then=work)"
+            )
+        if kind.__module__.startswith("nvidia.dali."):
+            return
 
 
 def pipelines_of(iterator: Any) -> list[Any]:
@@ -256,6 +223,11 @@ def without_auto_reset() -> Iterator[None]:
 def last_batch(iterator: Any) -> str:
     """The name of its policy for a last batch that is not full."""
     return str(iterator._last_batch_policy.name)
+
+
+def is_padded(iterator: Any) -> bool:
+    """Whether its user has said that the reader repeats the last sample."""
+    return bool(iterator._last_batch_padded)
 
 
 def reader_name(iterator: Any) -> str | None:
@@ -332,79 +304,6 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
         )
     iterator._first_batch = None
     return iterator
-
-
-class _NoPipeline:
-    """Replaces a pipeline where only the iterator's counting is needed."""
-
-    def __init__(self, meta: dict[str, Any]) -> None:
-        self._meta = meta
-
-    def reader_meta(self, name: str) -> dict[str, Any]:
-        return self._meta
-
-    def _check_api_type_scope(self, kind: object) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def share_outputs(self) -> list[Any]:
-        return []
-
-    def release_outputs(self) -> None:
-        pass
-
-    schedule_run = reset = release_outputs
-
-    def empty(self) -> bool:
-        return False
-
-
-class Epochs:
-    """The number of batches in each epoch, counted by DALI's own code in an iterator without pipelines.
-
-    Epochs differ in length if DALI fills the last batch from the next epoch.
-    """
-
-    def __init__(self, template: Any, metas: list[dict[str, Any]]) -> None:
-        iterator = self._iterator = copy.copy(template)
-        iterator._pipes = [_NoPipeline(meta) for meta in metas]
-        iterator._counter, iterator._ever_scheduled, iterator._auto_reset = 0, True, "no"
-        if iterator._reader_name:
-            iterator._extract_from_reader_and_validate()
-        self._found: list[int] = []
-        self._seen: dict[str, int] = {}
-        self._period: tuple[int, int] | None = None  # (first epoch, number of epochs)
-
-    def batches(self, epoch: int) -> int | None:
-        """Batches of one process in this epoch; None if DALI does not know before it ends."""
-        if self._iterator._size < 0:
-            return None
-        while epoch >= len(self._found) and self._period is None:
-            self._count()
-        if self._period is not None and epoch >= len(self._found):
-            first, number = self._period
-            epoch = first + (epoch - first) % number
-        return self._found[epoch]
-
-    def _count(self) -> None:
-        iterator = self._iterator
-        state = iterator._save_state()
-        if state in self._seen:
-            self._period = (self._seen[state], len(self._found) - self._seen[state])
-            return
-        self._seen[state] = len(self._found)
-        drops = iterator._last_batch_policy == LastBatchPolicy.DROP
-        step = iterator.batch_size * (1 if iterator._reader_name else iterator._num_gpus)
-        left = iterator._size - iterator._counter
-        batches = math.ceil(left / step)
-        if drops and iterator._reader_name:
-            in_shards = iterator._shard_sizes_per_gpu - iterator._counter_per_gpu - iterator._counter
-            batches = min(batches, int(np.min(in_shards)) // step)
-        elif drops:
-            batches = left // step
-        batches = max(0, batches)
-        self._found.append(batches)
-        iterator._counter += batches * step
-        iterator.reset()
 
 
 # --- dynamic mode -----------------------------------------------------------------------------------------------------

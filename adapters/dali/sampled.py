@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.feed import Feed, Schedule, feed_of
 from midepoch.adapters.dali.graph import Graph
 from midepoch.adapters.dali.native import first_line
-from midepoch.adapters.dali.subclass import OwnCode, promised
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
@@ -57,8 +55,8 @@ class SampledAdapter(Adapter):
             )
         self._graph = Graph(private.serialize(pipeline))
         self._check_graph(pipeline, feed)
-        self._own = OwnCode.of(source, options, self.learned)
-        self._stream = _Stream(source, feed, self._own)
+        private.refuse_own_code(source)
+        self._stream = _Stream(source, feed)
         self._data, self._order = feed.data, feed.order
         self.batch_size, self.drop_last, self.world = pipeline.max_batch_size, feed.drop_last, feed.world
         if pipeline.seed is not None:
@@ -107,16 +105,12 @@ class SampledAdapter(Adapter):
             )
         return Capabilities(
             exact_order=promises.OUR_ORDER,
-            exact_augmentations=promised(exact, self.source, self.options, self._own),
+            exact_augmentations=exact,
             constant_time_resume=promises.CONSTANT_TIME,
             elastic_world=promises.POSITIONS,
             elastic_workers=promises.NO_WORKERS,
             rank_independent=promises.ONE_STATE,
         )
-
-    def drawing(self) -> tuple[object, ...]:
-        """The iterator, if its class is the user's own."""
-        return private.own_parts(self.source)
 
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
@@ -164,9 +158,7 @@ class _SampledSession(Session):
             self._begun = True
             self.seen = self._adapter.look(self._run)
         try:
-            batch = self._stream.take(self._place)
-        except UnsupportedSourceError:  # the code of a subclass
-            raise
+            batch = self._stream.take()
         except Exception as error:
             run, share = self._run, _share(self._run)
             position = share.start + (self._taken + 1) * share.global_batch
@@ -180,16 +172,11 @@ class _SampledSession(Session):
         return batch
 
 
-    def _place(self) -> tuple[int, int]:
-        """Epoch and position of the next batch."""
-        return self._run.epoch, _share(self._run).span(self._taken)[0]
-
-
 class _Stream:
     """A DALI iterator and what it will give next. It continues into the next epoch without a pause."""
 
-    def __init__(self, iterator: Any, feed: Feed, own: OwnCode | None) -> None:
-        self._iterator, self._feed, self._own = iterator, feed, own
+    def __init__(self, iterator: Any, feed: Feed) -> None:
+        self._iterator, self._feed = iterator, feed
         self._pipeline = private.pipelines_of(iterator)[0]
         self._seed = 0
         self._schedule: Schedule | None = None  # what the feed was given
@@ -200,8 +187,6 @@ class _Stream:
     def move_to(self, run: Run, order: Any) -> None:
         """Make the next batch the run's first."""
         share = _share(run)
-        if self._own is not None:
-            self._own.begin_pass(run.seed, 0, self._iterator)
         if not self._failed and self._upcoming == (run.seed, run.epoch, share):
             return
         # Schedules only go forward, and prefetching is ahead of what was taken, so two are needed.
@@ -234,10 +219,10 @@ class _Stream:
         feed.give(schedule)
         iterator.reset()
 
-    def take(self, place: Callable[[], tuple[int, int]]) -> Any:
-        """The next batch. `place`: gives its epoch and position."""
+    def take(self) -> Any:
+        """The next batch."""
         try:
-            batch = next(self._iterator) if self._own is None else self._own.take(self._iterator, *place())
+            batch = next(self._iterator)
         except StopIteration:
             failure, self._failed = self._feed.failure, True
             if failure is not None:
