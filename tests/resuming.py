@@ -24,6 +24,7 @@ class Saved(NamedTuple):
         told: midepoch's warnings before the first state can be used.
         told_in_all: and later.
         no: the capabilities that answer no.
+        believed: those that are believed.
     """
 
     states: list[dict[str, Any]]
@@ -31,6 +32,7 @@ class Saved(NamedTuple):
     told: list[str]
     told_in_all: list[str]
     no: list[str]
+    believed: list[str]
 
 
 @contextlib.contextmanager
@@ -95,9 +97,10 @@ def save(make: Callable[[], Any], cut: int) -> Saved:
                 if not epoch:
                     states.insert(1, loader.state_dict())
             following = [epochs[0][cut:], epochs[1], epochs[1][cut:]]
-            told_no = getattr(loader, "capabilities", None)
-            no = [each for each in ("exact_order", "exact_augmentations") if told_no and not getattr(told_no, each)]
-    return Saved(states, following, told or [], ours(caught), no)
+            promised = getattr(loader, "capabilities", None)
+            answers = {} if promised is None else {name: answer for name, answer, _ in promised.rows()[:2]}
+            no, believed = ([each for each in answers if answers[each] == answer] for answer in ("no", "believed"))
+    return Saved(states, following, told or [], ours(caught), no, believed)
 
 
 class Resumed(NamedTuple):

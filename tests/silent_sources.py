@@ -290,8 +290,9 @@ class Row(NamedTuple):
 
     Attributes:
         make: the source.
-        outcome: "exact"; "told", by a warning before the first state can be used; "refused" by `wrap`; or what
-            comes of a resume: "mismatch" (an error) or "warned"; "chain": an error of the replay.
+        outcome: "exact"; "told", by a warning before the first state can be used; "refused" by `wrap`; "believed":
+            capabilities say so, and `midepoch check` finds it; or what comes of a resume: "mismatch" (an error) or
+            "warned"; "chain": an error of the replay.
         no: the capability that answers no where it is told.
         changed: environment of the process that resumes.
     """
@@ -324,8 +325,8 @@ ROWS: dict[str, Row] = {
     "a replay that begins and ends alike": Row(lambda: SameLast(2), "chain"),
     "a collate function that adds the batch before": Row(collated_by(BatchBefore), "told", "exact_augmentations"),
     "a collate function that counts its calls": Row(collated_by(Calls), "told", "exact_augmentations"),
-    "a collate function seeded by the system": Row(collated_by(lambda: from_entropy), "told", "exact_augmentations"),
-    "a default argument that draws": Row(collated_by(with_default_argument), "told", "exact_augmentations"),
+    "a collate function seeded by the system": Row(collated_by(lambda: from_entropy), "believed"),
+    "a default argument that draws": Row(collated_by(with_default_argument), "believed"),
     "work on batches that adds the batch before": Row(worked_on_by(BatchBefore), "told", "exact_augmentations"),
     "work on batches that counts its calls": Row(worked_on_by(Calls), "told", "exact_augmentations"),
     "bfloat16": unlike(bfloat16),

@@ -20,7 +20,7 @@ FLOORS = (
     ("dividing", "order"),
     ("state",),
     ("randomness",),
-    ("repeating",),
+    ("trying",),
     ("loader",),
     ("samplers",),
     ("reading",),

@@ -19,6 +19,7 @@ from midepoch.reading.inside import inside_of
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.passed_on import PassedOnAdapter
 from midepoch.reading.wrappers import Through
+from midepoch.trying import Finding
 from midepoch.world import World
 
 __all__ = ["WrapperAdapter"]
@@ -86,9 +87,10 @@ class WrapperAdapter(PassedOnAdapter):
             raise OtherWayError from None
         self.learned()
         if self._through.statistics:
-            self.believes(self._of_statistics())
+            self.note(Finding(untried=self._of_statistics()))
         if self._through.shares:
-            self.believes(f"{self._through.name} is read through copies, and {self._through.shares}")
+            why = f"{self._through.name} is read through copies, and {self._through.shares}"
+            self.note(Finding(untried=why))
         return through
 
     def _of_statistics(self) -> str:
@@ -151,17 +153,12 @@ class WrapperAdapter(PassedOnAdapter):
         """Of a replay, what that has learned."""
         return self._replay.promises if self._replays else super().promises
 
-    def found(self, why: str, order: bool) -> None:
+    def note(self, finding: Finding) -> None:
         """Kept by the way in use."""
         if self._replays:
-            self._replay.found(why, order)
-        super().found(why, order)
-
-    def believes(self, why: str) -> None:
-        """Kept by the way in use."""
-        if self._replays:
-            self._replay.believes(why)
-        super().believes(why)
+            self._replay.note(finding)
+        else:
+            super().note(finding)
 
     def beginning(self, epoch: int, world: World) -> str:
         """That the source is replayed."""

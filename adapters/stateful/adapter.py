@@ -37,6 +37,7 @@ from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES, piece_of
 from midepoch.state.witness import look_at
+from midepoch.trying import Finding
 from midepoch.world import World
 
 __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream", "state_of"]
@@ -351,7 +352,7 @@ class StatefulAdapter(Adapter):
         """Compare the copy's batch with the source's own, and say what follows."""
         finding = compare(outcome, look_at(batch))
         if finding.unseen:
-            self.cannot_see(finding.unseen)
+            self.note(Finding(unseen=finding.unseen))
         if not finding.order:
             self._untried = ""
             self.learned()
@@ -372,11 +373,8 @@ class StatefulAdapter(Adapter):
         )
 
     def _tell(self, why: str, order: bool, what: str) -> None:
-        self.found(why, order)
-        warn(
-            f"the state of this {type(self.source).__name__} {what} ({why}), so a resumed run gets other data: "
-            f"{self.instead(order)}. loader.capabilities says what still holds",
-        )
+        broken = f"the state of this {type(self.source).__name__} {what} ({why})"
+        self.note(Finding(broken, order, self.instead(order)))
 
     # --- what differs from one epoch to the next, and from one load to another ---
 
@@ -498,7 +496,7 @@ class StatefulAdapter(Adapter):
             f"batch {batches} of epoch {run.epoch} is the first one that drew random numbers, and only the first "
             f"{SEEDED_BATCHES} are seeded in any case"
         )
-        self.found(f"{why}: they are not restored", order=False)
+        self.note(Finding(f"{why}: they are not restored"))
         warn(
             f"{why}: its numbers, and what follows from them, may differ after a resume; each later batch is seeded. "
             "Let every sample draw, or draw in then=, whose numbers are restored",

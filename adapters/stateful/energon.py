@@ -9,12 +9,13 @@ from typing import Any, ClassVar, cast
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.session import ENDED
-from midepoch.errors import StateCorruptError, StateError, warn
+from midepoch.errors import StateCorruptError, StateError
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.state.codec import encode
+from midepoch.trying import Finding
 from midepoch.world import World
 
 __all__ = ["EnergonAdapter"]
@@ -122,11 +123,8 @@ class EnergonAdapter(StatefulAdapter):
         if before and self._resumed and self.source.num_workers > 1:
             self._resumed = False
             why = "after a resume, Energon begins later passes with another of its worker processes"
-            self.found(why, order=True)
-            warn(
-                f"{why}: epoch {run.epoch} has its samples in another order than an uninterrupted run's; read one "
-                "endless pass, as a training loader gives it, or use one worker process",
-            )
+            cure = "read one endless pass, as a training loader gives it, or use one worker process"
+            self.note(Finding(f"{why}: epoch {run.epoch} has its samples in another order", True, cure))
         with workers_outlive_signals(self.source):
             return cast(Iterator[Any], iter(self.source))
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from ..errors import MidepochError, StateCorruptError, warn
 from ..randomness.owned import find_generators
-from ..repeating import Repeat
 from ..state.parts import part_of
 from ..state.witness import Look, Witness
+from ..trying import Finding
 from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
@@ -141,7 +141,6 @@ class Seen:
         renews: the data learn the epoch, so the same index may be another sample in each epoch.
         collate: what came of calling the collate function again; None if that was not to be tried.
         keeps: the sample drew random numbers when it was first read, and none when it was read again.
-        threads: the names of those that were started meanwhile.
         what: what was looked at, for messages; empty for the first sample of an epoch, which its index names. Without
             an index, it is the same in every epoch.
     """
@@ -154,9 +153,8 @@ class Seen:
     missing: bool = False
     renews: bool = False
     what: str = ""
-    collate: Repeat | None = None
+    collate: Finding | None = None
     keeps: bool = False
-    threads: tuple[str, ...] = ()
 
 
 class Samples(Protocol):
@@ -285,8 +283,8 @@ class Adapter(ABC):
         self.seed: int | None = None
         self.world: World | None = None
         self.redescribed = 0
-        self._found: tuple[str, bool] | None = None
-        self._taken_at_its_word: dict[str, None] = {}
+        self._broken: tuple[str, bool] | None = None
+        self._believed: dict[str, None] = {}
         self._unseen: tuple[str, ...] = ()
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
@@ -417,46 +415,34 @@ class Adapter(ABC):
             if self._unseen:
                 reason = f"{promises.exact_order.reason}; never compared, since unknown: {', '.join(self._unseen)}"
                 promises = replace(promises, exact_order=replace(promises.exact_order, reason=reason))
-            if self._taken_at_its_word:
-                reason = "; ".join((promises.exact_augmentations.reason, *self._taken_at_its_word))
+            if self._believed:
+                reason = "; ".join((promises.exact_augmentations.reason, *self._believed))
                 exact = replace(promises.exact_augmentations, reason=reason, believed=True)
                 promises = replace(promises, exact_augmentations=exact if exact.holds else promises.exact_augmentations)
-            if self._found is not None:
-                why, order = self._found
+            if self._broken is not None:
+                why, order = self._broken
                 promises = replace(promises, exact_augmentations=Capability(False, why))
                 if order:
                     promises = replace(promises, exact_order=Capability(False, why))
             self._promises = promises
         return self._promises
 
-    def found(self, why: str, order: bool) -> None:
-        """Reading has shown that the source does not keep a promise. `order`: not even that of its order."""
-        if self._found is not None and why not in self._found[0]:
-            why, order = f"{self._found[0]}; {why}", order or self._found[1]
-        self._found = why, order
-        self.learned()
-
-    def judge(self, function: str, argument: str, repeat: Repeat) -> None:
-        """Take over, and say, what came of calling a function of the user's again for the same argument."""
-        if repeat.untried:
-            self.believes(f"{function} was not tried: {repeat.untried}")
-        if repeat.differs:
-            why = f"two calls of {function} for {argument} differ in {repeat.differs}"
-            self.found(why, repeat.most and function != "then=")
-            warn(
-                f"{why}, so a resumed run does not get the same batches: let it keep nothing from one batch to the "
-                "next, and draw its numbers from python's, numpy's or torch's generators, or from "
-                "midepoch.sample_generator(). loader.capabilities says what still holds",
-            )
-
-    def believes(self, why: str) -> None:
-        """Something of the source was not tried, so that its augmentations are believed to be exact."""
-        self._taken_at_its_word[why] = None
-        self.learned()
-
-    def cannot_see(self, kinds: tuple[str, ...]) -> None:
-        """Samples hold objects of types whose content cannot be compared."""
-        self._unseen = kinds
+    def note(self, finding: Finding) -> None:
+        """Take over what a trial, or reading, has shown of the source, and warn of what breaks a promise."""
+        if finding.unseen:
+            self._unseen = finding.unseen
+        if finding.untried:
+            self._believed[finding.untried] = None
+        if finding.differs:
+            why, order = finding.differs, finding.order
+            if self._broken is not None and why not in self._broken[0]:
+                why, order = f"{self._broken[0]}; {why}", order or self._broken[1]
+            self._broken = why, order
+            if finding.cure:
+                warn(
+                    f"{finding.differs}, so a resumed run gets other data: {finding.cure}. loader.capabilities says "
+                    "what still holds"
+                )
         self.learned()
 
     @property

@@ -7,6 +7,7 @@ it returns is handed out, and only then does a state count the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ..errors import SourceError, StateError, warn
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..repeating import BatchTrial
+from ..trying import CallTrial
 from ..world import MicroShare
 from .adapter import Adapter, Options, Run, Seen, Session
 
@@ -186,7 +187,9 @@ class _WholeBatches(Session):
         at = self._run.position if self._micro is None else self._position(0)
         streams.begin_pass()
         batch = self._take()
-        trial = BatchTrial(self._function, batch) if self._then.tries else None
+        trial = CallTrial(self._function, devices=True) if self._then.tries else None
+        if trial is not None:
+            trial.keep(batch)
         result = self._under(streams, at, batch)
         if streams.made_late():
             if self._rereads:
@@ -196,8 +199,8 @@ class _WholeBatches(Session):
         self._made = 1
         if trial is not None:
             self._then.tries = False
-            repeat = trial.result(extend_key(self._key, at + self._offset))
-            self._adapter.judge("then=", "the same batch", repeat)
+            finding = trial.finding(extend_key(self._key, at + self._offset)).of_calls("then=", "the same batch")
+            self._adapter.note(replace(finding, order=False))
         return result
 
     def _under(self, streams: Streams, at: int, batch: Any) -> Any:

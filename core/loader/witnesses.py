@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..errors import warn
 from ..state.witness import LONGEST, Look, Witness
+from ..trying import Finding
 from .adapter import Adapter, Options
 from .cursor import Cursor
 from .verify import verify
 
 __all__ = ["Witnesses"]
+
+_OF_SAMPLES = (
+    "make each sample a function of its index and of python's, numpy's or torch's generators, or of "
+    "midepoch.sample_generator()"
+)
+_OF_KEPT = (
+    "it keeps what it drew; draw anew for every sample, or make what is kept a function of the index, as "
+    "np.random.default_rng(index) does"
+)
 
 
 class Witnesses:
@@ -75,31 +84,18 @@ class Witnesses:
         if look is None:
             return
         if look.unseen:
-            self._adapter.cannot_see(look.unseen)
+            self._adapter.note(Finding(unseen=look.unseen))
         if seen.again is not None:
             self._tried = True
             if differing := look.differing(seen.again):
                 self._left_out = look.named(differing)
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
-                self._adapter.found(why, look.holds_most(differing))
-                warn(
-                    f"{why}, so a resumed run does not get the same data: make each sample a function of its index and "
-                    "of python's, numpy's or torch's generators, or of midepoch.sample_generator(). "
-                    "loader.capabilities says what still holds",
-                )
+                self._adapter.note(Finding(why, look.holds_most(differing), _OF_SAMPLES))
             elif seen.keeps:
                 why = f"sample {seen.index!r:.80} drew random numbers when it was first read, and none when read again"
-                self._adapter.found(why, order=False)
-                warn(
-                    f"{why}: it keeps what it drew, which will differ after a resume. Draw anew for every sample, or "
-                    "make what is kept a function of the index, as np.random.default_rng(index) does. "
-                    "loader.capabilities says what still holds",
-                )
-        if seen.threads:
-            names = ", ".join(seen.threads[:4])
-            self._adapter.believes(f"threads were started while the first batch was read ({names}), and may draw")
+                self._adapter.note(Finding(why, cure=_OF_KEPT))
         if seen.collate is not None:
-            self._adapter.judge("the collate function", "the same samples", seen.collate)
+            self._adapter.note(seen.collate)
         known, before = {}, self._known.get(epoch - 1)
         if before is not None:
             known[epoch - 1] = before

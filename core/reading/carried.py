@@ -36,8 +36,9 @@ from ..samplers import length_of
 from ..state.checksum import checksum_of
 from ..state.codec import decode, encode
 from ..state.witness import Look, look_at
+from ..trying import Finding
 from ..world import World
-from .trials import Finding, Outcome, compare
+from .trials import Outcome, compare
 from .units import Units
 from .workers import Server
 
@@ -365,23 +366,20 @@ class CarriedAdapter(Adapter):
         why = f"the state of this {kind} does not lead to the batch that was given when it was saved"
         if self.options.verify != "warn":
             raise SourceError(f"{why}: {_CURE}")
-        self.found(why, order=True)
+        self.note(Finding(why, True))
         warn(f"{why}: {_CURE}")
 
     def conclude(self, finding: Finding) -> None:
         """Take over, and say, what a trial has shown."""
         if finding.unseen:
-            self.cannot_see(finding.unseen)
+            self.note(Finding(unseen=finding.unseen))
         if not finding.differs:
             return
         self._trials = 0
         what = "order" if finding.order else "random numbers"
         why = f"the state of this {type(self.source.dataset).__name__} does not restore its {what}"
-        self.found(f"{why}: {finding.differs}", finding.order)
-        warn(
-            f"{why} ({finding.differs}, when its state after the first batch was tried): {_CURE}. loader.capabilities "
-            "says what still holds",
-        )
+        tried = f"{why} ({finding.differs}, when its state after the first batch was tried)"
+        self.note(Finding(tried, finding.order, _CURE))
 
     def close(self) -> None:
         """End worker processes."""

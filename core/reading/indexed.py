@@ -12,7 +12,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -25,11 +24,11 @@ from ..loader.adapter import Run, Seen, Session
 from ..order import EpochOrder
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..repeating import CollateTrial
 from ..samplers import ListedEpoch
 from ..state.witness import Look, is_inert, look_at
+from ..trying import CallTrial
 from ..world import MicroShare, Share
-from .trials import started_threads, undisturbed
+from .trials import undisturbed
 
 __all__ = [
     "First",
@@ -312,7 +311,7 @@ class MapReader:
         """The batch."""
         streams = self._streams
         if request.look is not None:
-            return self._looking(request, request.look)
+            return self._looked(request, request.look)
         if streams is None:
             return self._read(request.indices)
         if self._session != request.session:
@@ -338,21 +337,14 @@ class MapReader:
             batch = self._read_under(request, streams)
         return batch
 
-    def _looking(self, request: MapRequest, look: LookRequest) -> First:
-        """The session's first batch, and what samples look like."""
-        if not look.twice:
-            return self._looked(request, look)
-        with started_threads() as names:
-            first = self._looked(request, look)
-        return first._replace(seen=replace(first.seen, threads=tuple(dict.fromkeys(names))))
-
     def _looked(self, request: MapRequest, look: LookRequest) -> First:
+        """The session's first batch, and what samples look like."""
         streams, collate = self._streams, self._collate
         if streams is not None:
             self._begin(request, streams)
         key = self._key_at(self._batch_key if self._whole else self._sample_key)
         keeps = not keeps_nothing(collate)
-        trial = CollateTrial(collate, self._single) if look.twice and keeps else None
+        trial = CallTrial(collate, listed=not self._single) if look.twice and keeps else None
         self._collate = trial or collate
         try:
             batch, one, drew = self._read_looking(request, look.index, key)
@@ -361,14 +353,17 @@ class MapReader:
                 batch, one, drew = self._read_looking(request, look.index, key)
         finally:
             self._collate = collate
-        repeat = trial.result(derive_key(Purpose.TRIAL, request.seed, request.epoch)) if trial is not None else None
+        finding = None
+        if trial is not None:
+            finding = trial.finding(derive_key(Purpose.TRIAL, request.seed, request.epoch))
+            finding = finding.of_calls("the collate function", "the same samples")
 
         def see() -> Seen:
             """Reads the dataset."""
             first = self._look(key, look.index)[0] if one is None else one
             again = self._look(key, look.index)[0] if look.twice and first is not None else None
             kept = again is not None and drew and not self._drew
-            return self._seen(request, look, first, again=again, collate=repeat, keeps=kept)
+            return self._seen(request, look, first, again=again, collate=finding, keeps=kept)
 
         if not self._single and not keeps:  # the samples were copied
             return First(batch, see())

@@ -22,6 +22,7 @@ from ..loader.adapter import Adapter, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
 from ..samplers import Understood, length_of, understand
+from ..trying import Finding
 from ..world import World
 from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers, probe
 from .indexed import keeps_nothing, unchanged
@@ -171,7 +172,7 @@ class IterableAdapter(Adapter):
             self._probed, self._proved = True, self._draws is not None
             self.learned()
             if unseen:
-                self.cannot_see(unseen)
+                self.note(Finding(unseen=unseen))
             if self._draws is None:
                 self._driven = None
                 if self._workers > 1:
@@ -204,7 +205,8 @@ class IterableAdapter(Adapter):
             self._driven.prepare(seed, epoch)
             if self._driven.kept:
                 kept = ", ".join(list(self._driven.kept)[:4])
-                self.believes(f"passes change {kept} of the dataset: samples are believed not to follow from that")
+                why = f"passes change {kept} of the dataset: samples are believed not to follow from that"
+                self.note(Finding(untried=why))
 
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
@@ -362,7 +364,8 @@ class IterableAdapter(Adapter):
         reader = self._readers.get(key)
         if reader is None or (isinstance(reader, AloneReader) and reader.varies):
             if self._collate is not None and not keeps_nothing(self._collate):
-                self.believes("the collate function was not tried: the source is read through its samplers")
+                why = "the collate function was not tried: the source is read through its samplers"
+                self.note(Finding(untried=why))
             single, collate = self._samples_in_batch is None, self._collate or _as_it_is
             arguments = driven, draws, collate, single, self.options.streams, self._proved
             reader = self._readers[key] = (
@@ -434,9 +437,9 @@ class IterableAdapter(Adapter):
     def _learn(self, found: Found) -> None:
         """Take over what a reader has found out about the source."""
         if found.unseen:
-            self.cannot_see(found.unseen)
+            self.note(Finding(unseen=found.unseen))
         if found.collate is not None:
-            self.judge("the collate function", "the same samples", found.collate)
+            self.note(found.collate.of_calls("the collate function", "the same samples"))
         trial = found.trial
         if trial is None:
             return
@@ -444,14 +447,14 @@ class IterableAdapter(Adapter):
         self.learned()
         if trial.threads:
             why = f"threads of its own go on reading it ({', '.join(trial.threads[:4])})"
-            self.found(why, order=False)
+            self.note(Finding(why))
             self._tell(
                 f"{why}: they draw from the random generators that midepoch puts under a stream for each sample, so "
                 f"numbers differ from run to run; {self._instead_of_threads}"
             )
         if trial.differs:
             why = f"two passes under the same random numbers begin differently: {trial.differs}"
-            self.found(why, order=True)
+            self.note(Finding(why, True))
             instead = of_kept_workers(self._stream)
             self._tell(
                 f"{why}; a resumed epoch would be another one, or be refused. Let its order and content follow from "

@@ -14,8 +14,8 @@ from ..copying import copy_apart
 from ..errors import SourceError
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..repeating import CollateTrial, Repeat
 from ..state.checksum import checksum_of
+from ..trying import CallTrial, Finding
 from ..world import Share, Tail, World
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
@@ -121,7 +121,7 @@ class Found(NamedTuple):
 
     unseen: tuple[str, ...] = ()
     trial: Trial | None = None
-    collate: Repeat | None = None
+    collate: Finding | None = None
 
 
 class Replayed(NamedTuple):
@@ -246,19 +246,19 @@ class ReplayReader:
                     self._beginning = beginning, kept
         return answer._replace(found=Found(tuple(self._unseen), trial, repeat))
 
-    def _trying_collate(self, request: ReplayRequest) -> tuple[Replayed | End, Repeat | None]:
+    def _trying_collate(self, request: ReplayRequest) -> tuple[Replayed | End, Finding | None]:
         """The first batch, and what came of calling the collate function again if that is to be tried."""
         collate = self._collate
         if collate is None or not request.tries or keeps_nothing(getattr(collate, "of_one", collate)):
             return self(request), None
-        self._collate = trial = CollateTrial(collate)
+        self._collate = trial = CallTrial(collate, listed=True)
         try:
             answer = self(request)
         finally:
             self._collate = collate
         if not isinstance(answer, Replayed) or request.skip:
             return answer, None
-        return answer, trial.result(derive_key(Purpose.TRIAL, request.seed, request.epoch))
+        return answer, trial.finding(derive_key(Purpose.TRIAL, request.seed, request.epoch))
 
     @property
     def drawn(self) -> bool:

@@ -26,10 +26,11 @@ from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..state.checksum import checksum_of
 from ..state.witness import Look, Witness, is_inert, look_at
+from ..trying import Finding
 from .private import let_go
 
 __all__ = [
-    "Beginning", "Finding", "Outcome", "Trial", "compare", "keeps_workers", "of_kept_workers", "passes_differ",
+    "Beginning", "Outcome", "Trial", "compare", "keeps_workers", "of_kept_workers", "passes_differ",
     "reading_threads", "reads_a_loader", "standing", "started_threads", "undisturbed", "used_differs",
 ]  # fmt: skip
 
@@ -201,20 +202,6 @@ class Outcome(NamedTuple):
     def ended(self) -> bool:
         """Whether nothing was left."""
         return isinstance(self.error, StopIteration)
-
-
-class Finding(NamedTuple):
-    """What a trial has shown.
-
-    Attributes:
-        differs: how the copy differed from the source; empty if it did not.
-        order: other samples came, not only other numbers.
-        unseen: names of types whose content could not be compared.
-    """
-
-    differs: str = ""
-    order: bool = False
-    unseen: tuple[str, ...] = ()
 
 
 def compare(of_copy: Outcome, expected: Look) -> Finding:
