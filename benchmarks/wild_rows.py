@@ -37,6 +37,7 @@ from wild_row import BATCH, CUT, KEPT, SEED, SIZE, Row, first_column, loader, te
 from wild_states import STATES
 
 import midepoch
+from midepoch.order import Endless, Sequential, Shuffled
 from midepoch.testing import check_resumable
 from midepoch.testing.naming import Naming
 
@@ -355,6 +356,11 @@ def noisy(**keywords: Any) -> Any:
     return DataLoader(Noisy(SIZE), BATCH, **keywords)
 
 
+def declared(kind: type[Sequential | Shuffled]) -> Any:
+    """As the refusal of an endless sampler says."""
+    return noisy(sampler=midepoch.ResumableSampler(SIZE, shuffle=Endless(kind(SIZE)), seed=SEED))
+
+
 DETECTRON2 = ("detectron2",)
 
 ROWS: dict[str, Row] = {
@@ -401,6 +407,10 @@ ROWS: dict[str, Row] = {
     "mmengine InfiniteSampler": Row(lambda: mmengine("InfiniteSampler"), ("mmengine",), batches=14),
     "mmengine InfiniteSampler, in order": Row(
         lambda: mmengine("InfiniteSampler", shuffle=False), ("mmengine",), batches=14, in_order=True
+    ),
+    "ResumableSampler with Endless, in place of an endless sampler": Row(lambda: declared(Shuffled), batches=14),
+    "ResumableSampler with Endless, in place of an endless sampler in order": Row(
+        lambda: declared(Sequential), batches=14, in_order=True
     ),
     "pytorch-metric-learning MPerClassSampler": Row(metric_learning, ("pytorch_metric_learning",), drawn=True),
     "sentence-transformers NoDuplicatesBatchSampler": Row(sentence_transformers, ("sentence_transformers", "datasets")),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import length_hint
 from typing import Any, ClassVar, cast
 
 from .loader.adapter import Adapter, Options, Run, Session
 from .loader.capabilities import Capabilities, Capability
 from .loader.loader import Loader
-from .order import Order, Sequential, Shuffled
+from .order import MAXIMUM_SIZE, Endless, Order, Sequential, Shuffled
 from .reading.indexed import IteratorSession, map_requests
 from .samplers import OrderedSampler, Understood
 from .state.format import reseal
@@ -32,6 +33,7 @@ class ResumableSampler(OrderedSampler):
         size: of the dataset.
         seed: of the order.
         shuffle: True for a new order in each epoch, False for the dataset's own order, or an `Order` of midepoch.order.
+            ``Endless(Shuffled(size))`` gives rounds over all samples, one after the other, and does not end.
         world: the ranks that share the indices; None for the world at the time when iteration starts.
         batch_size: of one rank's batches.
         drop_last: as in DistributedSampler: if the size is not divisible by the world size, leave out the last indices
@@ -55,8 +57,9 @@ class ResumableSampler(OrderedSampler):
         order = (Shuffled(size) if shuffle else Sequential(size)) if isinstance(shuffle, bool) else shuffle
         if not callable(getattr(order, "epoch", None)):
             raise TypeError(f"shuffle must be True, False or an order of midepoch.order, got {shuffle!r}")
-        if order.size != size:
-            raise ValueError(f"the order is over {order.size} positions, size is {size}: make them equal")
+        over = order.round.size if isinstance(order, Endless) else order.size
+        if over != size:
+            raise ValueError(f"the order is over {over} positions, size is {size}: make them equal")
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
         self.tail: Tail = "drop" if drop_last else "pad"
         self._resumable: Any = None
@@ -94,7 +97,13 @@ class ResumableSampler(OrderedSampler):
         return Understood(self.order, seed=self.seed, tail=self.tail, world=self.world)
 
     def __len__(self) -> int:
-        """Indices of one full epoch on this rank."""
+        """Indices of one full epoch on this rank.
+
+        Raises:
+            TypeError: its order does not end.
+        """
+        if isinstance(self.order, Endless):
+            raise TypeError("this ResumableSampler has no length: its order does not end")
         world = self.world or World.current()
         share = Share(self.order.size, 0, 1, world, self.tail, False)
         return share.steps
@@ -134,9 +143,9 @@ class IndexAdapter(Adapter):
         """`ResumableSampler` makes this adapter itself."""
         return False
 
-    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int:
-        """Indices in one epoch."""
-        return self._order.size
+    def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
+        """Indices in one epoch; None if it does not end."""
+        return None if isinstance(self._order, Endless) else self._order.size
 
     def describe(self) -> dict[str, str]:
         """The order."""
@@ -149,5 +158,7 @@ class IndexAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Lists of indices."""
+        if run.share is None:
+            run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
         order = self._order.epoch(run.seed, run.epoch)
         return IteratorSession(request.indices for request in map_requests(run, order, lambda: None))

@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
-import math
-import time
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType, GeneratorType
 from typing import Any, cast
 
 import torch
@@ -29,8 +25,8 @@ from torch.utils.data import (
 
 from .attributes import PlainAttributes, appearance, changed, plain_attributes, set_back
 from .copying import private_copy
-from .dividing import Division, division_of, is_rank, is_world_size, length_of
-from .errors import SourceError, UnsupportedSourceError, warn
+from .dividing import Division, division_of, length_of
+from .errors import SourceError, UnsupportedSourceError
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
@@ -42,16 +38,10 @@ __all__ = [
     "understand_as_parent",
 ]  # fmt: skip
 
-_LONGEST_LIST = 50_000_000  # indices of a sampler without a length; a longer list would not fit into memory
-_KEPT = 1_000_000  # indices of a sampler that is not known to end: 40 MB
-_ROUNDS, _LONG = 4, 0.5  # who has given each index so often, and worked so many seconds for it, does not end
-_SLOW = 10  # seconds after which one that has given as many, but waits rather than works, is told
-_PART = 1024  # indices that are taken at once; fewer at first, since a slow one may never give as many
+_MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
+_LONGEST = 50_000_000  # indices; a longer list would not fit into memory
 _LOOKED_AT = 16  # of the first indices, and of each following doubling: each has a look at the dataset after it
-_FEW = 5  # samples of the dataset on which a sampler is tried
-_TRIED = 100  # rounds that one without an end must give of them; some end after a few
-_DIFFERENT = 40  # of these rounds at least, if it shuffles all samples: of 120 orders, about 68 come up
-_MORE = 600  # samples on which it must not shuffle within blocks
+_FEW, _TRIED = 5, 500  # objects that stand for a sampler, and how many items are then asked for
 
 
 class ListedEpoch:
@@ -110,8 +100,7 @@ class Listed:
         self._looks: tuple[Any, ...] = ()  # of the sampler, after its last pass
         self._next = 0  # the epoch after the last one that the sampler itself has given
         self._remembers = False  # it keeps something from pass to pass
-        # torch's own samplers end and repeat themselves; others are tested once.
-        self._pure = self._trusted = self._ends = _is_pure(sampler)
+        self._pure = self._trusted = _is_pure(sampler)  # torch's own end and repeat themselves; others are tested once
 
     def length(self, seed: int, epoch: int) -> int:
         """Indices in one epoch."""
@@ -171,8 +160,8 @@ class Listed:
         listed = self._begun.get((seed, epoch))
         # One that failed at its first index is asked again: no batch of it was handed out.
         if listed is None or (listed.error is not None and not len(listed)):
-            if not self._trusted and (epoch > self._next or length_of(self._sampler) is None):
-                self.epoch(seed, epoch)  # whether it remembers, and ends, is tried before
+            if not self._trusted and epoch > self._next:
+                self.epoch(seed, epoch)  # whether it remembers is tried before
             copied = None if self._trusted else private_copy(self._sampler)
             for earlier in range(self._next, epoch if self._remembers else 0):
                 self._list(self._sampler, seed, earlier)
@@ -263,22 +252,25 @@ class Listed:
         copied = None if self._pure else private_copy(self._sampler)
         copied = _shallow_copy(self._sampler) if copied is None else copied
         with self._set_back():
-            try:
-                for earlier in range(self._next, epoch if self._remembers else 0):
-                    self._list(copied, seed, earlier)
-                return self._list(copied, seed, epoch)
-            except _NotKeptError:  # it is known to end now
-                return self._of_copy(seed, epoch)
+            for earlier in range(self._next, epoch if self._remembers else 0):
+                self._list(copied, seed, earlier)
+            return self._list(copied, seed, epoch)
 
     def _of_itself(self, seed: int, epoch: int) -> ListedEpoch:
         """The list of the sampler itself."""
-        before, looks = plain_attributes(self.dataset), list[PlainAttributes]()
-        try:
-            listed = self._list(self._sampler, seed, epoch, looks)
-        except _NotKeptError:  # it gives more than its len says, and more than fits
-            listed = self._list(self._sampler, seed, epoch, looks := [])
-        after = plain_attributes(self.dataset)
-        names = changed(looks[1], looks[2]) or changed(looks[1], after) if len(looks) > 1 else []
+        before = plain_attributes(self.dataset)
+        looks: list[PlainAttributes] = []  # as it was asked for an iterator, and after its first index
+        names: list[str] = []
+
+        def look() -> None:
+            seen = plain_attributes(self.dataset)
+            if len(looks) < 2:
+                looks.append(seen)
+            elif not names:
+                names.extend(changed(looks[1], seen))
+
+        listed = self._list(self._sampler, seed, epoch, look)
+        look()
         if names and not self.in_workers:
             set_back(self.dataset, before)
             raise UnsupportedSourceError(
@@ -286,7 +278,7 @@ class Listed:
                 "are listed before the first batch: put what changes into the index, as in yield [(size, index) for "
                 "index in batch], which __getitem__ takes apart"
             )
-        if looks and changed(looks[0], after):
+        if changed(looks[0], plain_attributes(self.dataset)):
             listed.wrote = looks[0]
         return listed
 
@@ -299,123 +291,56 @@ class Listed:
         finally:
             set_back(self.dataset, before)
 
-    def _list(self, sampler: Any, seed: int, epoch: int, looks: list[PlainAttributes] | None = None) -> ListedEpoch:
+    def _list(self, sampler: Any, seed: int, epoch: int, look: Callable[[], None] = lambda: None) -> ListedEpoch:
         """What the sampler, or a copy, gives for an epoch, under the epoch's stream.
 
-        `looks`: gets what the dataset looks like when the sampler was asked for an iterator, after its first index, and
-        after a later one, if that is something else.
-        """
-        _set_epoch(sampler, epoch)
-        items: list[Any] = []
-        with Streams(sampler).under(derive_key(Purpose.LISTING, seed, epoch)):
-            try:
-                source = _each(sampler) if looks is None else self._each_seen(sampler, looks)
-                error = _extend(items, source) if self._ends else self._to_its_end(sampler, source, items)
-            except _NotKeptError:
-                self._ends = True
-                raise
-        self._ends = True
-        return ListedEpoch(items, error)
-
-    def _each_seen(self, sampler: Any, looks: list[PlainAttributes]) -> Iterator[Any]:
-        items = iter(sampler)
-        looks.append(plain_attributes(self.dataset))
-        following = 0
-        for number, item in enumerate(items):
-            if number == following:
-                following = number + max(1, number // _LOOKED_AT)
-                look = plain_attributes(self.dataset)
-                if len(looks) == 1:
-                    looks += look, look
-                elif changed(looks[1], look):
-                    looks[2] = look
-            yield item
-
-    def _to_its_end(self, sampler: Any, source: Iterator[Any], items: list[Any]) -> Exception | None:
-        """Append all that `sampler` gives to `items`.
-
-        Returns:
-            The sampler's own error, which ended it; None if it came to its end.
+        `look`: called when the sampler was asked for an iterator, after its first index, and now and then afterwards.
 
         Raises:
             SourceError: it does not end.
-            _NotKeptError: it ends, but has given more than is kept before that is known.
-
-        Warns:
-            MidepochWarning: it may not end, and waits: whether a slow one ends cannot be known before it does.
         """
-        length, since, began = length_of(sampler), time.thread_time(), time.perf_counter()
-        told, error, size = False, None, 1
-        given = indices = 0
-        different = 0.0
-        some: list[Any] = [None]
-        while error is None and some:
-            some = []
-            error = _extend(some, itertools.islice(source, size))
-            if not some:
-                break
-            size = min(2 * size, _PART)
-            given += len(some)
-            indices += sum(map(len, some)) if isinstance(some[0], list | tuple) else len(some)
-            if indices <= _KEPT or (length is not None and given <= length):
-                items += some
-            elif items:
-                items.clear()
-            if self._size is None and length is None:
-                different = max(different, _most_different(some))
-            enough = indices > _ROUNDS * (self._size or different) if length is None else given > length
-            worked = time.thread_time() - since > _LONG if length is None else given > 2 * length + 1000
-            if indices > _LONGEST_LIST or (enough and worked):
-                raise SourceError(
-                    f"{self._gave(indices, length)} and does not end, and what comes at a position cannot be computed: "
-                    f"{self._instead}"
-                )
-            if enough and not told and time.perf_counter() - began > _SLOW:
-                told = True
-                warn(
-                    f"{self._gave(indices, length)} in {_SLOW} seconds, and goes on: all that it gives in an epoch is "
-                    f"listed before the first batch. If it does not end, {self._instead}",
-                )
-        if len(items) < given:
-            raise _NotKeptError
-        return error
+        _set_epoch(sampler, epoch)
+        items: list[Any] = []
+        error, indices, length = None, 0, length_of(sampler) or 0
+        most = min(_MANY + _TIMES * (self._size or 0), _LONGEST)
+        with Streams(sampler).under(derive_key(Purpose.LISTING, seed, epoch)):
+            source = _each(sampler, look)
+            while error is None:
+                given = len(items)
+                error = _extend(items, itertools.islice(source, max(1, given // _LOOKED_AT)))
+                if len(items) == given:
+                    break
+                look()
+                indices += sum(len(each) if isinstance(each, list | tuple) else 1 for each in items[given:])
+                if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
+                    raise SourceError(self._does_not_end(items, most if len(items) > length else _LONGEST))
+        return ListedEpoch(items, error)
 
-    def _gave(self, indices: int, length: int | None) -> str:
-        """What it has given, in words that are the same in each run, unlike the number of indices."""
-        most = f"{_ROUNDS} indices for each sample" if length is None else f"the {length} of its len()"
-        if indices > _LONGEST_LIST:
-            most = f"{_LONGEST_LIST:,} indices"
-        return f"{type(self._sampler).__name__} gave more than {most}"
-
-    @property
-    def _instead(self) -> str:
-        """What to write in place of a sampler that does not end."""
-        inside = getattr(self._sampler, "sampler", None)
-        ends = "take a sampler that gives one epoch and ends"
-        if isinstance(inside, Sampler) and not _is_pure(inside):
-            ends = f"build it over a sampler that gives one epoch and ends, in place of {type(inside).__name__}"
+    def _does_not_end(self, items: list[Any], most: int) -> str:
+        """What to write in its place."""
+        if isinstance(items[0], list | tuple):
+            cure = "build it over a sampler that ends"
+        else:
+            size = self._size or 0
+            kind = "Sequential" if size and items[: 2 * size] == 2 * list(range(size)) else "Shuffled"
+            cure = (
+                "for rounds over all samples, put midepoch.ResumableSampler(len(dataset), shuffle=midepoch.order."
+                f"Endless(midepoch.order.{kind}(len(dataset)))) in its place"
+            )
         return (
-            "wrap a function that makes what reads it, as in midepoch.wrap(lambda: make()), which is read again up to "
-            f"a resume's position, or {ends}"
+            f"{type(self._sampler).__name__} gave more than {most:,} indices and does not end: {cure}; otherwise wrap "
+            "a function that makes what reads it, as in midepoch.wrap(lambda: make()), which is read again up to a "
+            "resume's position. If it ends, let its len() say where"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_begun": {}, "_ahead": None}
 
 
-def _most_different(items: list[Any]) -> float:
-    """More different indices than these there cannot be, if they count from 0."""
-    flat = itertools.chain.from_iterable(items) if isinstance(items[0], list | tuple) else items
-    return max((each + 1 if type(each) is int else math.inf for each in flat), default=0)
-
-
-class _NotKeptError(Exception):
-    """Of a sampler that was not known to end."""
-
-
-def _each(sampler: Any) -> Iterator[Any]:
-    # Some begin again when they are asked for an iterator or after their end; this one does not.
-    yield from sampler
+def _each(sampler: Any, look: Callable[[], None]) -> Iterator[Any]:
+    items = iter(sampler)
+    look()
+    yield from items  # some begin again when they are asked after their end; this does not
 
 
 def _extend(items: list[Any], more: Iterable[Any]) -> Exception | None:
@@ -522,83 +447,18 @@ def understand(
     elif "understood" in vars(kind):  # not a subclass of such a class, which may have another order
         stated = cast(OrderedSampler, sampler).understood()
     if stated is not None:
-        return replace(stated, order=Listed(sampler, size), tail=None) if left_alone else stated
-    if size and not gives_batches and (endless := _endless(sampler, size)) is not None:
-        if left_alone and endless.world is not None:
+        if left_alone and isinstance(stated.order, Endless):
             raise UnsupportedSourceError(
-                f"shard=False: {kind.__name__} divides an order without an end, which cannot be listed: leave shard= "
-                "out, and midepoch divides it as the sampler does"
+                f"shard=False: the order of this {kind.__name__} does not end, and cannot be listed for each rank: "
+                "leave shard= out, and midepoch divides it"
             )
-        return endless
+        return replace(stated, order=Listed(sampler, size), tail=None) if left_alone else stated
     seed = _seed_of(getattr(sampler, "generator", None))
     return Understood(Listed(sampler, size), seed=seed, division=division_of(sampler, size, world_size, gives_batches))
 
 
 def _seed_of(generator: object) -> int | None:
     return generator.initial_seed() % (1 << 64) if isinstance(generator, torch.Generator) else None
-
-
-# --- samplers without an end ------------------------------------------------------------------------------------------
-
-
-def _endless(sampler: Any, size: int) -> Understood | None:
-    """The order of a sampler that gives all samples again and again, each time shuffled anew or never; None for others.
-
-    It is known by its attributes: each is a seed, a rank, a number of ranks, a switch, the data, or their number. What
-    it does is tried on a copy that has few samples, in one process and in two: rounds without an end, which ranks take
-    in turn. So nothing of it is listed, and a position is an order's round and a place in it.
-    """
-    few: dict[str, Any] = {}
-    seed: int | None = None
-    rank, world_size = ("", 0), ("", 1)
-    for name, value in getattr(sampler, "__dict__", {}).items():
-        integer = type(value) is int
-        if integer and name.lstrip("_") == "seed":
-            seed = value % (1 << 64)
-        elif integer and is_rank(name):
-            rank = name, value
-        elif integer and is_world_size(name):
-            world_size = name, value
-        elif integer and value == size:
-            few[name] = _FEW
-        elif value is None or isinstance(value, bool):
-            pass
-        elif isinstance(value, GeneratorType) and (method := _method_that_made(value, sampler)):
-            few[name] = method
-        elif not isinstance(value, int | Sampler) and length_of(value) == size:
-            few[name] = range(_FEW)
-        else:
-            return None
-    if not few or bool(rank[0]) != bool(world_size[0]):
-        return None
-    alone = {rank[0]: 0, world_size[0]: 1} if rank[0] else {}
-    items = _first_of(sampler, few | alone)
-    rounds = [items[start : start + _FEW] for start in range(0, len(items), _FEW)]
-    if len(items) != _TRIED * _FEW or any(sorted(each) != list(range(_FEW)) for each in rounds):
-        return None
-    shuffles = items != _TRIED * list(range(_FEW))
-    if shuffles and (len(set(map(tuple, rounds))) < _DIFFERENT or _is_local(sampler, few, alone)):
-        return None
-    second = items[1::2]
-    if world_size[1] > 1 and _first_of(sampler, few | {rank[0]: 1, world_size[0]: 2})[: len(second)] != second:
-        return None
-    return Understood(
-        Endless(Shuffled(size) if shuffles else Sequential(size)),
-        seed=seed,
-        world=World(rank[1], world_size[1]) if world_size[1] > 1 else None,
-    )
-
-
-def _is_local(sampler: Any, few: dict[str, Any], alone: dict[str, int]) -> bool:
-    """Whether samples stay near their places, or beside their neighbours, in the first round over more of them."""
-    larger = {int: _MORE, range: range(_MORE)}
-    more = {name: larger.get(type(value), value) for name, value in few.items()}
-    items = _first_of(sampler, more | alone, _MORE)
-    if sorted(items) != list(range(_MORE)):
-        return True
-    moved = sum(abs(place - index) for place, index in enumerate(items)) / _MORE  # a third of them, if none stays near
-    beside = sum(abs(second - first) == 1 for first, second in itertools.pairwise(items))  # two, if none stays beside
-    return bool(moved < _MORE / 4 or beside > 30)
 
 
 def repeated(sampler: Any) -> Any | None:
@@ -610,27 +470,10 @@ def repeated(sampler: Any) -> Any | None:
     if len(held) != 1 or isinstance(sampler, BatchSampler):
         return None
     ((name, inside),) = held.items()
-    items = tuple(object() for _ in range(_FEW))
-    return inside if _first_of(sampler, {name: items}) == list(items) * _TRIED else None
-
-
-def _method_that_made(generator: Any, owner: Any) -> FunctionType | None:
-    """The method without arguments that has made a generator which has not begun; None if there is none."""
-    methods = (each for base in type(owner).__mro__ for each in vars(base).values() if isinstance(each, FunctionType))
-    made = next((each for each in methods if each.__code__ is generator.gi_code), None)
-    begun = inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
-    return None if made is None or begun or len(inspect.signature(made).parameters) != 1 else made
-
-
-def _first_of(sampler: Any, attributes: dict[str, Any], count: int = _TRIED * _FEW) -> list[Any]:
-    """The first indices that a copy with other attributes gives; none if it cannot be read."""
-    twin = copy.copy(sampler)
-    twin.__dict__.update(attributes)
+    twin, items = copy.copy(sampler), [object() for _ in range(_FEW)]
+    setattr(twin, name, items)
     try:
-        for name, value in attributes.items():
-            if isinstance(value, FunctionType):
-                twin.__dict__[name] = value(twin)
-        with Streams().under(derive_key(Purpose.LISTING, 0, 0)):
-            return list(itertools.islice(iter(twin), count))
+        given = list(itertools.islice(iter(twin), _TRIED))
     except Exception:  # noqa: BLE001  # it is the user's code, on data that it was not made for
-        return []
+        return None
+    return inside if given == items * (_TRIED // _FEW) else None

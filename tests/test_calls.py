@@ -161,7 +161,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "a sampler of somebody's": lambda: DataLoader(sources.Noisy(22), 4, sampler=sources.EverySecond(22)),
     "a batch sampler": lambda: DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)),
     "a sampler without an end": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.TrainingSampler(22)),
-    "one that nobody understands": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.Weighted(22)),
     "a wrapper": lambda: wild_sources.OneAhead(sources.noisy_loader(num_workers=2)),
     "exposed samplers": lambda: sources.Exposing(22),
     "exposed samplers in a loader": lambda: DataLoader(sources.Pairs(22), 4),

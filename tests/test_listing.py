@@ -27,10 +27,10 @@ from torch.utils.data import (
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sources
-import wild_sources
 
 import midepoch
 from midepoch import MidepochError, StateMismatchError, UnsupportedSourceError, World
+from midepoch.order import Endless, Shuffled
 from midepoch.state.parts import join_states
 
 SIZE = 24
@@ -553,8 +553,9 @@ def test_workers_are_sent_the_ranks_own_list(method: str) -> None:
 
 
 def test_without_an_end_it_is_refused_with_the_cure() -> None:
-    source: DataLoader[int] = DataLoader(range(22), 4, sampler=wild_sources.TrainingSampler(22, rank=0, world_size=2))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedSourceError, match="leave shard= out"):
+    sampler = midepoch.ResumableSampler(22, shuffle=Endless(Shuffled(22)))
+    source: DataLoader[int] = DataLoader(range(22), 4, sampler=sampler)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedSourceError, match=r"ResumableSampler does not end.*leave shard= out"):
         midepoch.wrap(source, shard=False)
     assert midepoch.wrap(source).capabilities.elastic_world
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import time
 import tracemalloc
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,16 +21,15 @@ import sources
 import wild_sources as wild
 
 import midepoch
-from midepoch import MidepochError, SourceError, StateMismatchError, UnsupportedSourceError, World, samplers
+from midepoch import MidepochError, ResumableSampler, SourceError, StateMismatchError, UnsupportedSourceError, World
+from midepoch import samplers as listing
 from midepoch.order import Endless, Sequential, Shuffled
 
 SIZE, BATCH = 22, 4
 
-ENDLESS: dict[str, Callable[..., Any]] = {
-    "made when it is read": lambda shuffle=True, **keywords: wild.TrainingSampler(SIZE, shuffle, **keywords),
-    "made at once": lambda shuffle=True, **keywords: wild.Prepared(range(SIZE), shuffle, **keywords),
-}
-endless = pytest.mark.parametrize("name", ENDLESS)
+
+def endless(shuffle: bool = True, **keywords: Any) -> ResumableSampler:
+    return ResumableSampler(SIZE, shuffle=Endless(Shuffled(SIZE) if shuffle else Sequential(SIZE)), **keywords)
 
 
 def wrapped(sampler: Any, world: World | None = None, **keywords: Any) -> midepoch.Loader:
@@ -41,11 +40,10 @@ def indices(batches: list[Any]) -> list[int]:
     return [int(sample[0]) for batch in batches for sample in batch]
 
 
-@endless
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sampler_without_an_end_resumes_anywhere(name: str, num_workers: int) -> None:
+def test_a_declared_order_without_an_end_resumes_anywhere(num_workers: int) -> None:
     def make() -> midepoch.Loader:
-        return wrapped(ENDLESS[name](), num_workers=num_workers)
+        return wrapped(endless(), num_workers=num_workers)
 
     with make() as loader:
         batches, states = [], []
@@ -59,40 +57,48 @@ def test_a_sampler_without_an_end_resumes_anywhere(name: str, num_workers: int) 
             assert sources.taken(loader, 6) == batches[cut + 1 : cut + 7]
 
 
-@endless
-def test_its_rounds_have_each_sample_once_and_differ(name: str) -> None:
-    given = indices(sources.taken(wrapped(ENDLESS[name]()), 3 * SIZE // BATCH))
+def test_its_rounds_have_each_sample_once_and_differ() -> None:
+    given = indices(sources.taken(wrapped(endless()), 3 * SIZE // BATCH))
     rounds = [given[start : start + SIZE] for start in range(0, len(given) - SIZE + 1, SIZE)]
     assert [sorted(each) for each in rounds] == [list(range(SIZE))] * 2
     assert rounds[0] != rounds[1]
-    other = indices(sources.taken(wrapped(ENDLESS[name](seed=4)), SIZE // BATCH))
+    other = indices(sources.taken(wrapped(endless(seed=4)), SIZE // BATCH))
     assert other != given[: len(other)]
 
 
-@endless
-def test_without_shuffling_it_is_what_the_bare_loader_gives(name: str) -> None:
-    bare = DataLoader(sources.Indices(SIZE), BATCH, sampler=ENDLESS[name](shuffle=False))
-    loader = midepoch.wrap(DataLoader(sources.Indices(SIZE), BATCH, sampler=ENDLESS[name](shuffle=False)))
+def test_without_shuffling_it_is_what_the_samplers_of_packages_give() -> None:
+    bare = DataLoader(sources.Indices(SIZE), BATCH, sampler=wild.TrainingSampler(SIZE, shuffle=False))
+    loader = midepoch.wrap(DataLoader(sources.Indices(SIZE), BATCH, sampler=endless(shuffle=False)))
     assert sources.taken(loader, 13) == sources.taken(bare, 13)
 
 
-@endless
-def test_ranks_take_what_one_takes_alone(name: str) -> None:
-    alone = indices(sources.taken(wrapped(ENDLESS[name]()), 12))
-    two = []
-    for rank in range(2):
-        sampler = ENDLESS[name](rank=rank, world_size=2)  # as a package makes it: it knows the ranks
-        two.append(sources.taken(wrapped(sampler, World(rank, 2)), 6))
+def test_ranks_take_what_one_takes_alone() -> None:
+    alone = indices(sources.taken(wrapped(endless()), 12))
+    two = [sources.taken(wrapped(endless(), World(rank, 2)), 6) for rank in range(2)]
     assert indices([batch for pair in zip(*two, strict=True) for batch in pair]) == alone
-    state = wrapped(ENDLESS[name](rank=1, world_size=2), World(1, 2))
+    state = wrapped(endless(world=World(1, 2)), World(1, 2))
     next(iter(state))
-    resumed = wrapped(ENDLESS[name]())
+    resumed = wrapped(endless())
     resumed.load_state_dict(state.state_dict())
     assert indices(sources.taken(resumed, 10)) == alone[2 * BATCH :]
 
 
+def test_iterated_by_itself_it_resumes_anywhere() -> None:
+    sampler = endless()
+    given = list(itertools.islice(sampler, 50 * SIZE))
+    whole = list(itertools.islice(endless(), 51 * SIZE))
+    assert given == whole[: len(given)]
+    resumed = endless()
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(itertools.islice(resumed, SIZE)) == whole[len(given) :]
+    with pytest.raises(TypeError, match="does not end"):
+        len(sampler)
+    with pytest.raises(ValueError, match="over 22 positions, size is 23"):
+        ResumableSampler(23, shuffle=sampler.order)
+
+
 def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
-    loader = wrapped(wild.TrainingSampler(SIZE))
+    loader = wrapped(endless())
     loader.seek(position=10**12)  # to count so far would take longer than any test may
     assert len(sources.taken(loader, 2)) == 2
     assert loader.position == 10**12 + 2 * BATCH
@@ -100,44 +106,66 @@ def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
         len(loader)
 
 
-def test_the_length_that_one_without_an_end_states_is_torchs_own() -> None:
-    source = DataLoader(sources.Noisy(SIZE), BATCH, sampler=wild.Prepared(range(SIZE)))
-    loader = midepoch.wrap(source)
-    assert len(loader) == len(source) == -(-SIZE // BATCH)
-    assert len(sources.taken(loader, 2 * len(source))) == 2 * len(source)
-
-
 def test_another_size_or_kind_is_refused() -> None:
-    state = sources.heads(lambda: wrapped(wild.TrainingSampler(SIZE)), 2)[1]
-    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=wild.TrainingSampler(SIZE - 1)))
+    state = sources.heads(lambda: wrapped(endless()), 2)[1]
+    sampler = ResumableSampler(SIZE - 1, shuffle=Endless(Shuffled(SIZE - 1)))
+    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=sampler))
     with pytest.raises(StateMismatchError, match=r"endless shuffled of 22.*endless shuffled of 21"):
         smaller.load_state_dict(state)
 
 
 def test_other_ranks_than_the_samplers_are_named() -> None:
-    loader = wrapped(wild.TrainingSampler(SIZE, rank=0, world_size=2), World(0, 3))
+    loader = wrapped(endless(world=World(0, 2)), World(0, 3))
     with pytest.raises(MidepochError, match="the source's sampler is for rank 0 of 2"):
         next(iter(loader))
 
 
-NOT_UNDERSTOOD: dict[str, Callable[[], Any]] = {
+UNDECLARED: dict[str, Callable[[], Any]] = {
+    "shuffled rounds": lambda: wild.TrainingSampler(SIZE),
+    "rounds in order": lambda: wild.TrainingSampler(SIZE, shuffle=False),
+    "with the length of a round": lambda: wild.Prepared(range(SIZE)),
+    "in order, with the length of a round": lambda: wild.Prepared(range(SIZE), shuffle=False),
+}
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_the_line_that_the_refusal_gives_works(name: str) -> None:
+    dataset = sources.Noisy(SIZE)
+    with pytest.raises(SourceError, match="gave more than 1,000,088 indices and does not end") as refusal:
+        next(iter(wrapped(UNDECLARED[name]())))
+    line = re.search(r"put (midepoch\.ResumableSampler\(.*\)) in its place", str(refusal.value))
+    assert line is not None
+
+    def make() -> midepoch.Loader:
+        sampler = eval(line[1], {"midepoch": midepoch, "dataset": dataset})  # as it is pasted
+        return midepoch.wrap(DataLoader(dataset, BATCH, sampler=sampler))
+
+    whole = sources.taken(make(), 14)
+    assert Counter(indices(whole)[:SIZE]) == Counter(range(SIZE))
+    assert (indices(whole)[:SIZE] == list(range(SIZE))) is ("in order" in name)
+    for cut in (1, 6, 11):
+        resumed = make()
+        resumed.load_state_dict(sources.heads(make, cut)[1])
+        assert sources.taken(resumed, 14 - cut) == whole[cut:]
+
+
+OF_OTHER_ORDERS: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: wild.Weighted(SIZE),
     "rare samples more often": lambda: wild.RepeatFactorTrainingSampler(SIZE, [2] * SIZE),
     "the same in each round": lambda: wild.SameRounds(SIZE),
     "shuffled in its first round": lambda: wild.ShuffledOnce(SIZE),
     "neighbours together": lambda: wild.Paired(SIZE),
     "shuffled in blocks": lambda: wild.InBlocks(SIZE),
-    "a number that may mean anything": lambda: wild.Staged(SIZE, 1),
 }
 
 
-@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
-def test_one_that_nobody_understands_is_refused_at_once(name: str) -> None:
-    loader = wrapped(NOT_UNDERSTOOD[name]())
+@pytest.mark.parametrize("name", OF_OTHER_ORDERS)
+def test_one_of_another_order_is_refused_before_it_fills_the_memory(name: str) -> None:
+    loader = wrapped(OF_OTHER_ORDERS[name]())
     tracemalloc.start()
     since = time.thread_time()
     try:
-        with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: make\(\)\)"):
+        with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: make\(\)\).*let its len"):
             next(iter(loader))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -149,7 +177,7 @@ def test_one_that_nobody_understands_is_refused_at_once(name: str) -> None:
 def test_one_that_an_iterable_exposes_is_refused_as_soon() -> None:
     loader = midepoch.wrap(sources.Exposing(SIZE, wild.Weighted(SIZE)))
     since = time.thread_time()
-    with pytest.raises(SourceError, match="Weighted gave more than 4 indices for each sample and does not end"):
+    with pytest.raises(SourceError, match="Weighted gave more than 1,000,000 indices and does not end"):
         next(iter(loader))
     assert time.thread_time() - since < 10
 
@@ -157,38 +185,9 @@ def test_one_that_an_iterable_exposes_is_refused_as_soon() -> None:
 def test_what_an_endless_one_reads_from_is_named() -> None:
     sampler = wild.GroupedBatchSampler(wild.TrainingSampler(SIZE), [0] * SIZE, BATCH)
     loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_sampler=sampler))
-    told = r"GroupedBatchSampler gave more than 4 indices .* and does not end.*in place of TrainingSampler$"
+    told = "GroupedBatchSampler gave more than 1,000,088 indices and does not end: build it over a sampler that ends"
     with pytest.raises(SourceError, match=told):
         next(iter(loader))
-
-
-class Waiting(Sampler[int]):
-    """So many rounds, or more than anybody waits for; each index takes a millisecond."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def __iter__(self) -> Iterator[int]:
-        for place in range(self.rounds * 8):
-            time.sleep(0.001)
-            yield place % 8
-
-
-def test_one_that_waits_is_told_what_to_write_if_it_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "_SLOW", 0.01)
-
-    def make(rounds: int) -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(sources.Noisy(8), BATCH, sampler=Waiting(rounds)))
-
-    words = "Waiting gave more than 4 indices for each sample .* If it does not end, wrap"
-    with pytest.warns(midepoch.MidepochWarning, match=words) as told:
-        assert len(make(9)) == 18  # the list of one that ends is whole
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        assert len(make(4)) == 8
-        with pytest.raises(midepoch.MidepochWarning, match=r"midepoch.wrap\(lambda: make\(\)\)"):
-            next(iter(make(1 << 40)))
 
 
 class SaysItself(DataLoader[Any]):
@@ -223,12 +222,25 @@ class Without(Sampler[int]):
         return itertools.chain.from_iterable(itertools.repeat(range(SIZE), self.count))
 
 
-def test_finite_ones_without_a_length_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(wrapped(Without(300))) == 300 * SIZE // BATCH
-    monkeypatch.setattr(samplers, "_KEPT", 1000)
-    assert len(wrapped(Without(300))) == 300 * SIZE // BATCH
-    monkeypatch.setattr(samplers, "_LONG", 0.0)
-    assert len(wrapped(Without(4))) == 4 * SIZE // BATCH  # no more often than samplers do that repeat some
+class Declared(Without):
+    """Says so."""
+
+    def __len__(self) -> int:
+        return self.count * SIZE
+
+
+def test_finite_ones_are_listed_up_to_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_MANY", 1000)  # and four for each of 22 samples
+    assert len(wrapped(Without(49))) == 1078 // BATCH + 1
+    with pytest.raises(SourceError, match=r"Without gave more than 1,088 indices and does not end.*let its len"):
+        len(wrapped(Without(50)))
+    loader = wrapped(Declared(300))
+    assert len(sources.taken(loader)) == 300 * SIZE // BATCH
+    monkeypatch.setattr(listing, "_LONGEST", 5000)
+    with pytest.raises(SourceError, match="Declared gave more than 5,000 indices"):
+        next(iter(wrapped(Declared(300))))
+    torchs = wrapped(RandomSampler(range(SIZE), replacement=True, num_samples=6000))
+    assert torchs.peek() is not None, "torch's own end"
 
 
 class SomeRounds(wild.TrainingSampler):
@@ -238,7 +250,7 @@ class SomeRounds(wild.TrainingSampler):
         return itertools.islice(self._rounds(), 5 * self._size)
 
 
-def test_a_few_rounds_are_not_taken_for_rounds_without_an_end() -> None:
+def test_a_few_rounds_are_listed() -> None:
     assert len(indices(sources.taken(wrapped(SomeRounds(SIZE)), 100))) == 5 * SIZE
 
 

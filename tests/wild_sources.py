@@ -146,14 +146,6 @@ class Blocks(TrainingSampler):
                 yield index
 
 
-class Staged(TrainingSampler):
-    """TrainingSampler over all samples in its first stage only."""
-
-    def __init__(self, size: int, stage: int) -> None:
-        super().__init__(size)
-        self.stage = stage
-
-
 # --- finite samplers ---
 
 
