@@ -80,6 +80,15 @@ def web_stages() -> Any:
     return wds.DataPipeline(*stages, wds.batched(BATCH, collation_fn=torch.stack))
 
 
+def web_again() -> Any:
+    """In a function, with all seeds drawn from python's random: read again from its start."""
+    import webdataset as wds
+
+    dataset = wds.WebDataset(shards(), shardshuffle=9, seed=random.getrandbits(32))
+    dataset = dataset.shuffle(9, seed=random.getrandbits(32)).map(sample)
+    return dataset.batched(BATCH, collation_fn=torch.stack)
+
+
 def web_drawn() -> Any:
     import webdataset as wds
 
@@ -133,7 +142,13 @@ def length_of_text(text: str) -> Any:
 
 
 def open_clip(mended: bool, resampled: bool = False, workers: int = 0) -> Any:
-    """As ``open_clip_train.main`` makes it. `mended`: the one stage that webdataset 1.0 cannot run is replaced."""
+    """As ``open_clip_train.main`` makes it.
+
+    Args:
+        mended: the one stage that webdataset 1.0 cannot run is replaced, and two others say how they draw.
+        resampled: shards are drawn by weights.
+        workers: that read.
+    """
     import cpu_torchvision  # noqa: F401  # the real package; only the operators of its compiled part are missing
     import PIL.Image
     import webdataset as wds
@@ -150,6 +165,8 @@ def open_clip(mended: bool, resampled: bool = False, workers: int = 0) -> Any:
         paths.append(str(archive(Path.cwd() / f"pictures{shard}.tar", files)))
     if mended:
         data.tarfile_to_samples_nothrow = wds.tarfile_to_samples(handler=data.log_and_continue)
+        data.detshuffle2.draws = "once"
+        data.ResampledShards2.draws = "with replacement"
     arguments = Namespace(
         train_data="::".join(paths), train_data_upsampling_factors="1::1::2::1" if resampled else None,
         dataset_resampled=resampled, train_num_samples=SIZE, seed=0, batch_size=BATCH, workers=workers, world_size=1,
@@ -360,7 +377,7 @@ BACKENDS: dict[str, Row] = {
     "webdataset batched(partial=False), shards read as streams": Row(
         lambda: web(STREAMED, partial=False), WEBDATASET, identify=None
     ),  # how many samples each stream leaves out is said by `capabilities`
-    "webdataset WebDataset, shuffled, replay=True": Row(web, WEBDATASET, {"replay": True}),
+    "webdataset WebDataset, shuffled, in a function": Row(lambda: web_again, WEBDATASET),
     "webdataset DataPipeline with the function wds.tarfile_samples": Row(web_stages, WEBDATASET, in_order=True),
     "webdataset resampled, with_epoch": Row(web_drawn, WEBDATASET, drawn=True),
     "webdataset, one of 64 ranks with 8 workers, shards read as streams": Row(
@@ -370,13 +387,13 @@ BACKENDS: dict[str, Row] = {
         lambda: DataLoader(Noisy(SIZE), BATCH, sampler=ChunkedSampler(range(SIZE), seed=SEED)), ("wids",)
     ),
     "open_clip's training pipeline": Row(lambda: open_clip(False), ("open_clip",), drawn=True),
-    "open_clip's training pipeline, with wds.tarfile_to_samples": Row(
+    "open_clip's training pipeline, with the lines that refusals name": Row(
         lambda: open_clip(True), ("open_clip",), drawn=True
     ),
-    "open_clip's training pipeline, with wds.tarfile_to_samples, two workers": Row(
+    "open_clip's training pipeline, with the lines that refusals name, two workers": Row(
         lambda: open_clip(True, workers=2), ("open_clip",), drawn=True
     ),
-    "open_clip's training pipeline, with wds.tarfile_to_samples, shards drawn by weights": Row(
+    "open_clip's training pipeline, with the lines that refusals name, shards drawn by weights": Row(
         lambda: open_clip(True, resampled=True), ("open_clip",), drawn=True
     ),
     "torchdata.nodes without a Loader, in a function": Row(bare_nodes, ("torchdata",)),

@@ -93,7 +93,6 @@ class Settings(TypedDict, total=False):
         index_cache: webdataset: the folder for indexes of shards; None for the user's cache folder.
         progress: webdataset: show a progress bar while shards are indexed or read again; None: only on a terminal.
         refill: webdataset: refill batches whose samples were dropped, so that all have the same size.
-        replay: webdataset: do not take the pipeline apart; read it again from its start, like any iterable.
         streams: webdataset, streamed shards: the number of streams, in [1, 4096]; keep it the same for this data. None:
             as many as the world needs in which an epoch begins.
     """
@@ -101,7 +100,6 @@ class Settings(TypedDict, total=False):
     index_cache: str | os.PathLike[str] | None
     progress: bool | None
     refill: bool
-    replay: bool
     streams: int | None
 
 

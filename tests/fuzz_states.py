@@ -158,24 +158,14 @@ def webdataset(name: str, **options: Any) -> Any:
     return getattr(webdataset_sources, name)(**options)
 
 
-def webdataset_by(kind: str) -> Any:
-    """Epochs that are counted, and batches that are refilled."""
+def webdataset_counted() -> Any:
+    """Epochs that with_epoch counts."""
     import webdataset as wds
     import webdataset_sources
 
     urls = webdataset_sources.law_shards("indexed", [4, 0, 5, 1, 3])
     dataset = wds.WebDataset(urls, shardshuffle=10).shuffle(100).map(webdataset_sources.Reading())
-    if kind == "refilled":
-        dataset = dataset.select(row_is_wanted)
-    dataset = dataset.batched(2, collation_fn=webdataset_sources.stack)
-    if kind == "counted":
-        dataset = dataset.with_epoch(4)
-    settings: dict[str, Any] = {"refill": True} if kind == "refilled" else {}
-    return midepoch.wrap(dataset, seed=5, **settings)
-
-
-def row_is_wanted(row: torch.Tensor) -> bool:
-    return int(row[0]) % 5 != 0
+    return midepoch.wrap(dataset.batched(2, collation_fn=webdataset_sources.stack).with_epoch(4), seed=5)
 
 
 def streaming(size: int = 14) -> Any:
@@ -227,10 +217,7 @@ TARGETS: dict[str, Target] = {
     "combined zipped": Target(lambda: mixed("max_size_cycle"), whole, relatives=(mixed,), seeks=False),
     "combined of own states": Target(lambda: mixed("of_own_states"), whole, relatives=(carried, mixed), seeks=False),
     "webdataset": Target(lambda: webdataset("indexed"), relatives=(lambda: webdataset("indexed", size=14),)),
-    "webdataset counted": Target(lambda: webdataset_by("counted"), relatives=(lambda: webdataset("indexed"),)),
-    "webdataset refilled": Target(
-        lambda: webdataset_by("refilled"), whole, relatives=(lambda: webdataset("indexed"),), seeks=False
-    ),
+    "webdataset counted": Target(webdataset_counted, relatives=(lambda: webdataset("indexed"),)),
     "webdataset-streams": Target(
         lambda: webdataset("streamed"), whole, relatives=(lambda: webdataset("indexed"),), seeks=False
     ),

@@ -41,6 +41,8 @@ def seed_here(epoch: int) -> int:
 class DrawnShards(IterableDataset[dict[str, str]]):
     """Draws shards with replacement, by weights if there are some, from a seed of worker and epoch."""
 
+    draws = "with replacement"
+
     def __init__(
         self,
         urls: list[str],
@@ -70,6 +72,8 @@ class DrawnShards(IterableDataset[dict[str, str]]):
 class RepeatedShards(IterableDataset[dict[str, str]]):
     """All shards, again and again."""
 
+    draws = "once"
+
     def __init__(self, urls: list[str]) -> None:
         self.urls = urls
 
@@ -79,19 +83,21 @@ class RepeatedShards(IterableDataset[dict[str, str]]):
                 yield {"url": url}
 
 
-class SomeShards(IterableDataset[dict[str, str]]):
-    """The first half of the shards: nothing shows why."""
+class HalfOfThem(IterableDataset[dict[str, str]]):
+    """Every second shard, whatever it says."""
 
-    def __init__(self, urls: list[str]) -> None:
-        self.urls = urls
+    def __init__(self, urls: list[str], draws: str) -> None:
+        self.urls, self.draws = urls, draws
 
     def __iter__(self) -> Iterator[dict[str, str]]:
-        for url in self.urls[: len(self.urls) // 2]:
+        for url in self.urls[::2]:
             yield {"url": url}
 
 
 class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has no types
     """A buffer's shuffle, seeded by the epoch, which may be shared; with a negative seed by the worker too."""
+
+    draws = "once"
 
     def __init__(self, bufsize: int = 1000, initial: int = 100, seed: int = 0, epoch: SharedEpoch | int = -1) -> None:
         self.bufsize, self.initial, self.seed, self.epoch = bufsize, initial, seed, epoch
@@ -135,8 +141,3 @@ def samples_of_each_shard(source: Iterable[Any], handler: Any = go_on) -> Iterat
 def own_split(source: Iterable[Any]) -> Iterator[Any]:
     """Divides shards by itself, or not: nothing shows."""
     yield from source
-
-
-def backwards(source: Iterable[Any]) -> Iterator[Any]:
-    """Always the same order: no shuffle."""
-    yield from list(source)[::-1]

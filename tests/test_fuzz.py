@@ -44,7 +44,7 @@ SHORT = {"dali": 150, "dali-sampled": 150, "ffcv": 100, "beton files": 10}
 NEEDS = {
     "dali": "nvidia.dali", "dali-sampled": "nvidia.dali", "ffcv": "ffcv", "beton files": "ffcv", "datasets": "datasets",
     "grain": "grain", "streaming": "streaming", "stateful-dataloader": "torchdata", "webdataset": "webdataset",
-    "webdataset counted": "webdataset", "webdataset refilled": "webdataset", "webdataset-streams": "webdataset",
+    "webdataset counted": "webdataset", "webdataset-streams": "webdataset",
     "webdataset index caches": "webdataset",
 }  # fmt: skip
 
@@ -199,7 +199,7 @@ def test_the_same_number_is_the_same_mutation() -> None:
 
 PLACED = [
     "stateful", "stateful of all epochs", "stateful-dataloader", "datasets", "grain", "webdataset counted",
-    "webdataset refilled", "webdataset-streams", "streaming", "combined of own states",
+    "webdataset-streams", "streaming", "combined of own states",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -911,27 +911,6 @@ class HidesAttributes:
 
 def test_an_object_that_refuses_to_show_its_attributes_is_not_copied() -> None:
     assert "RuntimeError" in copy_apart(Around(HidesAttributes())).why
-
-
-def mixed_by_entropy(samples: Iterable[Any]) -> Iterator[Any]:
-    """A stage that nothing seeds."""
-    yield from random.Random().sample(list(samples), 1000)
-
-
-def test_webdataset_s_own_shuffle_is_keyed_and_a_stage_by_entropy_is_told(tmp_path: Path) -> None:
-    wds: Any = pytest.importorskip("webdataset", reason="needs the extra webdataset")
-    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
-        for number in range(1000):  # so that two passes hardly ever begin with the same one
-            writer.write({"__key__": f"{number:03d}", "cls": number})
-    source = wds.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
-        loader = midepoch.wrap(source.shuffle(1000), replay=True, seed=5)
-        loader.peek()
-        assert loader.capabilities.exact_order
-    loader = midepoch.wrap(source.compose(mixed_by_entropy), replay=True, seed=5)
-    with pytest.warns(MidepochWarning, match="two passes under the same random numbers begin differently"):
-        loader.peek()
 
 
 # --- what check tries at length ---------------------------------------------------------------------------------------

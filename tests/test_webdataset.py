@@ -333,18 +333,6 @@ def test_what_cannot_be_understood_is_refused_by_name(urls: list[str], name: str
         midepoch.wrap(make(urls))
 
 
-def test_what_cannot_be_understood_is_replayed_if_the_user_says_so(urls: list[str]) -> None:
-    def make() -> Any:
-        return midepoch.wrap(plain(urls).map(number).compose(stream_stage), replay=True)
-
-    head, rest = resumed(make, 7)
-    assert head + rest == list(range(20))
-    assert not make().capabilities.constant_time_resume
-
-    loader = midepoch.wrap(DataLoader(plain(urls).map(number).compose(stream_stage), batch_size=4), replay=True)
-    assert flat(batch.tolist() for batch in loader) == list(range(20))
-
-
 def test_settings_are_checked(urls: list[str]) -> None:
     with pytest.raises(TypeError, match=r"'refil'.*it accepts: index_cache, progress, refill"):
         midepoch.wrap(numbers(urls), refil=True)  # type: ignore[call-arg]
@@ -372,7 +360,7 @@ def test_urls_that_may_be_a_rank_s_own_must_be_told(urls: list[str]) -> None:
 def test_capabilities_are_those_promised(urls: list[str]) -> None:
     table = {
         "indexed": (midepoch.wrap(numbers(urls)), [True] * 6),
-        "refilled": (midepoch.wrap(numbers(urls), refill=True), [True, True, True, False, True, False]),
+        "refilled": (midepoch.wrap(numbers(urls), refill=True), [True, True, True, True, True, False]),
         "streamed": (midepoch.wrap(numbers(compress(urls))), [True, True, True, True, True, False]),
     }
     for loader, expected in table.values():
@@ -629,46 +617,48 @@ def test_elastic_among_holes(urls: list[str]) -> None:
     assert sorted([*flat(head), *flat(alone)]) == sorted(kept)
 
 
-@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+@pytest.mark.parametrize("kind", ["uncompressed", "compressed"])
 def test_refill_keeps_batches_full_and_resumes(urls: list[str], kind: str) -> None:
-    shards = urls if kind == "indexed" else compress(urls)
+    """Shards are read as streams, also those that could be indexed."""
+    shards = urls if kind == "uncompressed" else compress(urls)
     kept = set(range(0, 20, 3))  # seven of them
-    settings: dict[str, Any] = {"refill": True} if kind == "indexed" else {"refill": True, "streams": 1}
 
     def make() -> Any:
-        return selected(shards, kept, batch=4, **settings)
+        return selected(shards, kept, batch=4, refill=True, streams=1)
 
     loader = make()
     epochs = [list(loader) for _ in range(3)]
-    assert {len(batch) for batch in flat(epochs)} == ({4} if kind == "indexed" else {4, 3})
-    stream = flat(flat(epochs))
-    assert stream == list(itertools.islice(itertools.cycle(sorted(kept)), len(stream)))
-    if kind == "indexed":
-        assert [len(epoch) for epoch in epochs] == [5, 5, 5]
-        for cut in range(1, 5):
-            head, rest = resumed(make, cut)
-            assert head + rest == epochs[0]
-        other = make()
-        state = loader.state_dict()
-        other.load_state_dict(state)
-        assert list(other) == list(loader)
+    assert epochs == [[[0, 3, 6, 9], [12, 15, 18]]] * 3
+    assert "refill=True was stated" in loader.capabilities.constant_time_resume.reason
+    for cut in (1, 2):
+        head, rest = resumed(make, cut)
+        assert head + rest == flat(epochs[:cut])
+    whole = plain(shards).map(number).select(kept.__contains__).batched(4, collation_fn=list, partial=False)
+    assert list(midepoch.wrap(whole, refill=True)) == [[0, 3, 6, 9]]
 
 
-def test_refill_gives_every_rank_as_many_batches_and_refuses_another_world(urls: list[str]) -> None:
+def test_refill_fills_batches_from_later_passes_and_on_any_ranks(urls: list[str]) -> None:
     kept = {0, 1, 2, 3, 12, 17}
-    ranks = [selected(urls, kept, rank, 2, refill=True) for rank in range(2)]
-    batches = [list(rank) for rank in ranks]
-    assert [len(each) for each in batches] == [5, 5] and {len(batch) for batch in flat(batches)} == {2}
-    state = ranks[0].state_dict()
-    with pytest.raises(StateMismatchError, match=r"world size differs.*2.*3"):
-        selected(urls, kept, 0, 3, refill=True).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="only the part of rank 0, and this is rank 1 of 2"):
-        selected(urls, kept, 1, 2, refill=True).load_state_dict(state)
+
+    def make(rank: int, world_size: int) -> Any:
+        dataset = plain(urls, nodesplitter=wds.split_by_node).map(number).select(kept.__contains__)
+        dataset = dataset.batched(4, collation_fn=list).with_epoch(12 // world_size)
+        return midepoch.wrap(dataset, world=World(rank, world_size), streams=2, refill=True)
+
+    whole = list(make(0, 1))
+    assert {len(batch) for batch in whole} == {4} and len(whole) == 12 and set(flat(whole)) == kept
+    assert [list(make(rank, 2)) for rank in range(2)] == [whole[0::2], whole[1::2]]
+    alone = make(0, 1)
+    head = [next(iter(alone))]
+    other = make(0, 1)
+    other.load_state_dict(alone.state_dict())
+    assert head + list(other) == whole
 
 
 def test_refill_says_where_nothing_is_kept(urls: list[str]) -> None:
     with pytest.raises(SourceError, match="the stages dropped every sample of a whole pass"):
-        next(iter(selected(urls, (), refill=True)))
+        next(iter(midepoch.wrap(plain(urls).select(lambda sample: False).with_epoch(3), refill=True)))
+    assert list(selected(urls, (), refill=True)) == []
 
 
 def failing(sample: dict[str, Any]) -> int:
@@ -898,9 +888,9 @@ def test_it_mixes_at_least_as_well_as_webdataset_s_buffer(tmp_path: Path, buffer
 
 def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     from midepoch.adapters.webdataset.indexed_reader import order_of
-    from midepoch.adapters.webdataset.understanding import understand
+    from midepoch.adapters.webdataset.recognise import recognise
 
-    pipeline = understand(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))
+    pipeline = recognise(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))
     order = order_of(pipeline, [1000] * 200)
     shards = order.epoch(0, 0)[:] // 1000
     open_at_once = max(

@@ -65,7 +65,7 @@ class TestPiped(_Pipeline):
 
 
 # What these forms add to those above has short tests in test_webdataset_own: how stages of the user's own are
-# understood, what is drawn, how many streams there are, what a replay keys. Reading and states are the same.
+# understood, what is drawn, how many streams there are. Reading and states are the same.
 
 
 @pytest.mark.long
@@ -88,12 +88,3 @@ class TestStreamsOfTheWorld(_Pipeline):
     world_sizes = (1,)
     num_workers = (5,)
     state_bytes = 128 * 10  # ten streams
-
-
-@pytest.mark.long
-class TestReplayed(_Pipeline):
-    make_loader = staticmethod(sources.replayed)
-    shuffled = True
-    world_sizes = (1,)
-    num_workers = (0, 2)
-    elastic_content = False  # each worker's shuffle is its own

@@ -145,30 +145,14 @@ def test_of_a_remote_shard_one_sample_s_range_is_asked_for(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("settings", [{}, {"refill": True}], ids=["plain", "refill"])
-def test_the_witness_is_the_same_on_every_rank_and_small(
-    workers: int, settings: dict[str, Any], folder: Path
-) -> None:
+def test_the_witness_is_the_same_on_every_rank_and_small(workers: int, folder: Path) -> None:
     found = []
     for rank in range(2):
-        arguments = {"workers": workers, "world": (rank, 2), "options": {"fingerprint": "x" * 64, **settings}}
+        arguments = {"workers": workers, "world": (rank, 2), "options": {"fingerprint": "x" * 64}}
         state, _ = saved(2, urls(folder / "first"), **arguments)
         found.append(state["witness"])
-        assert len(state["witness"]) <= LONGEST and (settings or len(json.dumps(state)) <= 512)
+        assert len(state["witness"]) <= LONGEST and len(json.dumps(state)) <= 512
     assert found[0] and found[0] == found[1]
-
-
-def test_with_refill_changed_shards_are_told(folder: Path) -> None:
-    for batches in (4, 10, 13):
-        state, _ = saved(batches, urls(folder / "first"), options={"refill": True})
-        for where, error in (("copied", ""), ("changed", "is another one")):
-            with make_webdataset(urls(folder / where), options={"refill": True}) as loader:
-                loader.load_state_dict(state)
-                if not error:
-                    next(iter(loader))
-                    continue
-                with pytest.raises(StateMismatchError, match=error):
-                    next(iter(loader))
 
 
 def test_states_without_a_witness_load(folder: Path) -> None:

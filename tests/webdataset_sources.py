@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import webdataset as wds
 from law_sources import log_read
-from own_shards import DrawnShards, EpochShuffle, SharedEpoch, go_on, samples_of_each_shard
+from own_shards import DrawnShards, EpochShuffle, HalfOfThem, SharedEpoch, go_on
 from torch.utils.data import DataLoader
 
 import midepoch
@@ -245,27 +245,19 @@ def weighted(
     return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
 
 
+def half_of_them(says: str) -> midepoch.StatefulIterable:
+    """A list of shards that does not do what it says."""
+    shards = HalfOfThem(law_shards("indexed", _UNEQUAL), says)
+    pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading()), wds.batched(1, stack))
+    return midepoch.wrap(pipeline.with_epoch(13), seed=SEED)
+
+
 def streams_of_the_world(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
     """Five workers, whom twelve streams cannot serve: the number of streams follows from the world."""
     urls = [url + ".gz" for url in law_shards("streamed", _EQUAL)]
     dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(10).map(Reading(read_log)).batched(2, collation_fn=stack)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=SEED)
-
-
-def replayed(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
-    """Webdataset's own shuffles and a reader of the user's own, read again."""
-    pipeline = wds.DataPipeline(
-        wds.SimpleShardList(law_shards("streamed", _EQUAL)),
-        wds.shuffle(100),
-        wds.split_by_worker,
-        samples_of_each_shard,
-        wds.shuffle(10),
-        wds.map(Reading(read_log)),
-        wds.batched(3, collation_fn=stack),
-    )
-    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=SEED, replay=True, shard=False)
 
 
 def encoded(array: np.ndarray[Any, Any]) -> bytes:

@@ -3,9 +3,7 @@
 | module | holds |
 |---|---|
 | pipeline | what a pipeline means |
-| understanding, shard_stages | the recognition of its stages |
-| own | stages of the user's own, which are tried |
-| replayed | pipelines that are read again from their start |
+| recognise | the recognition of its stages |
 | progress | bars on standard error |
 | draws | shards that are drawn with replacement |
 | shards | where shards are, and how to read their bytes |
@@ -26,16 +24,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 from webdataset import cache
 from webdataset.filters import reraise_exception
-from webdataset.mix import RandomMix, RoundRobin
 from webdataset.pipeline import DataPipeline
 
 from midepoch.adapters.webdataset.index import Index, Keys, build_index, default_cache
 from midepoch.adapters.webdataset.indexed import IndexedAdapter
 from midepoch.adapters.webdataset.pipeline import Pipeline
-from midepoch.adapters.webdataset.replayed import replayed
+from midepoch.adapters.webdataset.recognise import MIXES, recognise, refuse_mix
 from midepoch.adapters.webdataset.shards import local_path
 from midepoch.adapters.webdataset.streamed import MOST_STREAMS, StreamedAdapter
-from midepoch.adapters.webdataset.understanding import understand
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options
 
@@ -46,29 +42,30 @@ class WebDatasetAdapter(Adapter):
     """Chooses how a pipeline is read: by position if its shards can be indexed, otherwise as streams."""
 
     name = "webdataset"
-    settings = frozenset({"index_cache", "progress", "refill", "replay", "streams"})
+    settings = frozenset({"index_cache", "progress", "refill", "streams"})
 
     @classmethod
     def recognises(cls, source: object) -> bool:
         """A DataPipeline (WebDataset, WebLoader, ...), a mix of several, or a DataLoader over one of these."""
         if isinstance(source, DataLoader):
-            return type(source).__iter__ is DataLoader.__iter__ and isinstance(source.dataset, (DataPipeline, *_MIXES))
-        return type(source) in _MIXES or (
+            return type(source).__iter__ is DataLoader.__iter__ and isinstance(source.dataset, (DataPipeline, *MIXES))
+        return type(source) in MIXES or (
             isinstance(source, DataPipeline) and type(source).__iter__ is DataPipeline.__iter__
         )
 
     @classmethod
     def choose(cls, source: Any, options: Options) -> Adapter:
-        """An IndexedAdapter or a StreamedAdapter; for a replay, if the user asked for it, an adapter of iterables.
+        """An IndexedAdapter or a StreamedAdapter.
 
         Raises:
             UnsupportedSourceError: midepoch cannot interpret a stage.
             SourceError: a shard cannot be read, or there are no samples.
         """
         settings = _checked(options.settings)
-        if settings["replay"] or isinstance(getattr(source, "dataset", source), _MIXES):
-            return replayed(source, options)
-        pipeline = understand(source)
+        whole = getattr(source, "dataset", source)
+        if isinstance(whole, MIXES):
+            raise refuse_mix(whole)
+        pipeline = recognise(source)
         if options.shard is False:
             raise UnsupportedSourceError(
                 "shard=False on a webdataset pipeline: midepoch shards its samples over the ranks; to give each rank "
@@ -85,14 +82,10 @@ class WebDatasetAdapter(Adapter):
         return IndexedAdapter(source, options, pipeline, _keys(pipeline), index)
 
 
-_MIXES = (RandomMix, RoundRobin)  # are replayed, as other iterables that midepoch cannot interpret
-
-
 def _checked(settings: Any) -> dict[str, Any]:
-    checked = {"index_cache": None, "progress": None, "refill": False, "replay": False, "streams": None, **settings}
-    for name in ("refill", "replay"):
-        if not isinstance(checked[name], bool):
-            raise TypeError(f"{name} must be True or False, got {checked[name]!r}")
+    checked = {"index_cache": None, "progress": None, "refill": False, "streams": None, **settings}
+    if not isinstance(checked["refill"], bool):
+        raise TypeError(f"refill must be True or False, got {checked['refill']!r}")
     if checked["progress"] not in (None, True, False):
         raise TypeError(f"progress must be True, False or None, got {checked['progress']!r}")
     streams = checked["streams"]
@@ -111,7 +104,9 @@ def _keys(pipeline: Pipeline) -> Keys:
 
 
 def _index(pipeline: Pipeline, settings: dict[str, Any]) -> Index | str:
-    """The index of the pipeline's shards, or the reason why they can only be streamed."""
+    """The index of the pipeline's shards, or the reason why they are streamed."""
+    if settings["refill"]:
+        return "refill=True was stated"
     opener = pipeline.opener
     if isinstance(opener, cache.FileCache) and any(local_path(url) is None for url in pipeline.urls):
         return "remote shards are read through webdataset's own cache of files"

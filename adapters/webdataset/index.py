@@ -13,10 +13,11 @@ import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,6 @@ __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 2  # of the cached files
-_DRAFT = ".part"
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's metadata, as in its tar_file_iterator
 
 
@@ -244,34 +244,31 @@ def _crc(head: Mapping[str, Any], body: bytes) -> int:
 
 
 class _Cache:
-    """This user's own folder of indexes. If there can be no such folder, nothing is cached, and one warning says so.
-
-    All access goes through a descriptor of the folder, so the folder that was checked is the one that is used, even if
-    others can write to its parent folder. Symbolic links in it are not followed.
-    """
+    """This user's own folder of indexes, one file a shard. Without such a folder, one warning says so."""
 
     def __init__(self, around: Path) -> None:
         self.folder = around / f"webdataset-{os.geteuid()}"
-        self._warned = False
-        self._descriptor: int | None = None
+        self._warned = self._usable = False
         try:
-            self._descriptor = self._open()
-            self._remove_drafts()
+            self._usable = self._is_own()
         except OSError as error:
             self._warn(f"indexes cannot be kept in {self.folder} ({error.strerror or error})")
 
-    def _open(self) -> int | None:
+    def _is_own(self) -> bool:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-            return descriptor
-        os.close(descriptor)
-        whose = f"belongs to user {found.st_uid}" if found.st_uid != os.geteuid() else "can be written by others"
-        self._warn(f"indexes in {self.folder} are not trusted: the folder {whose}")
-        return None
+        found = self.folder.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            what = "is no folder"
+        elif found.st_uid != os.geteuid():
+            what = f"belongs to user {found.st_uid}"
+        elif found.st_mode & 0o022:
+            what = "can be written by others"
+        else:
+            return True
+        self._warn(f"indexes in {self.folder} are not trusted: it {what}")
+        return False
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -282,44 +279,23 @@ class _Cache:
                 what,
             )
 
-    def _remove_drafts(self) -> None:
-        """Remove drafts of processes that were killed: nobody holds the lock under which they were written."""
-        if self._descriptor is None:
-            return
-        for draft in os.listdir(self._descriptor):  # noqa: PTH208  # a Path cannot hold a descriptor
-            if draft.endswith(_DRAFT):
-                with contextlib.suppress(OSError), self._locked(draft.partition(".")[0], wait=False):
-                    os.unlink(draft, dir_fd=self._descriptor)
-
-    def _file(self, name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
-
     def get(self, shard: Shard, build: Callable[[], ShardIndex]) -> ShardIndex:
-        """The shard's index, from the cache or built. One process builds it, and the others wait."""
-        if self._descriptor is None:
+        """The shard's index, from the cache or built. Two processes at once both build it."""
+        if not self._usable:
             return build()
         where = os.path.realpath(shard.path) if shard.path else shard.url
-        key = hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        found = self._load(key, shard)
-        if found is not None:
-            return found
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # without locks each process builds its own
-                stack.enter_context(self._locked(key))
-            found = self._load(key, shard)
-            if found is None:
-                found = build()
-                if not found.lost:
-                    self._save(key, found)
+        file = self.folder / f"{hashlib.sha256(where.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.index"
+        found = self._load(file, shard)
+        if found is None:
+            found = build()
+            if not found.lost:
+                self._save(file, found)
         return found
 
-    def _load(self, key: str, shard: Shard) -> ShardIndex | None:
+    def _load(self, file: Path, shard: Shard) -> ShardIndex | None:
         """The cached index of exactly this shard; None for anything else, including damaged files."""
-        name = f"{key}.index"
         try:
-            with os.fdopen(self._file(name, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-                data = file.read()
-            line, _, body = data.partition(b"\n")
+            line, _, body = file.read_bytes().partition(b"\n")
             head = json.loads(line)
             if (head["format"], head["size"], head["stamp"]) != (_FORMAT, shard.size, shard.stamp):
                 return None
@@ -328,12 +304,12 @@ class _Cache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _LOG.warning("the index %s cannot be used and is built again (%s)", self.folder / name, error)
+            _LOG.warning("the index %s cannot be used and is built again (%s)", file, error)
             return None
         starts, lengths = np.frombuffer(body, "<i8").reshape(2, -1).astype(np.int64)
         return ShardIndex(shard, starts, lengths, head["checksum"])
 
-    def _save(self, key: str, index: ShardIndex) -> None:
+    def _save(self, file: Path, index: ShardIndex) -> None:
         """Write it whole or not at all. If it cannot be written, it only has to be built again."""
         body = np.stack([index.starts, index.lengths]).astype("<i8").tobytes()
         head = {
@@ -345,33 +321,14 @@ class _Cache:
             "checksum": index.checksum,
         }
         head["crc"] = _crc(head, body)
-        draft = f"{key}.{secrets.token_hex(8)}{_DRAFT}"
+        draft = file.with_suffix(f".{secrets.token_hex(8)}.part")
         try:
-            with os.fdopen(self._file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.write(json.dumps(head).encode() + b"\n" + body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, f"{key}.index", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            draft.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            draft.replace(file)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.unlink(draft, dir_fd=self._descriptor)
+                draft.unlink()
             self._warn(f"the index of {index.shard.url} cannot be kept in {self.folder} ({error.strerror or error})")
-
-    @contextlib.contextmanager
-    def _locked(self, key: str, wait: bool = True) -> Iterator[None]:
-        import fcntl  # Windows has none
-
-        descriptor = self._file(f"{key}.lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            yield
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 def _cached(shard: Shard, keys: Keys, handler: Callable[[Exception], Any], cache: _Cache) -> ShardIndex:
@@ -422,9 +379,7 @@ def build_index(
                 break
             continue
         shards.append(place)
-    with contextlib.closing(_Cache(cache)) as kept:
-        indexes = _build_all(shards, keys, handlers["reading"], kept, progress)
-    return _join(indexes, missing)
+    return _join(_build_all(shards, keys, handlers["reading"], _Cache(cache), progress), missing)
 
 
 def _threads() -> int:

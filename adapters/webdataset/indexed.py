@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from midepoch.adapters.webdataset.finish import Answer, Finish
+from midepoch.adapters.webdataset.finish import Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.indexed_reader import IndexedReader, IndexedRequest, order_of
 from midepoch.adapters.webdataset.pipeline import Pipeline
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
-from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.capabilities import Capabilities
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose
@@ -45,13 +44,13 @@ class IndexedAdapter(Adapter):
         self.batch_size = pipeline.batch_size or 1
         self.drop_last = pipeline.drop_last
         self.seed = pipeline.seed
-        self._refill = bool(options.settings.get("refill", False))
         self._limit = pipeline.limit
-        self.leads = self._limit is not None or self._refill
-        self.seals_detail = self._counted or self._refill
-        self._whole = not self._refill and not pipeline.late_sample_stages
-        self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, self._whole)
-        self._finish = Finish(pipeline, options.streams, self._whole)
+        # An epoch ends where with_epoch says, so the state must say where it began.
+        self._counted = self._limit is not None and self._limit.units is not None
+        self.leads = self.seals_detail = self._counted
+        whole = not pipeline.late_sample_stages
+        self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, whole)
+        self._finish = Finish(pipeline, options.streams, whole)
         self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
         self._opened: tuple[int, int] | None = None  # epoch and size of the open session
 
@@ -83,28 +82,10 @@ class IndexedAdapter(Adapter):
                 return _parse_counted(detail)[1]
             if self._opened is not None and self._opened[0] == epoch:
                 return self._opened[1]
-        if self._sized and detail and (size := _parse_refill(detail)[2]):
-            return size
         return self._full_size(world)
 
-    @property
-    def _counted(self) -> bool:
-        """Whether epochs end where with_epoch says, so that the state must say where they began."""
-        return self._limit is not None and self._limit.units is not None and not self._refill
-
-    @property
-    def _sized(self) -> bool:
-        """Whether a refilled epoch has so many batches of each worker, so that the state must say how long it is."""
-        limit = self._limit
-        counts = limit is not None and limit.units is not None and limit.of_worker
-        return self._refill and counts and self._pipeline.loader is not None
-
-    def _refilled(self, turn: int, skip: int, world: World) -> str:
-        """The detail of a refilled epoch that begins in this world."""
-        return _refill_detail(turn, skip, self._full_size(world) or 0 if self._sized else 0)
-
     def _base(self, epoch: int, world: World, detail: str) -> int:
-        if detail and not self._refill:
+        if detail:
             return _parse_counted(detail)[0]
         size = self._full_size(world)
         base = epoch * (self._order.size * _ENDLESS_PASSES if size is None else size)
@@ -114,19 +95,13 @@ class IndexedAdapter(Adapter):
 
     def beginning(self, epoch: int, world: World) -> str:
         """With with_epoch: where the epoch begins, counted through all passes, and its size."""
-        if self._sized:
-            return self._refilled(epoch * self._steps(world), 0, world)
         if not self._counted:
             return ""
         return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Skip the rest of an epoch of with_epoch. With `refill`, nothing is skipped."""
-        if there != (here.epoch + 1, 0):
-            return ""
-        if self._refill:
-            return self._refilled(*_parse_refill(here.detail)[:2], world) if self._sized else here.detail
-        if not self._counted:
+        """Skip the rest of an epoch of with_epoch."""
+        if there != (here.epoch + 1, 0) or not self._counted:
             return ""
         base, size = _parse_counted(here.detail or self.beginning(here.epoch, world))
         return _counted_detail(base + size, self._full_size(world) or 0)
@@ -138,8 +113,6 @@ class IndexedAdapter(Adapter):
         index = self._index
         shards = f"{len(index.shards)} shards of {index.size} samples, {index.checksum}"
         described = {"order": self._order.describe(), "shards": shards}
-        if self._refill:
-            described["refill"] = "yes"
         if self._limit is not None:
             described["epochs"] = "counted" if self._limit.units is not None else f"{self._limit.passes} passes"
         return described
@@ -149,28 +122,21 @@ class IndexedAdapter(Adapter):
         return tuple(self._pipeline.stages)
 
     def capabilities(self) -> Capabilities:
-        """All yes, unless batches are refilled."""
-        exact = promises.augmentations(self.options, "numbers drawn for a whole batch are exact on the same split")
-        own = Capability(False, "with refill=True each rank reads on to replace the samples that it dropped")
+        """All yes."""
         return Capabilities(
             exact_order=self._pipeline.exact_order,
-            exact_augmentations=exact,
+            exact_augmentations=promises.augmentations(
+                self.options, "numbers drawn for a whole batch are exact on the same split"
+            ),
             constant_time_resume=promises.CONSTANT_TIME,
-            elastic_world=own if self._refill else promises.POSITIONS,
+            elastic_world=promises.POSITIONS,
             elastic_workers=promises.POSITIONS,
-            rank_independent=own if self._refill else promises.ONE_STATE,
+            rank_independent=promises.ONE_STATE,
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Check where the epoch began, or where a refilled stream is."""
-        if self._refill:
-            if detail:
-                _parse_refill(detail)
-            elif position:
-                raise StateCorruptError(
-                    f"the state stands at position {position} but lacks this rank's own part: load a complete state"
-                )
-        elif not self._counted:
+        """Check where the epoch began."""
+        if not self._counted:
             super().check_detail(detail, seed, epoch, position, world)
             self._base(epoch, world, detail)
         else:
@@ -188,8 +154,6 @@ class IndexedAdapter(Adapter):
                 "wrap() if every rank has the same urls (midepoch shards the samples), or world=midepoch.World() and "
                 "a state for each rank if they differ"
             )
-        if self._refill:
-            return self._open_refilled(run)
         share = run.share
         if share is None:
             size = self._order.size * _ENDLESS_PASSES
@@ -198,36 +162,14 @@ class IndexedAdapter(Adapter):
         if self._counted:
             self._opened = (run.epoch, share.size)
         requests = _requests(run, base, share)
-        answers, close = self._serve(requests, run)
+        answers: Iterator[Any] = map(self._reader, requests)
+        close: Callable[[], None] = _nothing
+        if self._server is not None:
+            answers, close = self._server(self._reader, requests, run)
         detail = _counted_detail(base, share.size) if self._counted else ""
         after = _counted_detail(base + share.size, self._full_size(run.world) or 0) if self._counted else ""
         self._finish.begin_pass()
         return _IndexedSession(answers, close, self._finish, share, (detail, after), run, base)
-
-    def _serve(self, requests: Iterator[IndexedRequest], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        if self._server is None:
-            return map(self._reader, requests), _nothing
-        return self._server(self._reader, requests, run)
-
-    def _open_refilled(self, run: Run) -> Session:
-        alone = Share(_UNITS - 1, 0, self.batch_size, run.world, "drop", True)
-        turn, skip, size = _parse_refill(run.detail) if run.detail else (run.epoch * self._steps(run.world), 0, 0)
-        requests = _requests(run, 0, replace(alone, start=turn * alone.global_batch))
-        answers, close = self._serve(requests, run)
-        left = None if run.share is None else run.share.steps
-        self._finish.begin_pass()
-        sizes = (size, self._full_size(run.world) or 0 if self._sized else 0)
-        cursor = (turn, skip)
-        return _RefilledSession(
-            answers, close, self._finish, run, cursor, self.batch_size, left, self._order.size, sizes
-        )
-
-    def _steps(self, world: World) -> int:
-        """Batches of each rank in a refilled epoch that begins in this world; 0 if it has no end."""
-        full = self._full_size(world)
-        if full is None:
-            return 0
-        return Share(full, 0, self.batch_size, world, self.tail_in_use, self.drop_last).steps
 
     def close(self) -> None:
         """End persistent worker processes, and close this process's files."""
@@ -253,7 +195,6 @@ def _requests(run: Run, base: int, share: Share) -> Iterator[IndexedRequest]:
 
 
 _COUNTED = re.compile(r"base=(\d{1,18});size=(\d{1,18})")
-_REFILL = re.compile(r"turn=(\d{1,15});skip=(\d{1,9})(?:;size=(\d{1,18}))?")
 
 
 def _counted_detail(base: int, size: int) -> str:
@@ -265,18 +206,6 @@ def _parse_counted(detail: str) -> tuple[int, int]:
     if match is None or not int(match[2]):
         raise StateCorruptError(f"the state's detail {detail!r} is not from this pipeline: load an undamaged state")
     return int(match[1]), int(match[2])
-
-
-def _refill_detail(turn: int, skip: int, size: int) -> str:
-    """`size`: of the epoch, where the state has to say it; otherwise 0."""
-    return f"turn={turn};skip={skip}" + (f";size={size}" if size else "")
-
-
-def _parse_refill(detail: str) -> tuple[int, int, int]:
-    match = _REFILL.fullmatch(detail)
-    if match is None:
-        raise StateCorruptError(f"the state's detail {detail!r} is not from this pipeline: load an undamaged state")
-    return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
 class _IndexedSession(SeeingSession):
@@ -346,80 +275,6 @@ class _IndexedSession(SeeingSession):
     def following(self) -> str:
         """Where the next epoch begins."""
         return self._details[1]
-
-    def close(self) -> None:
-        self._answers = iter(())
-        self._close()
-
-
-class _RefilledSession(SeeingSession):
-    """Full batches: this rank reads on to replace dropped samples, into the next pass if necessary."""
-
-    marks = True
-
-    def __init__(
-        self,
-        answers: Iterator[Any],
-        close: Callable[[], None],
-        finish: Finish,
-        run: Run,
-        cursor: tuple[int, int],
-        batch_size: int,
-        left: int | None,
-        size: int,
-        sizes: tuple[int, int],
-    ) -> None:
-        super().__init__()
-        self._answers, self._close, self._finish, self._run = self.unwrapped(answers), close, finish, run
-        self._batch_size, self._left = batch_size, left
-        self._turn, self._skip = cursor  # the next span, or the one whose rest is held
-        self._held: deque[tuple[int, Any]] = deque()
-        self._open = False  # whether the span at `_turn` has been read
-        self._sizes = sizes  # of this epoch and of the next one, where states have to say it
-        self._patience = size // batch_size + 2  # spans without a sample before an error
-
-    def take(self) -> Any:
-        """The next batch."""
-        if self._left == 0:
-            raise StopIteration
-        key = derive_key(self._run.seed, self._turn, self._skip)
-        batch: list[tuple[int, Any]] = []
-        empty = 0
-        while len(batch) < self._batch_size:
-            if not self._open:
-                answer = next(self._answers)
-                self._held = deque(zip(answer.keys, answer.values, strict=True))
-                self._open = True
-                for _ in range(min(self._skip, len(self._held))):
-                    self._held.popleft()
-            if self._held:
-                batch.append(self._held.popleft())
-                self._skip += 1
-                empty = 0
-                continue
-            self._turn, self._skip, self._open = self._turn + 1, 0, False
-            empty += 1
-            if empty > self._patience:
-                raise SourceError("the stages dropped every sample of a whole pass: make them keep some")
-        keys, values = [key for key, _ in batch], [value for _, value in batch]
-        outputs = self._finish(Answer(values, keys), key) if self._finish.needed else values
-        if not outputs:
-            raise SourceError("a stage dropped a whole batch: with refill=True drop samples before they are batched")
-        if self._left is not None:
-            self._left -= 1
-        return outputs[0]
-
-    def mark(self) -> tuple[int, int]:
-        """The position of this rank's stream."""
-        return self._turn, self._skip
-
-    def detail(self, mark: tuple[int, int]) -> str:
-        """As text."""
-        return _refill_detail(*mark, self._sizes[0])
-
-    def following(self) -> str:
-        """The next epoch continues from there."""
-        return _refill_detail(*self.mark(), self._sizes[1])
 
     def close(self) -> None:
         self._answers = iter(())

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
-from webdataset import filters, tariterators
+from webdataset import tariterators
 
 from midepoch.adapters.webdataset import private
 from midepoch.adapters.webdataset.draws import Draws
-from midepoch.errors import SourceError, UnsupportedSourceError
+from midepoch.errors import SourceError
 from midepoch.loader.capabilities import Capability
 
-__all__ = [
-    "ENDLESS", "Batched", "Each", "End", "Limit", "Pipeline", "Step", "arguments_of", "function_of", "grouped",
-    "refuse", "run_stages",
-]  # fmt: skip
-
-ENDLESS = sys.maxsize
-"""webdataset's number for no end."""
+__all__ = ["Batched", "Each", "Limit", "Pipeline", "grouped", "run_stages"]
 
 Stage = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -51,7 +43,7 @@ class Pipeline:
         shuffles: whether shards or samples are shuffled. `buffer` is the largest number of samples buffered for that,
             0 for none.
         draws: how shards are drawn with replacement; None if each of them comes once in a pass.
-        tried: names of the user's own stages that were tried and are replaced.
+        declared: names of the user's own stages that are replaced by what they say of themselves.
         opener: a stage from ``{"url": ...}`` to ``{"url": ..., "stream": ...}``.
         reading, grouping: the keywords of webdataset's tar_file_expander and group_by_keys.
         must_have_samples: whether a pass without samples is an error.
@@ -73,7 +65,7 @@ class Pipeline:
     shuffles: bool = False
     buffer: int = 0
     draws: Draws | None = None
-    tried: list[str] = field(default_factory=list)
+    declared: list[str] = field(default_factory=list)
     opener: Stage | None = None
     reading: dict[str, Any] = field(default_factory=dict)
     grouping: dict[str, Any] = field(default_factory=dict)
@@ -89,15 +81,10 @@ class Pipeline:
 
     @property
     def exact_order(self) -> Capability:
-        """What is promised of the order. Whether a list draws by its weights alone, no trial shows."""
-        reason = "the order is a function of seed and epoch"
-        if not self.tried:
-            return Capability(True, reason)
-        replaced = f"{reason}, in place of {' and '.join(self.tried)}, as tried on a copy"
-        weighted = self.draws is not None and self.draws.weights is not None
-        return Capability(
-            True, f"{replaced}; shards are drawn by .weights" if weighted else replaced, believed=weighted
-        )
+        """What is promised of the order."""
+        replaced = " and ".join(f"{name}, by its `draws`" for name in self.declared)
+        in_place = f", in place of {replaced}" if replaced else ""
+        return Capability(True, f"the order is a function of seed and epoch{in_place}")
 
     @property
     def stages(self) -> list[Stage]:
@@ -111,21 +98,6 @@ def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
     for stage in stages:
         stream = stage(stream)
     return list(stream)
-
-
-class Step(NamedTuple):
-    """A stage of a pipeline, and whether it comes after a DataLoader."""
-
-    stage: Any
-    late: bool
-
-
-class End(NamedTuple):
-    """The end of a DataPipeline, which says how long an epoch is."""
-
-    samples: int
-    repetitions: int
-    in_worker: bool
 
 
 class Batched:
@@ -149,33 +121,6 @@ class Each:
     def __call__(self, items: Iterable[Any]) -> Iterator[Any]:
         """What the function makes of each."""
         return map(self.function, items)
-
-
-def function_of(stage: Any) -> Any:
-    """The function that one of webdataset's stages applies; the stage itself if it is another kind."""
-    if isinstance(stage, filters.FilterFunction):
-        return stage.f
-    if isinstance(stage, functools.partial) and not stage.args:
-        return stage.func
-    return stage
-
-
-def arguments_of(stage: Any, *names: str) -> dict[str, Any]:
-    """A stage's arguments by name; a bare function has none. `names` are those of its positional arguments."""
-    if isinstance(stage, functools.partial):
-        return dict(stage.keywords)
-    if not isinstance(stage, filters.FilterFunction):
-        return {}
-    return {**dict(zip(names, stage.args, strict=False)), **stage.kw}
-
-
-def refuse(stage: Any, why: str, instead: str, replay: str = "or pass replay=True") -> UnsupportedSourceError:
-    """The error for a stage that midepoch cannot interpret."""
-    function = function_of(stage)
-    name = str(getattr(function, "__name__", None) or type(function).__name__).lstrip("_")
-    return UnsupportedSourceError(
-        f"the stage {name} {why}: {instead}, {replay}, which reads again what was consumed"
-    )
 
 
 def grouped(files: Iterable[dict[str, Any]], url: str, grouping: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, run_stages
 from midepoch.adapters.webdataset.streams import Cursor, Layout, Stream
+from midepoch.errors import SourceError
 from midepoch.order.keys import extend_key
 from midepoch.randomness.streams import Purpose, Streams
 
@@ -95,6 +96,7 @@ class StreamedReader:
         survivors: list[Any] = []
         keys: list[int] = []
         read: list[tuple[int, dict[str, Any]]] = []
+        began = stream.cursor.passes
         while True:
             # Reading shards may draw random numbers, so it comes before any random stream begins.
             raws = list(itertools.islice(_Rest(stream), self._batch_size - (len(survivors) if self._refill else 0)))
@@ -106,7 +108,9 @@ class StreamedReader:
             read += raws
             if survivors and (not self._refill or len(survivors) >= self._batch_size):
                 break
-        if not survivors:
+            if not survivors and stream.cursor.passes > began + 1:
+                raise SourceError("the stages dropped every sample of a whole pass: make them keep some")
+        if not survivors or (self._refill and self._drop_last and len(survivors) < self._batch_size):
             return StreamBatch(Answer([], []), stream.cursor, True, stream.began)
         answer = self._batched(survivors, keys)
         if self._random_streams is not None and self._random_streams.made_late():

@@ -57,18 +57,19 @@ class StreamedAdapter(Adapter):
         layout = Layout(1, shards, pipeline.shuffles, max(1, pipeline.buffer), pipeline.draws)
         stated: int | None = options.settings.get("streams")
         self._is_stated = stated is not None
-        # Each stream would leave out what does not fill its last batch; by itself, each worker process does.
-        self._leaves_out = pipeline.drop_last and pipeline.limit is None and not pipeline.draws
-        usual = 1 if self._leaves_out else next(n for n in _STREAMS if n <= max(1, layout.places))
-        self._layout = layout._replace(streams=stated or usual)
+        # A stream leaves out what does not fill its last batch, and so does each worker of a plain pipeline. So there
+        # are no more streams than readers, unless the user says so.
+        leaves_out = pipeline.drop_last and pipeline.limit is None and not pipeline.draws
+        self._usual = (1,) if leaves_out else _STREAMS
+        self._layout = layout._replace(streams=stated or next(n for n in self._usual if n <= max(1, layout.places)))
         self._streams = self._layout.streams  # of the open session, or of the last one
         self.seed = pipeline.seed
-        self._refill = bool(options.settings.get("refill", False))
         self.leads = pipeline.limit is not None or not self._is_stated
         whole = not pipeline.late_sample_stages
         if pipeline.limit is not None and pipeline.limit.passes is not None:
             raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
-        self._reader = StreamedReader(pipeline, keys, self._layout, options.streams, whole, self._refill)
+        refill = bool(options.settings.get("refill", False))
+        self._reader = StreamedReader(pipeline, keys, self._layout, options.streams, whole, refill)
         self._finish = Finish(pipeline, options.streams, whole)
         self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
 
@@ -113,8 +114,6 @@ class StreamedAdapter(Adapter):
         elastic = (
             Capability(True, f"{where}; with several ranks save midepoch.gather(loader)") if streams > 1 else alone
         )
-        if self._refill:
-            elastic = Capability(False, "refill=True was stated")
         return Capabilities(
             exact_order=replace(order, reason=f"{order.reason}{self._ends()}"),
             exact_augmentations=promises.augmentations(
@@ -142,7 +141,7 @@ class StreamedAdapter(Adapter):
     @property
     def elastic(self) -> bool:
         """Whether a state may be loaded on another world size; `check_detail` says on which."""
-        return not self._refill
+        return True
 
     # --- the number of streams ---
 
@@ -165,11 +164,9 @@ class StreamedAdapter(Adapter):
                 f"{streams} streams cannot be shared by {among}: pass streams={readers} or a multiple of it, always "
                 "the same for this data, or leave streams= out"
             )
-        if self._leaves_out:
-            return readers
         # As few worlds as possible need another number, and no shard is read by two streams, if that can be.
         most = min(MOST_STREAMS, self._layout.places)
-        shared = (math.lcm(number, readers) for number in _STREAMS)
+        shared = (math.lcm(number, readers) for number in self._usual)
         return next((number for number in shared if number <= most), readers)
 
     def beginning(self, epoch: int, world: World) -> str:
@@ -285,7 +282,8 @@ class StreamedAdapter(Adapter):
 
     def _cannot_share(self, streams: int, world: World) -> str:
         until = "" if self._pipeline.limit is not None else ", at least for the rest of this epoch"
-        more = "; with streams=12 from the start, more numbers do" if self._leaves_out and not self._is_stated else ""
+        one_each = not self._is_stated and self._usual == (1,)
+        more = "; with streams=12 from the start, more numbers do" if one_each else ""
         return (
             f"{streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: run on numbers "
             f"whose product divides {streams}{until}{more}"
