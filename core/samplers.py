@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -24,13 +25,14 @@ from torch.utils.data import (
 )
 
 from .attributes import PlainAttributes, appearance, changed, plain_attributes, set_back
-from .copying import private_copy
 from .dividing import Division, division_of, length_of
 from .errors import SourceError, UnsupportedSourceError
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
 from .state.checksum import checksum_of
+from .state.witness import look_at
+from .trying import Copied, copy_of, tried_on_copy
 from .world import Tail, World
 
 __all__ = [
@@ -87,14 +89,14 @@ class Listed:
     Attributes:
         dataset: that the sampler may know. What a copy of the sampler sets on it is set back.
         in_workers: the dataset is read in worker processes, which see it as it is when they start.
-        untried: no copy could be made, or read, to try whether it repeats itself.
+        untried: why it was not tried on a copy whether it repeats itself; empty if it was.
     """
 
     def __init__(self, sampler: Any, size: int | None = None) -> None:
         self._sampler, self._size = sampler, size
         self.dataset: Any = None
         self.in_workers = False
-        self.untried = False
+        self.untried = ""
         self._begun: dict[tuple[int, int], ListedEpoch] = {}  # by seed and epoch, of the last two passes
         self._ahead: tuple[tuple[Any, ...], ListedEpoch] | None = None  # from a copy, and what it depends on
         self._looks: tuple[Any, ...] = ()  # of the sampler, after its last pass
@@ -144,7 +146,7 @@ class Listed:
             looks = seed, epoch, *appearance(self._sampler)
             listed = self._of_copy(seed, epoch)
             if not self._trusted:
-                self._try(listed, private_copy(self._sampler), seed, epoch)
+                self._try(listed, copy_of(self._sampler, Dataset), seed, epoch)
                 if self._remembers:
                     listed = self._of_copy(seed, epoch)
             self._ahead = looks, listed
@@ -162,7 +164,7 @@ class Listed:
         if listed is None or (listed.error is not None and not len(listed)):
             if not self._trusted and epoch > self._next:
                 self.epoch(seed, epoch)  # whether it remembers is tried before
-            copied = None if self._trusted else private_copy(self._sampler)
+            copied = Copied() if self._trusted else copy_of(self._sampler, Dataset)
             for earlier in range(self._next, epoch if self._remembers else 0):
                 self._list(self._sampler, seed, earlier)
             listed = self._of_itself(seed, epoch)
@@ -222,39 +224,43 @@ class Listed:
         twin._begun = dict(self._begun)
         return twin
 
-    def _try(self, listed: ListedEpoch, copied: Any, seed: int, epoch: int) -> None:
+    def _try(self, listed: ListedEpoch, copied: Copied, seed: int, epoch: int) -> None:
         """Learn from two passes over a copy whether the sampler repeats itself, and keeps something from pass to pass.
 
         Args:
             listed: by the sampler, or by another copy.
-            copied: made before; None if it could not be.
+            copied: made before.
             seed, epoch: of the list.
         """
         if self._trusted:
             return
-        tried = copied is not None
-        if tried:
-            with self._set_back():
-                again, second = (self._list(copied, seed, epoch) for _ in range(2))
-            tried = again.error is None or listed.error is not None  # else the copy is not what it should be
-        if tried:
-            if again.crc != listed.crc:
-                raise SourceError(
-                    f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under one "
-                    "seed differ; derive its order from the epoch (set_epoch) or from torch's, numpy's or python's "
-                    "generators"
-                )
-            self._remembers = second.crc != again.crc
-        self._trusted, self.untried = True, not tried
+
+        def crc_of(again: Any) -> str:
+            first, second = (self._list(again, seed, epoch) for _ in range(2))
+            if first.error is not None and listed.error is None:
+                raise first.error  # the copy is not what it should be
+            self._remembers = second.crc != first.crc
+            return first.crc
+
+        with self._set_back():
+            key = derive_key(Purpose.LISTING, seed, epoch)
+            finding = tried_on_copy(copied, crc_of, key, first=look_at(listed.crc))
+        if finding.differs:
+            raise SourceError(
+                f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under one seed "
+                "differ; derive its order from the epoch (set_epoch) or from torch's, numpy's or python's generators"
+            )
+        self._trusted, self.untried = True, finding.untried
 
     def _of_copy(self, seed: int, epoch: int) -> ListedEpoch:
         """The list of a copy, after those of the epochs that the sampler has not given, if it keeps something."""
-        copied = None if self._pure else private_copy(self._sampler)
-        copied = _shallow_copy(self._sampler) if copied is None else copied
+        copied = Copied(why="it is left as it is") if self._pure else copy_of(self._sampler, Dataset)
+        sampler = _shallow_copy(self._sampler) if copied.why else copied.open()
+        self.untried = self.untried or ("" if self._pure else copied.why)
         with self._set_back():
             for earlier in range(self._next, epoch if self._remembers else 0):
-                self._list(copied, seed, earlier)
-            return self._list(copied, seed, epoch)
+                self._list(sampler, seed, earlier)
+            return self._list(sampler, seed, epoch)
 
     def _of_itself(self, seed: int, epoch: int) -> ListedEpoch:
         """The list of the sampler itself."""

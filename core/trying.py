@@ -12,7 +12,7 @@ import io
 import pickle
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class Finding:
 
     Attributes:
         differs: how the source breaks a promise, in a sentence; empty if it does not.
-        order: it gives other samples, not only other numbers.
+        order: it gives, or may give, other samples, not only other numbers.
         cure: what to write instead. With it, the user is warned.
         untried: why a promise is believed, in a sentence; empty if it was tried.
         unseen: names of types whose content could not be compared.
@@ -66,28 +66,31 @@ class Copied:
     Attributes:
         data: its pickle.
         why: there is none; otherwise empty.
+        shared: what it shares with the original.
     """
 
     data: bytes = b""
     why: str = ""
+    shared: tuple[Any, ...] = ()
 
     def open(self) -> Any:
-        """A new object, which shares only what has a name in a module: functions, and attributes of classes."""
-        return pickle.loads(self.data)
+        """A new object, which shares what has a name in a module besides: functions, and attributes of classes."""
+        return _Unpickler(self.data, self.shared).load()
 
 
-def copy_of(value: Any) -> Copied:
-    """A copy of an object, or why there is none."""
+def copy_of(value: Any, shares: type | None = None) -> Copied:
+    """A copy of an object, or why there is none. It shares objects of the type `shares`."""
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return Copied(why="a function cannot be copied")
     sink = _Sink()
+    pickler = _Sharing(sink, value, shares) if shares else _Pickler(sink, protocol=5)
     try:
-        _Pickler(sink, protocol=5).dump(value)
+        pickler.dump(value)
     except _TooLargeError:
         return Copied(why=f"it holds more than {LARGEST_COPY >> 20} MB")
     except Exception as error:  # noqa: BLE001  # of the user's code, too
         return Copied(why=f"it cannot be pickled ({type(error).__name__}: {error!s:.100})")
-    return Copied(sink.getvalue())
+    return Copied(sink.getvalue(), shared=tuple(pickler.shared))
 
 
 class _TooLargeError(Exception):
@@ -108,12 +111,38 @@ class _Sink(io.BytesIO):
 class _Pickler(pickle.Pickler):
     """Refuses a large array before it is turned into bytes."""
 
+    shared: Sequence[Any] = ()
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             _check(value.untyped_storage().nbytes())  # of a view, too, all of it is pickled
         elif isinstance(value, np.ndarray):
             _check(value.nbytes)
         return NotImplemented
+
+
+class _Sharing(_Pickler):
+    """Leaves out what a copy is to share."""
+
+    def __init__(self, sink: io.BytesIO, whole: Any, shares: type) -> None:
+        super().__init__(sink, protocol=5)
+        self._whole, self._shares = whole, shares
+        self.shared: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if value is self._whole or not isinstance(value, self._shares):
+            return None
+        self.shared.append(value)
+        return len(self.shared) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, shared: tuple[Any, ...]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> Any:
+        return self._shared[number]
 
 
 def tried_on_copy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -28,7 +30,7 @@ import sources
 
 import midepoch
 from midepoch import MidepochWarning, StateMismatchError, UnsupportedSourceError, World
-from midepoch.copying import LARGEST_COPY, private_copy
+from midepoch.trying import LARGEST_COPY, copy_of
 
 SIZE = 24
 
@@ -397,9 +399,9 @@ def test_the_sampler_itself_is_iterated_once_an_epoch_and_its_len_asked_before()
 
 
 class Uncopied(Passes):
-    """Cannot be copied deeply."""
+    """Cannot be pickled."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __getstate__(self) -> Any:
         raise TypeError("not to be copied")
 
 
@@ -424,7 +426,13 @@ def test_one_that_cannot_be_tried_is_believed(kind: Any) -> None:
     list(ours), list(ours)
     assert sampler.passes == 2
     exact = ours.capabilities.exact_order
-    assert exact.holds and exact.believed and "was not tried" in exact.reason
+    why = {Uncopied: r"cannot be pickled \(TypeError: not to be", Original: "a copy of it raised RuntimeError: a copy"}
+    assert exact.holds and exact.believed and re.search(f"repeats itself was not tried: .*{why[kind]}", exact.reason)
+    assert not ours.capabilities.exact_augmentations.believed
+    next(iter(ours))
+    resumed = midepoch.wrap(loader(Uncopied()), seed=1)
+    with pytest.raises(StateMismatchError, match=r"the list of epoch 2 differs.*no copy of it can be listed \(it"):
+        resumed.load_state_dict(ours.state_dict())
 
 
 def test_what_a_loop_changes_in_a_sampler_counts_wherever_it_is_asked() -> None:
@@ -470,12 +478,12 @@ def test_what_is_tuned_between_epochs_is_followed() -> None:
 def test_a_copy_shares_data_and_is_bounded() -> None:
     dataset = TensorDataset(torch.zeros(3))
     sampler = Holding(RandomSampler(dataset), data=dataset)
-    copied = private_copy(sampler)
-    assert copied is not None and copied is not sampler and copied.held["deep"] is not sampler.held["deep"]
+    copied = copy_of(sampler, Dataset).open()
+    assert copied is not sampler and copied.held["deep"] is not sampler.held["deep"]
     assert copied.held["deep"][0]["data"] is dataset and copied._read.data_source is dataset
-    assert private_copy(Named(names=1)) is not None
-    large, uncopyable = Named(), Named()
-    large.content = bytearray(LARGEST_COPY + 1)  # type: ignore[attr-defined]
-    uncopyable.file = open(__file__)  # type: ignore[attr-defined]  # noqa: PTH123, SIM115
-    assert private_copy(large) is None and private_copy(uncopyable) is None
-    uncopyable.file.close()  # type: ignore[attr-defined]
+    assert copy_of(sampler).open()._read.data_source is not dataset
+    large: Any = Named(content=bytearray(LARGEST_COPY + 1))
+    assert "more than 64 MB" in copy_of(large, Dataset).why
+    dataset.content = large.content  # type: ignore[attr-defined]
+    assert copy_of(sampler, Dataset).open()._read.data_source is dataset
+    assert "cannot be pickled" in copy_of(Named(each=lambda: 1), Dataset).why

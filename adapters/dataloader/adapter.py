@@ -28,6 +28,7 @@ from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
 from midepoch.samplers import Listed, Understood, length_of, understand
+from midepoch.trying import Finding
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
@@ -162,10 +163,10 @@ class MapDataLoaderAdapter(Adapter):
             self._reader = self._make_reader()
             self.learned()
         if isinstance(self._order, Listed):
-            untried = self._order.untried
             self._order.begin(self._listed_under(seed), epoch)
-            if self._order.untried is not untried:
-                self.learned()
+            if self._order.untried:
+                why = f"that the sampler repeats itself was not tried: {self._order.untried}"
+                self.note(Finding(untried=why, order=True))
 
     def expect(self, seed: int, epoch: int) -> None:
         """List a copy of the sampler, if only a list tells how many there are."""
@@ -225,7 +226,9 @@ class MapDataLoaderAdapter(Adapter):
         )
         listed = isinstance(self._order, Listed)
         return Capabilities(
-            exact_order=self._exact_list() if listed else promises.OUR_ORDER,
+            exact_order=Capability(True, "each epoch's list is built under its own stream, and its CRC is compared")
+            if listed
+            else promises.OUR_ORDER,
             exact_augmentations=exact,
             constant_time_resume=Capability(True, "a jump, once the sampler has given the epoch's list")
             if listed
@@ -248,14 +251,6 @@ class MapDataLoaderAdapter(Adapter):
     def can_seek(self) -> bool:
         """Anywhere, also where each rank's state has the CRC of its own list."""
         return True
-
-    def _exact_list(self) -> Capability:
-        """What is known of a listed order."""
-        exact = Capability(True, "each epoch's list is built under its own stream, and its CRC is compared")
-        if not (isinstance(self._order, Listed) and self._order.untried):
-            return exact
-        why = "that the sampler repeats itself was not tried, since it cannot be copied"
-        return replace(exact, reason=f"{exact.reason}; {why}", believed=True)
 
     @property
     def sized_by(self) -> str:
@@ -294,9 +289,11 @@ class MapDataLoaderAdapter(Adapter):
 
     @property
     def _why_list_differs(self) -> str:
+        untried = self._order.untried if isinstance(self._order, Listed) else ""
+        copy = f". If it keeps something from pass to pass, no copy of it can be listed ({untried})" if untried else ""
         return (
             f"this is another {self.sized_by}, it is not reproducible, its data has changed, or you change it between "
-            "epochs: restore what it was then before you load the state, or start over without the state"
+            f"epochs: restore what it was then before you load the state, or start over without the state{copy}"
         )
 
     def open(self, run: Run) -> Session:

@@ -284,7 +284,7 @@ class Adapter(ABC):
         self.world: World | None = None
         self.redescribed = 0
         self._broken: tuple[str, bool] | None = None
-        self._believed: dict[str, None] = {}
+        self._believed: dict[str, bool] = {}  # why; whether it concerns the order
         self._unseen: tuple[str, ...] = ()
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
@@ -415,10 +415,12 @@ class Adapter(ABC):
             if self._unseen:
                 reason = f"{promises.exact_order.reason}; never compared, since unknown: {', '.join(self._unseen)}"
                 promises = replace(promises, exact_order=replace(promises.exact_order, reason=reason))
-            if self._believed:
-                reason = "; ".join((promises.exact_augmentations.reason, *self._believed))
-                exact = replace(promises.exact_augmentations, reason=reason, believed=True)
-                promises = replace(promises, exact_augmentations=exact if exact.holds else promises.exact_augmentations)
+            for why, order in self._believed.items():
+                name = "exact_order" if order else "exact_augmentations"
+                said: Capability = getattr(promises, name)
+                if said.holds:
+                    said = replace(said, reason=f"{said.reason}; {why}", believed=True)
+                    promises = replace(promises, **{name: said})
             if self._broken is not None:
                 why, order = self._broken
                 promises = replace(promises, exact_augmentations=Capability(False, why))
@@ -432,7 +434,7 @@ class Adapter(ABC):
         if finding.unseen:
             self._unseen = finding.unseen
         if finding.untried:
-            self._believed[finding.untried] = None
+            self._believed[finding.untried] = finding.order
         if finding.differs:
             why, order = finding.differs, finding.order
             if self._broken is not None and why not in self._broken[0]:
