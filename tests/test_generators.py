@@ -402,35 +402,80 @@ def every_state() -> list[Any]:
     return [random.getstate(), repr(pair), torch.get_rng_state().tolist()]
 
 
+def reads(streams: Streams, draw: Callable[[], Any]) -> list[str]:
+    """How often, and how, one batch of two samples is read."""
+    calls: list[str] = []
+
+    def call(start: Callable[[int], None] | None) -> None:
+        calls.append("without keys" if start is None else "with keys")
+        for key in (3, 4):
+            if start is not None:
+                start(key)
+            draw()
+
+    streams.read(call)
+    return calls
+
+
 @pytest.mark.parametrize("name", sources.DRAWS)
 def test_a_draw_is_seen(name: str) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    draw = sources.DRAWS[name]
     for _ in range(2):
         before = every_state()
         looking = Streams()
         looking.begin_pass()
-        with looking as start:
-            start(3)
-        assert not looking.made_late()
-        assert looking.unused
-        looking.look()
-        assert not looking.leave()
-        looking.look()
-        sources.DRAWS[name]()
-        assert looking.leave()
-        assert not looking.unused
+        assert reads(looking, lambda: None) == ["with keys"], "the first batch"
+        assert reads(looking, lambda: None) == ["without keys"] and not looking.drawn
+        assert reads(looking, draw) == ["without keys", "with keys"] and looking.drawn
+        assert reads(looking, draw) == ["with keys"]
+        assert not looking.kept
         assert every_state() == before
         drawing = Streams()
         drawing.begin_pass()
-        with drawing as start:
-            start(3)
-            sources.DRAWS[name]()
-            start(4)
-        assert not drawing.made_late()
-        assert not drawing.unused
+        assert reads(drawing, draw) == reads(drawing, draw) == ["with keys"] and drawing.drawn
         assert every_state() == before
         # Now with half a pair of normal numbers in each.
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
+
+
+def test_each_generator_is_read_for_again_once_in_a_process() -> None:
+    streams = Streams()
+    assert reads(streams, lambda: None) == ["with keys"]
+    draws = [random.random, np.random.rand, lambda: torch.rand(())]
+    for draw in draws:
+        assert len(reads(streams, draw)) == 2
+    for draw in draws:
+        assert len(reads(streams, draw)) == 1
+    assert reads(streams, midepoch.sample_generator) == ["with keys"], "there is a key already"
+
+
+def test_what_is_drawn_once_and_kept_is_noted() -> None:
+    streams, drawn = Streams(), list[float]()
+    reads(streams, lambda: None)
+    assert reads(streams, lambda: drawn or drawn.append(random.random())) == ["without keys", "with keys"]
+    assert streams.kept
+
+
+def test_an_error_by_chance_is_that_of_the_stream() -> None:
+    """What a batch without keys raises after it has drawn is not what it raises under them."""
+    streams, outcomes = Streams(), [KeyError(), None]
+    reads(streams, lambda: None)
+
+    def call(start: Callable[[int], None] | None) -> float:
+        if start is not None:
+            start(7)
+        drawn = random.random()
+        if error := outcomes.pop(0):
+            raise error
+        return drawn
+
+    random.seed(7)
+    assert streams.read(call) == random.Random(7).random()
+    outcomes += [ValueError(), None]
+    with pytest.raises(ValueError):
+        streams.read(call)
+    assert outcomes == [None]
 
 
 class Lazy(types.ModuleType):

@@ -30,7 +30,7 @@ import midepoch
 from midepoch import MidepochWarning, SourceError, StateError
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key
-from midepoch.randomness.devices import LentDevices
+from midepoch.randomness.devices import DeviceGenerators
 from midepoch.testing import ResumableTests
 
 # --- the laws, for each way of reading -------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def seeded(loader: Loader) -> int:
     def note(frame: Any, event: str, argument: object) -> None:
         nonlocal count
         code = frame.f_code
-        named = code.co_name in ("start", "_start_watched", "begin_used") and "streams.py" in code.co_filename
+        named = code.co_name == "start" and "streams.py" in code.co_filename
         count += event == "call" and named
 
     sys.setprofile(note)
@@ -396,11 +396,11 @@ def seeded(loader: Loader) -> int:
     return count
 
 
-def test_a_function_that_draws_nothing_is_seeded_once_a_pass() -> None:
+def test_a_function_that_draws_nothing_is_seeded_once_in_a_process() -> None:
     loader = midepoch.wrap(list(range(50)), then=lambda batch: batch, verify="off")
-    assert [seeded(loader) for _ in range(3)] == [1, 1, 1]
+    assert [seeded(loader) for _ in range(3)] == [1, 0, 0]
     loader = midepoch.wrap(list(range(50)), then=Counting(as_it_is))
-    assert [seeded(loader) for _ in range(3)] == [3, 1, 1], "it is tried once"
+    assert [seeded(loader) for _ in range(3)] == [3, 0, 0], "it is tried once"
     loader = midepoch.wrap(list(range(50)), then=lambda batch: random.random(), verify="off")
     assert [seeded(loader) for _ in range(2)] == [50, 50]
 
@@ -745,29 +745,32 @@ class Counter:
 
 def test_generators_of_devices_are_lent_as_the_others() -> None:
     devices: list[Counter] = []
-    lent = LentDevices(lambda: tuple(devices))
-    lent.borrow()
-    assert not lent.touched()
+    ours = DeviceGenerators(lambda: tuple(devices))
+    ours.take_over(5)
+    assert not ours.used()
     devices += [Counter(1), Counter(2)]  # the function uses a device for the first time
-    assert not lent.touched()
-    lent.give_back()
-    assert not lent.late
-    lent.borrow()
+    assert not ours.used()
+    ours.restore()
+    assert not ours.late
+    ours.take_over(5)
     devices.append(Counter(3))
+    assert not ours.used()
     devices[2].draw()
-    lent.give_back()
-    assert lent.late
+    assert ours.used()
+    ours.restore()
+    assert ours.late, "one was used that was not taken over"
     assert [each.offset for each in devices] == [0, 0, 0]
     devices[1].draw()
     before = [(each.seed, each.offset) for each in devices]
-    lent.borrow()
-    lent.start(77)
-    lent.watch()
-    assert not lent.touched()
+    ours.take_over(5)
+    assert [(each.seed, each.offset) for each in devices] == [(5, 0)] * 3, "at rest"
+    assert not ours.used()
+    ours.seed(77)
+    assert not ours.used()
     assert len({each.draw() for each in devices}) == 1  # a rank may go on on another device
-    assert lent.touched()
-    lent.give_back()
-    assert not lent.late
+    assert ours.used()
+    ours.restore()
+    assert not ours.late
     assert [(each.seed, each.offset) for each in devices] == before
 
 
@@ -821,7 +824,7 @@ def test_work_on_a_gpu() -> None:
 def test_a_function_that_only_moves_batches_to_a_gpu_is_not_seeded() -> None:
     loader = midepoch.wrap([torch.ones(3)] * 50, then=lambda batch: batch.to("cuda", non_blocking=True))
     list(loader)
-    assert [seeded(loader) for _ in range(2)] == [1, 1]
+    assert [seeded(loader) for _ in range(2)] == [1, 0]
 
 
 # --- functions that keep something, tried on a copy -------------------------------------------------------------------

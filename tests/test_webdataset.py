@@ -820,18 +820,13 @@ def test_a_stage_that_draws_for_a_few_samples_is_exact(urls: list[str]) -> None:
 
 def test_stages_that_draw_nothing_cost_no_seeding(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[int] = []
-    start, start_watched = Streams.start, Streams._start_watched
+    start = Streams.start
 
     def counted(self: Streams, key: int) -> None:
         keys.append(key)
         start(self, key)
 
-    def counted_too(self: Streams, key: int) -> None:
-        keys.append(key)
-        start_watched(self, key)
-
     monkeypatch.setattr(Streams, "start", counted)
-    monkeypatch.setattr(Streams, "_start_watched", counted_too)
     with midepoch.wrap(numbers(urls)) as loader:
         iterator = iter(loader)
         first = next(iterator)

@@ -77,7 +77,7 @@ class Fetched(Failing):
 
 
 class Seeds(Dataset[Any]):
-    """Samples look at the generators themselves, as seeds for others are made."""
+    """Samples look at the generators themselves, as seeds for others are made, and then use each of them."""
 
     def __len__(self) -> int:
         return 17
@@ -85,8 +85,8 @@ class Seeds(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         known = zlib.crc32(repr(random.getstate()).encode())
-        drawn = np.random.default_rng(int(np.random.randint(1 << 30))).random() if index % 3 == 0 else 0.0
-        return [index, torch.initial_seed(), state, known, float(drawn)]
+        drawn = np.random.default_rng(int(np.random.randint(1 << 30))).random() if index % 3 == 0 else np.random.rand()
+        return [index, torch.initial_seed(), state, known, float(drawn), random.random(), float(torch.rand(()))]
 
 
 def noisy(switch: Switch, **options: Any) -> Any:

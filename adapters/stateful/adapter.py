@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
-from midepoch.adapters.stateful.keyed import SEEDED_BATCHES
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.adapters.stateful.trial import Loaded, Report, read_from
 from midepoch.copying import stateful_copy
@@ -69,7 +68,6 @@ class StatefulAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
-        self.seeds = False  # a batch has drawn, so each is seeded from now on
         self.was_put_at_its_end = False  # by a state, and not read since
         self.stands_at = ""  # the state that it has reported at its end; empty once it is read again
         self._used = False
@@ -489,18 +487,6 @@ class StatefulAdapter(Adapter):
                 "load_state_dict does not lead to the loaded place; fix it, or wrap a function that makes what the "
                 "source reads"
             )
-
-    def tell_of_unseeded(self, run: Run, batches: int) -> None:
-        """Say that a batch drew random numbers which were not those of its stream."""
-        why = (
-            f"batch {batches} of epoch {run.epoch} is the first one that drew random numbers, and only the first "
-            f"{SEEDED_BATCHES} are seeded in any case"
-        )
-        self.note(Finding(f"{why}: they are not restored"))
-        warn(
-            f"{why}: its numbers, and what follows from them, may differ after a resume; each later batch is seeded. "
-            "Let every sample draw, or draw in then=, whose numbers are restored",
-        )
 
     def tell_of_its_end(self, run: Run, iterator: Iterator[Any], batches: int, detail: str) -> None:
         """Say it where a state saved after the last batch does not show that nothing is left, now that this is known.

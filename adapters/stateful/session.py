@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from midepoch.adapters.stateful.keyed import SEEDED_BATCHES, DrewAfterAllError, watching
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
 from midepoch.order.keys import derive_key
@@ -53,32 +51,11 @@ class StatefulSession(Session):
             if self._steps is None and self._handed_out and self._asked[0] == self._handed_out:
                 self._adapter.tell_of_its_end(self._run, self._iterator, *self._asked)
             raise
-        except DrewAfterAllError as drew:
-            batch = drew.args[0]
-            self._seed_from_now_on()
         except BaseException:
             self._failed = True
             raise
         self._handed_out += 1
-        if self._handed_out == SEEDED_BATCHES:
-            self._watch()
         return batch
-
-    def _seed_from_now_on(self) -> None:
-        """Give each later batch its stream. What was read is kept: no source is known to give it a second time."""
-        adapter, run = self._adapter, self._run
-        adapter.seeds = True
-        adapter.tell_of_unseeded(run, self._handed_out)
-        behind = run.position + (self._handed_out + 1) * run.world.world_size
-        self._next = self._advance = adapter.reading(dataclasses.replace(run, position=behind), self._iterator)
-
-    def _watch(self) -> None:
-        """Seed no more batches if none has drawn so far."""
-        assert self._advance is not None
-        advance = watching(self._advance)
-        if self._next == self._advance:
-            self._next = advance
-        self._advance = advance
 
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run

@@ -153,7 +153,7 @@ class StreamAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream."""
-        return keyed(self._streams, run, iterator.__next__, self.seeds)
+        return keyed(self._streams, run, iterator.__next__)
 
     def _copied(self, source: Any) -> tuple[Any, str]:
         return _copied(source)

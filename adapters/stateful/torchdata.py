@@ -172,7 +172,7 @@ class TorchdataAdapter(StatefulAdapter):
         torchdata does the same for a dataset without a state, but counts it twice in the states that it gives later.
         """
         iterator = self.start(run, None)
-        read = keyed(self._read_here, dataclasses.replace(run, position=0), iterator.__next__)  # each is seeded
+        read = keyed(self._read_here, dataclasses.replace(run, position=0), iterator.__next__)
         for _ in range(run.position // run.world.world_size):
             read()
         return iterator
@@ -187,7 +187,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
-        return keyed(self._read_here, run, iterator.__next__, self.seeds)
+        return keyed(self._read_here, run, iterator.__next__)
 
     @property
     def _read_here(self) -> Streams | None:
@@ -330,4 +330,4 @@ class NodesAdapter(StatefulAdapter):
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this thread."""
-        return keyed(self._streams, run, iterator.__next__, self.seeds)
+        return keyed(self._streams, run, iterator.__next__)

@@ -150,11 +150,8 @@ class IndexedReader:
         streams = self._streams
         if streams is not None and self._session != request.session:
             self._session = request.session
-            streams.begin_pass()
+            streams.begin_pass(rest=derive_key(Purpose.REST, request.seed, request.base))
         answer = self._read(request, request.start, request.stop)
-        if streams is not None and streams.made_late():
-            # Stages made their own generators while they ran. These are known now, so run once more.
-            answer = self._read(request, request.start, request.stop)
         if answer.values or request.last - request.first <= request.stop - request.start or not self._batches:
             return answer
         # Every sample of this rank was dropped. Perhaps other ranks have some, and would wait for this one, so it reads
@@ -203,23 +200,8 @@ class IndexedReader:
         streams = self._streams
         if streams is None:
             return run(None)
-        looked_on = streams.unused
-        if looked_on:
-            streams.look()
-            try:
-                answer = run(None)
-            except Exception:
-                if not streams.leave():
-                    raise
-            except BaseException:
-                streams.leave()
-                raise
-            else:
-                if not streams.leave():
-                    return answer
-        with streams as begin:
-            answer = run(begin)
-        if looked_on:
+        answer: Answer = streams.read(run)
+        if streams.kept:
             streams.warn_of_kept(self.dataset, f"the batch at position {start}")
         return answer
 

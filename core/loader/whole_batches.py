@@ -6,6 +6,7 @@ it returns is handed out, and only then does a state count the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SourceError, StateError, warn
-from ..order.keys import derive_key, derive_keys, extend_key
+from ..order.keys import derive_key, derive_keys
 from ..randomness.streams import Purpose, Streams
 from ..trying import CallTrial
 from ..world import MicroShare
@@ -52,11 +53,9 @@ class Then:
 class _WholeBatches(Session):
     """Each result is made when it is asked for.
 
-    Seeding all generators for a batch costs more than a function that draws nothing. So after the first batch, such a
-    function is only watched, and of one that draws, only the generators are seeded that it has used before. If it uses
-    another one all the same, the batch is read again and the function called again, under the batch's stream: a batch
-    that was passed to it may have been changed in place. Where reading a batch again is not a jump, all generators are
-    seeded for every batch.
+    If the function uses a generator that was not seeded for it, the batch is read again, since it may have been changed
+    in place, and the function is called again. Where reading a batch again is not a jump, all generators are seeded for
+    every batch.
     """
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
@@ -130,50 +129,38 @@ class _WholeBatches(Session):
 
     def take(self) -> Any:
         """The function's result for the next batch."""
-        streams, made = self._streams, self._made
+        streams, made, inner = self._streams, self._made, self._inner
         if streams is None:
-            result = self._call(self._take())
+            result = self._made_of(self._take(), 0, None)
             self._made = made + 1
             return result
         if not made:
-            return self._first(streams)
-        inner = self._inner
-        if not self._rereads:
-            at = self._position(inner.drift)
-            result = self._under(streams, at, self._take())
-            self._made = made + 1
-            return result
-        mark, drift = (inner.mark(), inner.drift) if self.marks else (None, 0)
+            streams.begin_pass(rest=derive_key(Purpose.REST, self._run.seed, self._run.epoch))
+        mark, drift = (inner.mark(), inner.drift) if self._rereads and self.marks and made else (None, inner.drift)
         batch = self._take()
-        if streams.unused:
-            streams.look()
-            leave = streams.leave
-        else:
-            at = self._run.position + made * self._global_batch + self._drift_before + drift
-            streams.begin_used(self._keys[at] if at in self._keys else self._key_of(at))
-            leave = streams.end_used
-        try:
-            result = self._function(batch)
-        except BaseException as error:
-            if not (leave() and isinstance(error, Exception)):
-                self._tell_of_failed(error)
-                raise
-        else:
-            if not leave():
-                self._made = made + 1
-                return result
-        at = self._position(drift)
-        result = self._under(streams, at, self._read_again(at, mark))
-        self._made = made + 1
-        if not streams.drawn:
-            self._warn("drew random numbers for a batch, and none when it was called for the same batch again")
-        return result
-
-    def _position(self, drift: int) -> int:
-        """Of all ranks, before the next batch. `drift`: the inner session's."""
+        at = self._run.position + made * self._global_batch + self._drift_before + drift
         if self._micro is not None:
-            return self._micro.span(self._made)[0] - self._offset
-        return self._run.position + self._made * self._global_batch + self._drift_before + drift
+            at = self._micro.span(made)[0] - self._offset
+        trial = CallTrial(self._function, devices=True) if self._then.tries else None
+        if trial is not None:
+            trial.keep(batch)
+        if self._rereads:
+            again = functools.partial(self._read_again, at, mark)
+            result = streams.read(functools.partial(self._made_of, batch, at), again)
+        else:
+            with streams as start:
+                result = self._made_of(batch, at, start)
+            if streams.made_late():
+                self._warn("made a random generator when it was first called, and its batch cannot be read again")
+        self._made = made + 1
+        if streams.kept:
+            streams.kept = False
+            self._warn("drew random numbers for a batch, and none when it was called for the same batch again")
+        if trial is not None:
+            self._then.tries = False
+            finding = trial.finding(self._key_of(at)).of_calls("then=", "the same batch")
+            self._adapter.note(replace(finding, order=False))
+        return result
 
     def _key_of(self, at: int) -> int:
         """The key of the batch at position `at` of all ranks; kept with the next ones', which cost little more."""
@@ -182,34 +169,10 @@ class _WholeBatches(Session):
         self._keys = dict(zip(positions.tolist(), keys.tolist(), strict=True))
         return self._keys[at]
 
-    def _first(self, streams: Streams) -> Any:
-        """The session's first result: always under the batch's stream."""
-        at = self._run.position if self._micro is None else self._position(0)
-        streams.begin_pass()
-        batch = self._take()
-        trial = CallTrial(self._function, devices=True) if self._then.tries else None
-        if trial is not None:
-            trial.keep(batch)
-        result = self._under(streams, at, batch)
-        if streams.made_late():
-            if self._rereads:
-                result = self._under(streams, at, self._read_again(at, None))
-            else:
-                self._warn("made a random generator when it was first called, and its batch cannot be read again")
-        self._made = 1
-        if trial is not None:
-            self._then.tries = False
-            finding = trial.finding(extend_key(self._key, at + self._offset)).of_calls("then=", "the same batch")
-            self._adapter.note(replace(finding, order=False))
-        return result
-
-    def _under(self, streams: Streams, at: int, batch: Any) -> Any:
-        """The result for the batch at position `at` of all ranks, under its stream."""
-        with streams as start:
-            start(extend_key(self._key, at + self._offset))
-            return self._call(batch)
-
-    def _call(self, batch: Any) -> Any:
+    def _made_of(self, batch: Any, at: int, start: Callable[[int], None] | None) -> Any:
+        """The result for the batch at position `at` of all ranks."""
+        if start is not None:
+            start(self._keys[at] if at in self._keys else self._key_of(at))
         try:
             return self._function(batch)
         except BaseException as error:
@@ -222,8 +185,11 @@ class _WholeBatches(Session):
         if isinstance(error, StopIteration):
             raise SourceError("then= raised StopIteration: return a result, or raise another error") from error
 
-    def _read_again(self, at: int, mark: Any) -> Any:
-        """The batch at position `at`, from a new inner session. `mark`: the inner session's from before this batch."""
+    def _read_again(self, at: int, mark: Any) -> Callable[[Callable[[int], None] | None], Any]:
+        """What makes the result for the batch at position `at` once more, with the batch from a new inner session.
+
+        `mark`: the inner session's from before this batch.
+        """
         run, adapter, inner = self._run, self._adapter, self._inner
         detail = inner.detail(mark) if self._made else run.detail
         self._seen, self._failed = self.seen, False
@@ -233,7 +199,7 @@ class _WholeBatches(Session):
         self._inner = adapter.open(Run(run.epoch, at, run.seed, run.world, share, run.tail, detail))
         self._take = self._inner.take
         try:
-            return self._take()
+            return functools.partial(self._made_of, self._take(), at)
         except StopIteration:
             raise SourceError(
                 f"the source ended at position {at} of epoch {run.epoch}, where it gave a batch before: it does not "

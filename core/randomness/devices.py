@@ -12,64 +12,63 @@ from typing import Any
 
 import torch
 
-__all__ = ["LentDevices"]
+__all__ = ["DeviceGenerators"]
 
 
-# Without a frame of python's, because it is called twice a batch.
+# Without a frame of python's, because it is called several times a batch.
 _generators_of_cuda: Callable[[], Sequence[Any]] = functools.partial(getattr, torch.cuda, "default_generators")
 
 
-class LentDevices:
-    """`borrow` the generators of all devices, seed them as often as needed, then `give_back`.
+class DeviceGenerators:
+    """`take_over` the generators of all devices, seed them as often as needed, then `restore` them.
 
     Args:
         find: returns the devices' generators that exist now. None that it has returned may be missing later.
 
     Attributes:
-        held: those that existed at the last `borrow`.
-        late: a generator that did not exist at the last `borrow` was used before the last `give_back`.
+        late: when they were last restored, one had been used that did not exist when they were taken over.
     """
 
     def __init__(self, find: Callable[[], Sequence[Any]] = _generators_of_cuda) -> None:
         self._find = find
-        self.held: Sequence[Any] = ()
-        self._stamps: list[tuple[int, int]] = []
+        self._held: Sequence[Any] = ()
         self._saved: list[tuple[int, int]] = []
+        self._at: list[tuple[int, int]] = []
         self.late = False
 
-    def start(self, key: int) -> None:
-        """Seed the devices' generators. All have the same stream, so a rank may continue on another device."""
-        for each in self.held:
-            each.manual_seed(key)
+    def take_over(self, key: int) -> None:
+        """Save the states of those that exist, and seed them with the key at rest."""
+        self._held = self._find()
+        if self._held:
+            self._saved = [_state(each) for each in self._held]
+            self.seed(key)
 
-    def borrow(self) -> None:
-        """Save the states of those that exist. From now on, `touched` reports whether one was used."""
-        self.held = self._find()
-        if self.held:
-            self._saved = self._stamps = [_stamp(each) for each in self.held]
+    def seed(self, key: int) -> None:
+        """Seed those that were taken over. All have the same stream, so a rank may continue on another device."""
+        if self._held:
+            for each in self._held:
+                each.manual_seed(key)
+            self._at = [_state(each) for each in self._held]
 
-    def give_back(self) -> None:
-        """Restore the states. Generators that did not exist before are left as they were made."""
-        self.late = False
+    def used(self) -> bool:
+        """Whether one was used since it was seeded, or one that was not taken over."""
         found = self._find()
-        if not found:
-            return
-        for each, saved in zip(self.held, self._saved, strict=False):
-            if _stamp(each) != saved:
-                each.manual_seed(saved[0])
-                each.set_offset(saved[1])
-        for each in found[len(self.held) :]:
-            self.late = self.late or each.get_offset() > 0
-            each.set_offset(0)
+        return bool(found) and (self._is_late(found) or [_state(each) for each in self._held] != self._at)
 
-    def watch(self) -> None:
-        """From now on, `touched` reports whether one was used."""
-        self._stamps = [_stamp(each) for each in self.held]
+    def restore(self) -> None:
+        """Restore the states. Generators that did not exist before are left as they were made."""
+        found = self._find()
+        self.late = bool(found) and self._is_late(found)
+        if found:
+            for each, (seed, offset) in zip(self._held, self._saved, strict=False):
+                each.manual_seed(seed)
+                each.set_offset(offset)
+            for each in found[len(self._held) :]:
+                each.set_offset(0)
 
-    def touched(self) -> bool:
-        """Whether one was used or seeded since `borrow` or `watch`."""
-        return bool(self.held) and self._stamps != [_stamp(each) for each in self.held]
+    def _is_late(self, found: Sequence[Any]) -> bool:
+        return any(each.get_offset() for each in found[len(self._held) :])
 
 
-def _stamp(generator: Any) -> tuple[int, int]:
+def _state(generator: Any) -> tuple[int, int]:
     return generator.initial_seed(), generator.get_offset()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from torch.utils.data import get_worker_info
 
 from ..errors import MidepochError, warn
 from ..order.keys import TORCH_KEYS, derive_key
-from .devices import LentDevices
-from .globals import LentGlobals, Touched
+from .devices import DeviceGenerators
+from .globals import GlobalGenerators, Stamp
 from .owned import OwnedGenerator, find_generators
 
 __all__ = ["Purpose", "Streams", "process_seed", "sample_generator", "without_keys"]
@@ -38,10 +39,20 @@ class Purpose:
     TRIAL = 6  # where a copy of a source is read, which stands for another process
     WHOLE = 7  # the user's work on whole batches
     WRAPPER = 8  # what an object around a DataLoader does with a batch
+    REST = 9  # generators that no code uses
 
 
-_UNKNOWN = (True, True, True)
-_NOTHING: Any = ()
+class _Each(NamedTuple):
+    """Something for each global generator, for those of devices together, and for `sample_generator`."""
+
+    python: bool
+    numpy: bool
+    torch: bool
+    devices: bool
+    sample: bool
+
+
+_NONE, _ALL = _Each(*[False] * 5), _Each(*[True] * 5)
 
 # `streams`: those under which this thread reads; None outside.
 _current = threading.local()
@@ -51,7 +62,7 @@ def process_seed() -> int:
     """torch's initial seed, read and not consumed: the default seed of a single process."""
     streams: Streams | None = getattr(_current, "streams", None)
     if streams is not None:
-        streams.asked = True  # a sample that depends on it has to be read under its key
+        streams.asked_seed = True  # a sample that depends on it has to be read under its key
     return torch.initial_seed() % (1 << 64)
 
 
@@ -66,7 +77,7 @@ def sample_generator() -> np.random.Generator:
         MidepochError: no sample is being read in this thread.
     """
     streams: Streams | None = getattr(_current, "streams", None)
-    if streams is None or not (streams.watches or streams.key is not None):
+    if streams is None or not (streams.keyless or streams.key is not None):
         raise MidepochError(
             "no sample is being read here: call midepoch.sample_generator() inside the dataset, collate_fn or then= of "
             "a loader made by midepoch.wrap, with randomness='sample'"
@@ -94,59 +105,68 @@ def without_keys() -> Iterator[None]:
 class Streams:
     """Every generator that reading a sample can draw from, seeded with one key at a time.
 
-    ::
+    `read` reads what can be read again, and seeds only the generators that its code uses. A process reads its first
+    batch with all of them seeded, which shows which these are. Later the others are at rest, and a stamp tells after
+    each batch whether one was used after all. Then the batch is read again, and that generator is always seeded.
+
+    What can be read only once is read with all of them seeded::
 
         with streams as start:          # the generators are ours from here on
-            for key, index in ...:
+            for key in ...:
                 start(key)
-                samples.append(dataset[index])
+                samples.append(next(source))
 
-    After the block the caller's generators are restored. In a worker process of a DataLoader there is no caller, so
-    nothing is saved. Use `begin` and `end` if a ``with`` block is not possible. Not thread-safe, as the global
-    generators are not.
-
-    Seeding takes six microseconds a sample, which is wasted if the code draws nothing. So while `unused` is true, a
-    reader reads a batch without seeding and only watches: ``look()``, read, ``leave()``. If `leave` returns True, it
-    reads the batch again, with seeding.
+    Both restore the caller's generators. In a worker process of a DataLoader there is no caller, so nothing is saved.
+    Use `begin` and `end` if a ``with`` block is not possible. Not thread-safe, as the global generators are not.
 
     Args:
         roots: objects to search for their own generators (a dataset, a collate_fn): at each `begin_pass`, and once more
-            after the first batch of the pass, when `made_late` is called.
+            after the first batch of the pass. Those found are always seeded.
         devices: the code may draw from the global generators of devices, too.
 
     Attributes:
-        unused: no code has drawn in this process, and there are no generators but the global ones.
-        watches: `look` was called, and `leave` was not.
-        asked: `sample_generator` was called, or the seed was asked for, since `begin` or `look`.
+        first: no batch of this pass has been read. Generators that the next one creates are looked for after it.
         key: of the current sample; None if there is none.
         generator: that of `sample_generator` for this key; None if none was made.
+        keyless: this batch is read without keys.
+        asked, asked_seed: `sample_generator` was called in this batch, or the seed of the process was asked for.
+        kept: a batch used a generator when it was first read, and not when it was read again.
     """
 
     def __init__(self, *roots: object, devices: bool = False) -> None:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
-        self._first = False  # no batch of this pass has been read
         self._warned: set[str] = set()  # paths
-        self._devices = LentDevices() if devices else None
-        self._globals = lent = LentGlobals()
+        self._globals = lent = GlobalGenerators()
+        self._devices = DeviceGenerators() if devices else None
         # Looked up once: these are called for every sample.
         self._python: Any = lent.python
         self._seed_python, self._seed_numpy, self._seed_torch = lent.seed_python, lent.seed_numpy, lent.seed_torch
-        self._saved: list[Any] | None = None
-        self._lent = False  # True in a worker process, for good
+        self._rest_key = 0
+        self._used, self._known = _NONE, False  # by this code; and whether a first batch has shown it
+        self._seeds = _ALL  # what `start` seeds
+        self._noted: _Each | None = None  # used in this batch before the last `start`; None if that is not noted
+        self._saved: list[Any] | None = None  # the states of the source's own; None between batches
+        self._stays = False  # nothing is restored
         self._outer: Streams | None = None
-        self._drawn = False
-        self._used: Touched = _UNKNOWN  # by this code; as far as it is known
-        self.unused = self.asked = self.watches = False
+        self.first = self.keyless = self.asked = self.asked_seed = self.kept = False
         self.key: int | None = None
         self.generator: np.random.Generator | None = None
 
     # --- looking for generators ---
 
-    def begin_pass(self, *more: object) -> None:
-        """Look for generators, in `more` too, before the first sample of a pass is read in this process."""
+    def begin_pass(self, *more: object, rest: int = 0) -> None:
+        """Look for generators, in `more` too, before the first sample of a pass is read in this process.
+
+        Args:
+            more: objects to search besides the roots.
+            rest: the key of generators that are not used in this pass.
+        """
         self._search(more)
-        self._first, self.unused = True, False
+        self.first = True
+        if rest != self._rest_key:
+            self._rest_key = rest
+            self._globals.rest_at(rest)
 
     def begin_replay(self) -> None:
         """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
@@ -162,11 +182,11 @@ class Streams:
     def made_late(self, *more: object) -> bool:
         """Whether the first batch of the pass created generators, or drew from those of a device that it started.
 
-        They were not seeded. If so, read the batch again; they are seeded from now on. Call it after every batch.
+        They were not seeded; they are from now on. Call it after every batch that `read` has not read.
         """
-        if not self._first:
+        if not self.first:
             return False
-        self._first = False
+        self.first = False
         before, late = self._owned or [], []
         self._search(more)
         if self._owned:
@@ -174,7 +194,6 @@ class Streams:
             late = [each for each in self._owned if id(each.generator) not in known]
         # Known generators keep their path for this pass, even if samples have moved them.
         self._owned = [*before, *late]
-        self.unused = not self._drawn and not self._owned
         return bool(late) or (self._devices is not None and self._devices.late)
 
     def warn_of_late(self) -> None:
@@ -197,226 +216,173 @@ class Streams:
 
     @property
     def drawn(self) -> bool:
-        """Whether any code has drawn under a key, or may have drawn from generators of the source's own."""
-        return self._drawn or bool(self._owned)
+        """Whether code has drawn, as far as was noted, or may have drawn from generators of the source's own."""
+        return any(self._used) or bool(self._owned)
 
-    # --- seeding ---
+    # --- reading what can be read again ---
 
-    def begin(self, notes: bool = False) -> Callable[[int], None]:
-        """Take over the generators.
+    def read(
+        self,
+        call: Callable[[Callable[[int], None] | None], Any],
+        again: Callable[[], Callable[[Callable[[int], None] | None], Any]] | None = None,
+        notes: bool = False,
+    ) -> Any:
+        """What `call` returns, or raises, when each generator that it uses is seeded.
 
         Args:
-            notes: `noted` is to tell after each seeding whether code has drawn since.
+            call: reads the batch. Its argument is to be called with each sample's key; None if no code needs that.
+            again: called before the batch is read again; returns what reads it then. None if `call` does.
+            notes: `drew` is to tell of each sample.
+        """
+        joined = _NONE
+        while True:
+            self._enter(self._used if self._known else _ALL, notes or not self._known or joined is not _NONE)
+            self.keyless = self._noted is None and not (self._owned or any(self._seeds))
+            try:
+                batch = call(None if self.keyless else self.start if self._noted is None else self._start_noting)
+            except Exception:
+                used, more = self._leave()
+                if more is _NONE:
+                    raise
+            except BaseException:
+                self._leave()
+                raise
+            else:
+                used, more = self._leave()
+                if joined is not _NONE and not any(map(operator.and_, joined, used)):
+                    self.kept = True
+                if more is _NONE and not (self.first and self.made_late()):
+                    return batch
+            joined = more
+            if again is not None:
+                call = again()
 
-        Returns:
-            A function that seeds all of them with a 64-bit key.
+    def warn_of_kept(self, reader: object, what: object) -> None:
+        """Warn if the last batch has `kept` what it drew."""
+        self.kept = False
+        warn(
+            f"{type(reader).__name__} drew random numbers for {what} when it was first read, and none when it was "
+            "read again: it caches random numbers, which will differ after a resume; use "
+            "midepoch.sample_generator(), or draw new numbers for every sample",
+        )
+
+    def drew(self) -> bool:
+        """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
+        devices = self._devices
+        drew = self.asked or self.asked_seed or self._globals.stamp() != self._globals.at
+        return drew or (devices is not None and devices.used())
+
+    # --- reading what can be read once ---
+
+    def begin(self, notes: bool = False) -> Callable[[int], None]:
+        """Take over the generators. Returns a function that seeds all of them with a 64-bit key.
+
+        `notes`: `drawn` is to tell of what is read.
         """
         if self._owned is None:
             self._search(())
-        self._enter(borrows=not self._lent)
-        if not self._lent:
-            self._lent = get_worker_info() is not None
-            self._saved = [each.save() for each in self._owned] if self._owned and not self._lent else []
-        else:
-            self._saved = [] if self._saved is None else self._saved
-        if (self._drawn or self._owned) and not notes:  # `unused` will be false
-            return self.start
-        return self._start_watched
-
-    def start(self, key: int) -> None:
-        """Seed every generator with `key`."""
-        self.key, self.generator = key, None
-        self._seed_python(key)
-        self._python.gauss_next = None
-        self._seed_numpy(key >> 32)
-        self._seed_torch(key & TORCH_KEYS)
-        if self._devices is not None:
-            self._devices.start(key)
-        if self._owned:
-            for each in self._owned:
-                each.start(derive_key(key, each.salt))
-
-    def _start_watched(self, key: int) -> None:
-        devices, touched = self._devices, self._globals.seed_watched(key)
-        if devices is not None:
-            touched = touched or devices.touched()
-            devices.start(key)
-            devices.watch()
-        self._drawn = self._drawn or self.asked or touched
-        self.key, self.generator = key, None
-        if self._owned:
-            for each in self._owned:
-                each.start(derive_key(key, each.salt))
+        self._enter(_ALL, notes and not self.drawn)
+        return self.start if self._noted is None else self._start_noting
 
     def end(self, *error: object) -> None:
         """Restore the caller's generators as `begin` found them. May be called twice."""
-        saved, self._saved = self._saved, None
-        if saved is None:
-            return
-        if not (self._drawn or self._owned):
-            devices = self._devices
-            self._drawn = self.asked or self._globals.touched() or (devices is not None and devices.touched())
-            self.unused = self.unused and not self._drawn
-            if self._drawn:
-                self._used = self._globals.touched_each()
-        if not self._lent:
-            self._globals.give_back()
-            if self._devices is not None:
-                self._devices.give_back()
-            if saved:
-                self._restore(saved)
-        _current.streams = self._outer
-
-    def _restore(self, saved: list[Any]) -> None:
-        for each, state in zip(self._owned or (), saved, strict=False):
-            each.restore(state)
+        if self._saved is not None:
+            self._leave()
 
     __enter__, __exit__ = begin, end
 
-    def begin_used(self, key: int) -> None:
-        """Take over the generators, and seed those with `key` that the code has used before. Then call `end_used`."""
-        if self._lent:
-            self.begin()(key)
-            return
-        self._enter()
-        self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
-        self.key = key
-        python, numpy, of_torch = self._used
+    @contextlib.contextmanager
+    def under(self, key: int) -> Iterator[None]:
+        """All generators seeded with one key, for code outside the path of a batch."""
+        with self as start:
+            start(key)
+            yield
+
+    # --- both ---
+
+    def start(self, key: int) -> None:
+        """Seed the generators with `key`."""
+        self.key, self.generator = key, None
+        python, numpy, engine, devices, _ = self._seeds
         if python:
             self._seed_python(key)
             self._python.gauss_next = None
         if numpy:
             self._seed_numpy(key >> 32)
-        if of_torch:
+        if engine:
             self._seed_torch(key & TORCH_KEYS)
-        if self._devices is not None and self._devices.held:
-            self._devices.start(key)
+        if devices and self._devices is not None:
+            self._devices.seed(key)
         if self._owned:
             for each in self._owned:
                 each.start(derive_key(key, each.salt))
-        if self._used is _UNKNOWN:
-            self._globals.watch()
 
-    def end_used(self) -> bool:
-        """As `end`. Returns whether a generator was used that `begin_used` has spared: do again what was done."""
-        if self._lent:
-            self.end()
-            return False
-        saved, self._saved = self._saved, None
-        drawn, before = self._globals.touched_each() if self._used is _UNKNOWN else None, self._used
-        used = self._globals.give_back()
-        if self._devices is not None:
-            self._devices.give_back()
-        if saved:
-            self._restore(saved)
-        _current.streams = self._outer
-        if drawn is not None:
-            self._used = drawn
-            return False
-        if used == before:
-            return False
-        self._used = before[0] or used[0], before[1] or used[1], before[2] or used[2]
-        return self._used != before
-
-    @contextlib.contextmanager
-    def under(self, key: int) -> Iterator[None]:
-        """All generators seeded with one key, for code outside the path of a batch."""
-        with self:
-            self.start(key)
-            yield
-
-    def note(self) -> None:
-        """From now on, `noted` tells whether code has drawn. Call it after seeding."""
-        self._globals.watch()
-        if self._devices is not None:
-            self._devices.watch()
-
-    def noted(self) -> bool:
-        """Whether code has drawn from the global generators, or by `sample_generator`, since `note`."""
-        if self.asked or self._globals.touched():
-            return True
-        return self._devices is not None and self._devices.touched()
-
-    def start_noted(self, key: int) -> None:
-        """`start`, then `note`; nothing if the last call had the same key, and no code has drawn since."""
-        drawn = self.key is not None and self.noted()
-        self._drawn = self._drawn or drawn
-        if self.key == key and not drawn and not self._owned:
-            return
+    def _start_noting(self, key: int) -> None:
+        lent, devices, noted = self._globals, self._devices, self._noted
+        assert noted is not None
+        stamp = lent.stamp()
+        if stamp != lent.at or self.asked or self.asked_seed or (devices is not None and devices.used()):
+            self._noted, self.asked, self.asked_seed = _either(noted, self._moved(stamp)), False, False
         self.start(key)
-        self.note()
+        lent.at = lent.stamp()
 
-    # --- watching, without seeding ---
-
-    def look(self) -> None:
-        """Start watching for draws. Only while `unused`."""
-        self._enter(borrows=not self._lent)
-        self.watches = True
-
-    def leave(self) -> bool:
-        """Stop watching. Returns whether any generator was used since `look`. The caller's generators are restored."""
-        devices = self._devices
-        drawn = self.asked or self._globals.touched() or (devices is not None and devices.touched())
-        if not self._lent:
-            self._globals.give_back(drawn)
-            if devices is not None:
-                devices.give_back()
-                drawn = drawn or devices.late
-        self.unused, self.watches = not drawn, False
-        _current.streams = self._outer
-        return drawn
-
-    def watched(self, call: Callable[[], Any], drew: Callable[[Any], Any]) -> Callable[[], Any]:
-        """A function that calls `call` between `look` and `leave`, for the path of a batch. Only while `unused`.
-
-        Args:
-            call: returns a batch.
-            drew: gets the batch if a generator was used after all, and returns what takes its place.
-        """
-        if self._lent or self._devices is not None:
-            return functools.partial(self._watch, call, drew)
-
-        def drew_after_all(batch: Any) -> Any:
-            self.unused = self.watches = False
-            return drew(batch)
-
-        self.key, self.generator, self.asked, self.watches = None, None, False, True
-        read: Callable[[], Any] = self._globals.watched(call, drew_after_all, self, _current)
-        return read
-
-    def _watch(self, call: Callable[[], Any], drew: Callable[[Any], Any]) -> Any:
-        self.look()
-        try:
-            batch = call()
-        except BaseException:
-            self.leave()
-            raise
-        return drew(batch) if self.leave() else batch
-
-    def warn_of_kept(self, reader: object, what: object) -> None:
-        """Warn if a batch drew random numbers when it was read unseeded, and none when it was read again with seeding.
-
-        Its code caches what it drew.
-        """
-        if not self._drawn:
-            warn(
-                f"{type(reader).__name__} drew random numbers for {what} when it was first read, and none when it was "
-                "read again: it caches random numbers, which will differ after a resume; use "
-                "midepoch.sample_generator(), or draw new numbers for every sample",
-            )
-
-    def _enter(self, borrows: bool = True) -> None:
-        self._outer = getattr(_current, "streams", None)
-        _current.streams, self.key, self.generator, self.asked, self.watches = self, None, None, False, False
-        if borrows:
-            self._globals.borrow()
-            if self._devices is not None:
-                self._devices.borrow()
+    def _enter(self, seeds: _Each, notes: bool) -> None:
+        """Take over the generators, to seed these; the others are at rest."""
+        self._outer = outer = getattr(_current, "streams", None)
+        _current.streams, self.key, self.generator = self, None, None
+        self.keyless = self.asked = self.asked_seed = False
+        self._seeds, self._noted = seeds, _NONE if notes else None
+        self._stays = outer is None and get_worker_info() is not None
+        if self._stays:
+            self._globals.stay(seeds)
+            self._saved = []
         else:
-            self._globals.retake()
-            if self._devices is not None:
-                self._devices.watch()
+            self._globals.take_over(seeds)
+            self._saved = [each.save() for each in self._owned] if self._owned else []
+        if self._devices is not None:
+            self._devices.take_over(self._rest_key)
+
+    def _leave(self) -> tuple[_Each, _Each]:
+        """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
+        lent, devices, noted = self._globals, self._devices, self._noted
+        used, stamp = _NONE, lent.at if noted is None and self._seeds is _ALL else lent.stamp()
+        if stamp != lent.at or self.asked or self.asked_seed or (devices is not None and devices.used()):
+            used = self._moved(stamp)
+        if not self._stays:
+            lent.restore()
+            for each, state in zip(self._owned or (), self._saved or (), strict=False):
+                each.restore(state)
+        if devices is not None:
+            devices.restore()
+        self._saved, _current.streams = None, self._outer
+        if noted is not None:
+            used, self._known = _either(noted, used) if used is not _NONE else noted, True
+        if used is _NONE:
+            return used, used
+        more = _Each(*map(operator.gt, used, self._seeds))
+        if more.sample and not self.keyless:  # all samples had a key
+            more = more._replace(sample=False)
+        if devices is not None and devices.late:  # they were not seeded
+            more = more._replace(devices=True)
+        if noted is not None or any(more):
+            self._used = _either(self._used, used)
+        return used, more if any(more) else _NONE
+
+    def _moved(self, stamp: Stamp) -> _Each:
+        """What was used since the batch or, if that is noted, the sample was begun."""
+        at, devices = self._globals.at, self._devices
+        return _Each(
+            stamp[0] != at[0],
+            stamp[1] != at[1],
+            stamp[2] != at[2] or self.asked_seed,
+            devices is not None and devices.used(),
+            self.asked,
+        )
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.
         return functools.partial(Streams, devices=self._devices is not None), self._roots
+
+
+def _either(one: _Each, other: _Each) -> _Each:
+    return _Each(*map(operator.or_, one, other))

@@ -165,8 +165,7 @@ class Reading:
             raise StopIteration
         if not self.ready:
             self.fetch()
-        if not self.streams.unused:
-            self._start()  # the end has a stream, too
+        self._start()  # the end has a stream, too
         if not self.ready:
             raise StopIteration
         self.asked += 1
@@ -176,7 +175,7 @@ class Reading:
         """Put the generators under the stream of the batch inside that comes next."""
         if self._key[0] != self.asked:
             self._key = self.asked, self._key_of(self.asked)
-        self.streams.start_noted(self._key[1])
+        self.streams.start(self._key[1])
 
     def give(self) -> Any:
         """The wrapper's next batch. Raises what the wrapper raises."""
@@ -190,26 +189,6 @@ class Reading:
             self.streams.end()
         self.handed += 1
         return batch
-
-    def watched(self) -> tuple[bool, Any]:
-        """The same without seeding. False if random numbers were drawn after all; then the copy is of no use any more.
-
-        Only while the streams are `unused`.
-        """
-        if not self.ready:
-            self.fetch()
-        streams = self.streams
-        streams.look()
-        try:
-            batch = self._next()
-        except BaseException:
-            if streams.leave():
-                return False, None
-            raise
-        if streams.leave():
-            return False, None
-        self.handed += 1
-        return True, batch
 
     def _first(self) -> Any:
         self._iterator = iter(self._copied.wrapper)

@@ -310,47 +310,26 @@ class MapReader:
     def __call__(self, request: MapRequest) -> Any:
         """The batch."""
         streams = self._streams
+        if streams is not None and self._session != request.session:
+            self._begin(request, streams)
         if request.look is not None:
             return self._looked(request, request.look)
         if streams is None:
-            return self._read(request.indices)
-        if self._session != request.session:
-            self._begin(request, streams)
-        looked_on = streams.unused
-        if looked_on:
-            streams.look()
-            try:
-                batch = self._read(request.indices)
-            except Exception:
-                if not streams.leave():
-                    raise
-            except BaseException:
-                streams.leave()
-                raise
-            else:
-                if not streams.leave():
-                    return batch
-        batch = self._read_under(request, streams)
-        if looked_on:
+            return self._read(request, None)
+        batch = streams.read(functools.partial(self._read, request))
+        if streams.kept:
             streams.warn_of_kept(self.dataset, f"sample {request.indices[0]} or one of its batch")
-        if streams.made_late():
-            batch = self._read_under(request, streams)
         return batch
 
     def _looked(self, request: MapRequest, look: LookRequest) -> First:
         """The session's first batch, and what samples look like."""
-        streams, collate = self._streams, self._collate
-        if streams is not None:
-            self._begin(request, streams)
+        collate = self._collate
         key = self._key_at(self._batch_key if self._whole else self._sample_key)
         keeps = not keeps_nothing(collate)
         trial = CallTrial(collate, listed=not self._single) if look.twice and keeps else None
         self._collate = trial or collate
         try:
-            batch, one, drew = self._read_looking(request, look.index, key)
-            if streams is not None and streams.made_late():
-                # Before, what the samples drew came from generators without a stream.
-                batch, one, drew = self._read_looking(request, look.index, key)
+            batch, one = self._read_looking(request, look.index, key)
         finally:
             self._collate = collate
         finding = None
@@ -360,7 +339,7 @@ class MapReader:
 
         def see() -> Seen:
             """Reads the dataset."""
-            first = self._look(key, look.index)[0] if one is None else one
+            first, drew = self._look(key, look.index)[0] if one is None else one, self._drew
             again = self._look(key, look.index)[0] if look.twice and first is not None else None
             kept = again is not None and drew and not self._drew
             return self._seen(request, look, first, again=again, collate=finding, keeps=kept)
@@ -369,8 +348,8 @@ class MapReader:
             return First(batch, see())
         return First(*undisturbed(batch, see))
 
-    def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, Look | None, bool]:
-        """A session's first batch, what the epoch's first sample looks like, and whether it drew.
+    def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, Look | None]:
+        """A session's first batch, and what the epoch's first sample looks like.
 
         If the batch begins with that sample, it is looked at on the way; else it is read before. A sample whose own
         code would run at a look is not looked at on the way: it may draw then, or give its content only once.
@@ -378,17 +357,19 @@ class MapReader:
         streams = self._streams
         if streams is None or request.start or self._whole:
             look = self._look(key, index)[0]
-            drew = self._drew
-            return self._read(request.indices) if streams is None else self._read_under(request, streams), look, drew
+            if streams is None:
+                return self._read(request, None), look
+            streams.first = True
+            return streams.read(functools.partial(self._read, request)), look
         looks: list[Look] = []
 
         def see(sample: Any) -> None:
-            self._drew = streams.noted()
+            self._drew = streams.drew()
             if is_inert(sample):
-                looks.append(look_at(sample))
+                looks[:] = [look_at(sample)]
 
-        batch = self._read_under(request, streams, see)
-        return batch, looks[0] if looks else None, self._drew
+        batch = streams.read(functools.partial(self._read, request, see=see), notes=True)
+        return batch, looks[0] if looks else None
 
     def _seen(self, request: MapRequest, look: LookRequest, one: Look | None, **more: Any) -> Seen:
         if look.expected is None:
@@ -403,16 +384,12 @@ class MapReader:
     def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
         if self._streams is not None:
-            self._streams.begin_pass()
+            self._streams.begin_pass(rest=derive_key(Purpose.REST, seed, epoch))
         key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
         return Samples(order, self._listed_batches, functools.partial(self._look_alone, key))
 
     def _look_alone(self, key: int, index: Any, position: int, place: int) -> Look | None:
-        key = self._key_at(key, position, place)
-        look, _ = self._look(key, index)
-        if self._streams is not None and self._streams.made_late():
-            look, _ = self._look(key, index)
-        return look
+        return self._look(self._key_at(key, position, place), index)[0]
 
     def _key_at(self, key: int, position: int = 0, place: int = 0) -> int:
         """Of a sample's stream. `key`: of the epoch's; `place`: in its batch, if the position is a batch's."""
@@ -424,17 +401,16 @@ class MapReader:
     def _look(self, key: int, index: Any) -> tuple[Look | None, Exception | None]:
         """What a sample looks like under the stream of `key`, or why it could not be read."""
         streams = self._streams
+
+        def read(start: Callable[[int], None] | None) -> Look:
+            if start is not None:
+                start(key)
+            sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
+            self._drew = streams is not None and streams.drew()
+            return look_at(sample)
+
         try:
-            start = None if streams is None else streams.begin(notes=True)
-            try:
-                if start is not None:
-                    start(key)
-                sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
-                self._drew = streams is not None and streams.noted()
-                return look_at(sample), None
-            finally:
-                if streams is not None:
-                    streams.end()
+            return read(None) if streams is None else streams.read(read, notes=True), None
         except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch
             return None, error
 
@@ -445,37 +421,36 @@ class MapReader:
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
         self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
         self._key_block = []
-        streams.begin_pass()
+        streams.begin_pass(rest=derive_key(Purpose.REST, request.seed, request.epoch))
 
-    def _read_under(self, request: MapRequest, streams: Streams, see: Callable[[Any], None] | None = None) -> Any:
-        """Read the batch, with all generators seeded for each sample. `see`: called with the first sample, as read."""
-        dataset, start = self.dataset, streams.begin(see is not None)
-        try:
-            if self._whole:
-                start(extend_key(self._batch_key, request.start))
-                samples = dataset.__getitems__(request.indices)
-            else:
-                samples = []
-                for key, index in zip(self._keys(request), request.indices, strict=True):
-                    start(key)
-                    samples.append(dataset[index])
-                    if see is not None:
-                        see(samples[0])
-                        see = None
-            if not self._plain_collate:
-                start(extend_key(self._batch_key, request.start, Purpose.BATCH))
-            return self._collate(samples[0] if self._single else samples)
-        finally:
-            streams.end()
+    def _read(
+        self, request: MapRequest, start: Callable[[int], None] | None, see: Callable[[Any], None] | None = None
+    ) -> Any:
+        """Read the batch.
 
-    def _read(self, indices: list[Any]) -> Any:
-        """Read the batch with the generators as they are."""
-        dataset = self.dataset
-        if self._single:
-            return self._collate(dataset[indices[0]])
+        Args:
+            request: for it.
+            start: seeds the generators with each sample's key; None if they stay as they are.
+            see: called with the first sample, as read.
+        """
+        dataset, indices = self.dataset, request.indices
         if self._whole:
-            return self._collate(dataset.__getitems__(indices))
-        return self._collate([dataset[index] for index in indices])
+            if start is not None:
+                start(extend_key(self._batch_key, request.start))
+            samples = dataset.__getitems__(indices)
+        elif start is None:
+            samples = list(map(operator.getitem, itertools.repeat(dataset), indices))
+        else:
+            samples = []
+            for key, index in zip(self._keys(request), indices, strict=True):
+                start(key)
+                samples.append(dataset[index])
+                if see is not None:
+                    see(samples[0])
+                    see = None
+        if start is not None and not self._plain_collate:
+            start(extend_key(self._batch_key, request.start, Purpose.BATCH))
+        return self._collate(samples[0] if self._single else samples)
 
     def _keys(self, request: MapRequest) -> list[int]:
         start, count = request.start, len(request.indices)

@@ -218,8 +218,11 @@ class ReplayReader:
             return self._begin(request)
         if self._streams is None:
             return self._batch(request)
-        with self._streams as self._start_stream:
+        self._start_stream = self._streams.begin(notes=True)
+        try:
             return self._batch(request)
+        finally:
+            self._streams.end()
 
     def _begin(self, request: ReplayRequest) -> Replayed | End:
         """The first batch of a session in this process."""

@@ -59,11 +59,7 @@ class Through:
 
 
 class _WrapperSession(Session):
-    """A session of a wrapper's batches.
-
-    A wrapper that drew nothing for the first one is only watched from then on. If it draws all the same, another copy
-    continues at the batch that is to be handed out, with seeding.
-    """
+    """A session of a wrapper's batches."""
 
     def __init__(self, through: Through, inner: Session, run: Run, adapter: Adapter) -> None:
         self._through, self._inner, self._run, self._adapter = through, inner, run, adapter
@@ -72,7 +68,6 @@ class _WrapperSession(Session):
         self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
         self._seen: Seen | None = None
         self._made: deque[Any] = deque()  # batches that the trial has made
-        self._watches = False
         self.marks = inner.marks
         try:
             self._reading = self._read_from(0)
@@ -82,7 +77,6 @@ class _WrapperSession(Session):
         try:
             if through.lead is None:
                 self._try()
-            self._watches = self._may_watch()
         except BaseException:
             self.close()
             raise
@@ -140,16 +134,9 @@ class _WrapperSession(Session):
             if not reading.ready and reading.asked == reading.handed:
                 raise reading.error or StopIteration
         try:
-            if self._watches:
-                sound, batch = reading.watched()
-                if not sound:
-                    self._restart(reading.handed)
-                    return self._next()
-            else:
-                batch = reading.give()
-                if reading.handed == reading.first + 1:
-                    reading.late()
-                    self._watches = self._may_watch()
+            batch = reading.give()
+            if reading.handed == reading.first + 1:
+                reading.late()
         except StopIteration:
             raise self._early_end(reading) from None
         except NotOneForOneError as error:
@@ -157,10 +144,6 @@ class _WrapperSession(Session):
         if reading.asked - reading.handed != self._through.lead:
             self._check(reading)
         return batch
-
-    def _may_watch(self) -> bool:
-        """A batch that is only watched may have to be made again, which statistics would count twice."""
-        return self._reading.streams.unused and not self._through.statistics
 
     def _early_end(self, reading: Reading) -> Exception:
         """What the end of the wrapper's iterator means while there are batches inside."""
@@ -198,7 +181,7 @@ class _WrapperSession(Session):
     def _restart(self, number: int) -> None:
         """Read on with another copy, from this batch of the session on."""
         run, adapter = self._run, self._adapter
-        self._seen, self._watches = self.seen, False
+        self._seen = self.seen
         detail = self._inner.detail(self._reading.marks.get(number)) if self.marks and number else run.detail
         self._made.clear()
         self._reading.close()
