@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +297,20 @@ class CannotLoad(Stream):
         super().load_state_dict(state)
 
 
+class GoesTooFar(Stream):
+    """Its state leads one sample further, but for the first ones."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "given": state["given"] + (state["given"] > 8)})
+
+
+class DrawsLate(Stream):
+    """Augments with the global generator, but for the first samples."""
+
+    def value(self, number: int) -> Any:
+        return random.random() if self.given > 5 else 0.0
+
+
 class Draws(Stream):
     """Augments with the global generator, which its state does not cover."""
 
@@ -361,41 +374,6 @@ class EpochOrder:
 
 def drawing(number: int) -> Any:
     return {"number": np.array([number]), "value": random.random()}
-
-
-class CountsDraws:
-    """Augments with the global generator, and counts how often."""
-
-    drawn = 0
-
-    def __call__(self, number: int) -> Any:
-        sample = drawing(number)
-        self.drawn += 1
-        return sample
-
-
-class DrawsAhead(parts.Loader[Any]):  # type: ignore[misc]
-    """Reads and augments two samples ahead, in a thread, which has drawn their numbers when a pass begins.
-
-    So which numbers these are does not depend on how fast the thread is: a pass's first sample has the first ones.
-    """
-
-    ahead = 2
-
-    def __init__(self) -> None:
-        self.function = CountsDraws()
-        super().__init__(parts.ParallelMapper(parts.SamplerWrapper(EpochOrder()), self.function, 1, method="thread"))
-
-    def __iter__(self) -> Any:
-        before = self.function.drawn
-        iterator = super().__iter__()
-        self.wait(before + self.ahead)
-        return iterator
-
-    def wait(self, draws: int) -> None:
-        """Return when so many samples have been augmented, or all of the epoch."""
-        while self.function.drawn < min(draws, SIZE):
-            time.sleep(0.001)
 
 
 class DrawsFromItsOwn:
@@ -476,27 +454,30 @@ EXACT: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
     "StatefulDataLoader of a stream": lambda: StatefulDataLoader(StreamDataset(Stream()), batch_size=None),
 }
-"""Nothing to tell: each resumes exactly, and is tried."""
-
-BELIEVED = ("torchdata.nodes, prefetched", "torchdata.nodes, threads")
-"""Of these, where a thread reads a sampler that is not torch's: what that draws, a trial sees only by chance."""
+"""Nothing to tell: each resumes exactly. What can be pickled is tried: not the nodes, which hold a module."""
 
 TOLD: dict[str, Callable[[], Any]] = {
-    "counts passes": CountsPasses,
     "starts over": StartsOver,
     "reads ahead": ReadsAhead,
-    "cannot load": CannotLoad,
     "draws": Draws,
     "own generator": OwnGenerator,
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),
-    "torchdata.nodes, drawing in a thread": DrawsAhead,
 }
-"""Each resumes wrongly somewhere, by a fault of its own.
+"""Each resumes wrongly after its first batch, by a fault of its own: the job's trial finds it."""
 
-That whose thread draws comes last: until it has ended, it disturbs what is tried after it.
-"""
+FOUND_BY_CHECK: dict[str, Callable[[], Any]] = {
+    "counts passes": CountsPasses,
+    "cannot load": CannotLoad,
+    "goes too far": GoesTooFar,
+    "draws late": DrawsLate,
+}
+"""Each resumes wrongly at other places, or raises there."""
+
+
+def wrapped_by_name(name: str, seed: int | None = SEED) -> Any:
+    return midepoch.wrap(FOUND_BY_CHECK[name](), seed=seed)
 
 
 def continued(name: str, states: list[dict[str, Any]], count: int) -> list[list[str]]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import importlib.metadata
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -19,8 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
-from midepoch.adapters.stateful.trial import Loaded, Report, read_from
-from midepoch.copying import stateful_copy
 from midepoch.dividing import division_of
 from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError, warn
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -30,19 +26,17 @@ from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
-from midepoch.reading.trials import Outcome, compare
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES, piece_of
 from midepoch.state.witness import look_at
-from midepoch.trying import Finding
+from midepoch.trying import Copied, copy_of, tried_on_copy
 from midepoch.world import World
 
 __all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream", "state_of"]
 
 
-_TRIALS = 2  # in two epochs, since a source may count its passes and not say so in its state
 _MAY_REORDER = (
     "which may give the next epoch another order after a resume, or after an epoch that was left early: wrap that "
     "loader, or let its sampler's order follow from the epoch"
@@ -70,25 +64,16 @@ class StatefulAdapter(Adapter):
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self.was_put_at_its_end = False  # by a state, and not read since
         self.stands_at = ""  # the state that it has reported at its end; empty once it is read again
+        self.saved_with = ""  # another version of the source's package, of the state that was checked last
         self._used = False
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
-        self._pristine: Any = None  # a copy of the source as it was before it was read
-        self._measured: Any = None  # a copy whose length is asked, where that may follow from the epoch
-        self._begun = False  # a session has begun to read
-        self._opened = False
-        self._tried_in: list[int] = []  # epochs
-        self.report: Report | None = None  # of the latest load, if the source reports another state since
-        self.is_doubted = False  # what follows the latest load shows whether it was applied
-        self._copies_report = False  # another state than they load
-        self._excuse: Report | None = None  # that of a copy which has read on rightly
-        self._after_first = ""  # the state of a copy after its first batch
-        self.saved_with = ""  # another version of the source's package, of the state that was checked last
+        self._copied: Copied | None = None  # as it was before it was read, until that is tried
         self._untried = "it is tried on a copy when an epoch is read from its beginning"
+        self._tries = options.verify != "off" and options.streams and not private.has_workers(source)
         if options.verify == "off" or not options.streams:
-            self._untried = "verify='off'" if options.verify == "off" else "randomness='none'"
-            self._untried += ": it is not tried"
-        elif private.has_workers(source):
+            self._untried = ("verify='off'" if options.verify == "off" else "randomness='none'") + ": it is not tried"
+        elif not self._tries:
             self._untried = "it is not tried, since a copy would start worker processes of its own"
         if options.shard:
             raise UnsupportedSourceError(
@@ -106,36 +91,17 @@ class StatefulAdapter(Adapter):
         return methods and not hasattr(type(source), RAW)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
-        """Batches of all ranks in an epoch, if the source knows its own number."""
-        length = length_of(self.source)
-        if length is not None and any(_calls_of(self.measures(self.source))):
-            length = self._length_in(epoch, length)
+        """Batches of all ranks in an epoch, if the source knows its own number, and that does not follow the epoch."""
+        length = None if any(map(_has_other_epochs, self.told_epochs())) else length_of(self.source)
         return None if length is None else length * world.world_size
 
-    def measures(self, source: Any) -> list[Any]:
-        """The parts of `source`, this one or a copy of it, whose ``set_epoch`` may change its length."""
-        return [source] if self.is_of_unknown_kind else []
+    def stated_length(self) -> int | None:
+        """As the source says it now."""
+        return length_of(self.source)
 
-    def _length_in(self, epoch: int, now: int) -> int:
-        """That of a copy that is told the epoch, since the source may be in another one. `now`: the source's own."""
-        if self._measured is None:
-            self._measured = self._copied_to_measure()
-        if self._measured is None:
-            return now
-        for tell in _calls_of(self.measures(self._measured)):
-            tell(epoch)
-        length = length_of(self._measured)
-        return now if length is None else length
-
-    def _copied_to_measure(self) -> Any:
-        source = private.without_iterator(self.source) if isinstance(self.source, DataLoader) else self.source
-        return self._copied(source)[0]
-
-    def refresh(self) -> None:
-        """The user may still change what an epoch's length comes from."""
-        if self._measured is not None:
-            anew = self._copied_to_measure()
-            self._measured = self._measured if anew is None else anew
+    def told_epochs(self) -> list[Any]:
+        """The parts of the source whose ``set_epoch`` may change its length."""
+        return [self.source] if self.is_of_unknown_kind else []
 
     def describe(self) -> dict[str, str]:
         """The kind of source, since its state fits no other kind, and the settings a loader's state depends on."""
@@ -224,9 +190,8 @@ class StatefulAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
-        if run.world.world_size > 1 and self.options.shard is None and not self._opened:
+        if run.world.world_size > 1 and self.options.shard is None and self._read_epoch is None:
             self._tell_of_undivided(run.world)
-        self._opened = True
         return StatefulSession(self, run)
 
     def _tell_of_undivided(self, world: World) -> None:
@@ -257,7 +222,7 @@ class StatefulAdapter(Adapter):
                 f"this {type(self.source).__name__} cannot be pickled, so its loader cannot be sent to another process "
                 f"({type(error).__name__}: {error!s:.150}): make and wrap the source there, and load a state into it"
             ) from error
-        return {**self.__dict__, "source": source}
+        return {**self.__dict__, "source": source, "_copied": None}
 
     def twin(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
@@ -268,10 +233,6 @@ class StatefulAdapter(Adapter):
 
     # --- trying the source's own state ---
 
-    @property
-    def _tries(self) -> bool:
-        return self.options.verify != "off" and self.options.streams and not private.has_workers(self.source)
-
     def begin(self, run: Run) -> None:
         """A session begins to read."""
         epoch, follows = run.epoch, 0 if self._read_epoch is None else self._read_epoch + 1
@@ -280,88 +241,48 @@ class StatefulAdapter(Adapter):
                 f"epoch {epoch} is the next pass of this {type(self.source).__name__}, whatever its number: it counts "
                 "its passes itself, and has no set_epoch; load a state to go elsewhere",
             )
+        if self._read_epoch is None and self._tries:
+            self._copied = copy_of(self.what_is_sent())
+            if self._copied.why:
+                self._cannot_try(self._copied.why)
         self._read_epoch = epoch
-        if not self._begun:
-            self._begun = True
-            self.before_first_read()
-
-    def before_first_read(self) -> None:
-        """Copy the source while it is as another process would make it."""
-        if not self._tries:
-            return
-        self._pristine, why = self._copied(self.source)
-        if self._pristine is None:
-            self._cannot_try(f"it is not tried, since {why}")
-
-    def _copied(self, source: Any) -> tuple[Any, str]:
-        return stateful_copy(source, private.shared_kinds())
 
     def _cannot_try(self, why: str) -> None:
-        self._pristine, self._untried = None, why
+        self._copied, self._untried = None, f"it is not tried, since {why}"
         self.learned()
 
-    def trial(self, run: Run) -> Callable[[str, int], Outcome | None] | None:
-        """What gives the batch to which the source's state leads a copy; None if nothing is to be tried in this run.
+    def is_to_be_tried(self, run: Run) -> bool:
+        """Whether the state of the first batch is tried, once a job: not within an epoch, which may take long."""
+        return self._copied is not None and not run.position
 
-        A session that begins within an epoch is not tried: a source may read all that was consumed to get there.
-        """
-        done = self._pristine is None or len(self._tried_in) >= _TRIALS
-        if done or run.position or run.epoch in self._tried_in:
-            return None
-        return lambda detail, batches: self._attempt(run, detail, batches)
+    def try_state(self, run: Run, detail: str, batch: Any) -> None:
+        """Lead a copy to the state after the first batch, and compare what follows with `batch`, which came next."""
+        copied, self._copied = self._copied, None
+        assert copied is not None
+        run = dataclasses.replace(run, position=run.world.world_size, detail=detail)
 
-    def _attempt(self, run: Run, detail: str, batches: int) -> Outcome | None:
-        """The copy's batch. None if the copy, and not the state, is at fault."""
-        self._tried_in.append(run.epoch)
-        threads = threading.active_count()
-        position = run.position + batches * run.world.world_size
-        outcome: Outcome | None = self._read_copy(dataclasses.replace(run, position=position, detail=detail))
-        if outcome and outcome.error is not None and not outcome.ended:
-            fresh = self._read_copy(dataclasses.replace(run, epoch=0, position=0, detail=""))
-            if fresh is None or fresh.error is not None:
-                outcome = None
-        if outcome is None:
-            self._cannot_try("it is not tried, since a copy of it cannot be read")
-        elif len(self._tried_in) == _TRIALS:
-            self._end_trials()
-        if threading.active_count() > threads:
-            gc.collect()  # ends those of the copy
-        return outcome
+        def follow(seeded: Any) -> Any:
+            # Another copy than the one that is seeded: a new process finds the source's generators as they were made.
+            session = type(self)(copied.open(), dataclasses.replace(self.options, verify="off")).open(run)
+            try:
+                return session.take()
+            except StopIteration:
+                return "the end"
+            finally:
+                session.close()
 
-    def _end_trials(self) -> None:
-        self._tried_in = [-1] * _TRIALS
-        if not self._copies_report:  # they are asked again when the source does
-            self._pristine = None
-
-    def _read_copy(self, run: Run) -> Outcome | None:
-        return self._ask_copy(lambda adapter, run: adapter.open(run), run)
-
-    def _ask_copy(self, ask: Callable[[StatefulAdapter, Run], Session], run: Run) -> Outcome | None:
-        """What a session over a copy gives. `ask` opens it. None if there is no copy."""
-        copy = None if self._pristine is None else self._copied(self._pristine)[0]
-        if copy is None:
-            return None
-        adapter = type(self)(copy, dataclasses.replace(self.options, verify="off"))
-        outcome = read_from(lambda run: ask(adapter, run), self._pristine, copy, run)
-        self._copies_report = self._copies_report or adapter.report is not None
-        return outcome
-
-    def conclude(self, outcome: Outcome, batch: Any, run: Run, batches: int) -> None:
-        """Compare the copy's batch with the source's own, and say what follows."""
-        finding = compare(outcome, look_at(batch))
-        if finding.unseen:
-            self.note(Finding(unseen=finding.unseen))
-        if not finding.order:
-            self._untried = ""
-            self.learned()
-        if not finding.differs:
+        key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
+        found = tried_on_copy(copied, follow, key, look_at(batch))
+        if found.untried:
+            self._cannot_try(found.untried)
             return
-        self._end_trials()
-        if finding.order:
-            self._pristine = None
-        what = "order" if finding.order else "random numbers"
-        why = f"its state after batch {batches} of epoch {run.epoch} was tried on a copy: {finding.differs}"
-        self._tell(why, finding.order, f"does not restore its {what}")
+        self._untried = "" if not found.order else self._untried
+        what = "order" if found.order else "random numbers"
+        differs = (
+            f"the state of this {type(self.source).__name__} does not restore its {what} (its state after batch 1 of "
+            f"epoch {run.epoch} was tried on a copy, which gave another {found.differs})"
+        )
+        self.note(dataclasses.replace(found, differs=differs if found.differs else "", cure=self.instead(found.order)))
 
     def instead(self, order: bool) -> str:
         """What to write where the state restores another `order`, or other random numbers."""
@@ -370,11 +291,7 @@ class StatefulAdapter(Adapter):
             "the start, or let the state cover all that it draws and holds back"
         )
 
-    def _tell(self, why: str, order: bool, what: str) -> None:
-        broken = f"the state of this {type(self.source).__name__} {what} ({why})"
-        self.note(Finding(broken, order, self.instead(order)))
-
-    # --- what differs from one epoch to the next, and from one load to another ---
+    # --- what differs from one epoch to the next ---
 
     @property
     def _set_epoch(self) -> Callable[[int], Any] | None:
@@ -397,120 +314,6 @@ class StatefulAdapter(Adapter):
         """Whether nobody has tried how such a source reports what it has loaded."""
         return type(self) is StatefulAdapter
 
-    def load(self, state: Any, before: Any) -> Loaded | None:
-        """Load a state. `before`: what a source that was not read reports; None if it cannot say."""
-        keeper = self.keeper
-        used, self._used = self._used, True
-        if not self.is_of_unknown_kind:
-            keeper.load_state_dict(state)
-            return None
-        loaded = decode(encode(state))  # the source may keep what it is given, and change it
-        before = state_of(keeper) if used else before
-        keeper.load_state_dict(state)
-        return Loaded(loaded, before, Report.of(loaded, before, state_of(keeper)))
-
-    def compare_report(self, loaded: Loaded | None, state: Any) -> None:
-        """Compare what the source reports with what was loaded, now that it has begun to read.
-
-        Args:
-            loaded: the keeper's state.
-            state: all of it, as `start` was given it.
-
-        Raises:
-            StateError: it reports another state, and no copy of it has shown that it stands at the loaded place.
-        """
-        self.report, self.is_doubted = None, False
-        if loaded is None or loaded.report is None:
-            return
-        self.report = loaded.report
-        reports = state_of(self.keeper)
-        now = Report.of(loaded.state, loaded.before, reports)
-        if now is None:
-            return
-        self.report = self.report.merged(now)
-        if self.options.verify == "off":
-            return
-        if self._is_excused(now, state):
-            self.is_doubted = True
-            return
-        if reports is None and self._pristine is None:
-            return  # it says nothing, and nothing can be tried
-        name = type(self.keeper).__name__
-        untried = ""
-        if self._pristine is None and not self._tried_in:
-            untried = f" Whether that matters could not be seen in a copy ({self._untried})."
-        raise StateError(
-            f"{name} reports another state than was loaded: {now.words}, so it may stand at another place."
-            f"{untried} Let state_dict() return what load_state_dict() was given, or leave out what does not belong to "
-            "the place, such as a count of resumes; verify='off' takes the source at its word"
-        )
-
-    def _is_excused(self, now: Report, state: Any) -> bool:
-        """Whether a copy reports as the source does `now`, and reads on rightly: from its beginning, or from `state`.
-
-        Some sources report otherwise only where another epoch than the first one has been loaded.
-        """
-        if self._excuse is not None and now.is_excused_by(self._excuse):
-            return True
-        for epoch, begins_at in ((0, None), (self._read_epoch or 0, state)):
-            excuse = self._read_behind_a_load(Run(epoch, 0, 0, World(), None, "pad", ""), begins_at)
-            if excuse is not None and now.is_excused_by(excuse):
-                self._excuse = excuse
-                return True
-        return False
-
-    def _read_behind_a_load(self, run: Run, state: Any) -> Report | None:
-        """How a copy reports what it loads: `state`, and the one after the first batch from there.
-
-        None if nothing can be tried, as with less than two batches left, or the copy reads on wrongly.
-        """
-        read = self._ask_copy(lambda adapter, run: _Twice(adapter, run, state), run)
-        if read is None or read.error is not None:
-            return None
-        own, reports, behind, expected = read.batch
-        if state is None:
-            self._after_first = reports
-        given = self._ask_copy(lambda adapter, run: _Behind(adapter, run, behind), dataclasses.replace(run, position=1))
-        if given is None or given.error is not None:
-            return None
-        report, batch = given.batch
-        return None if compare(Outcome(batch), look_at(expected)).order else own.merged(report)
-
-    def check_begun(self) -> None:
-        """Raise a StateError if the source stands, after its first batch, where it would after its very first one.
-
-        A source that reports another state than it was given may apply that when it is read.
-        """
-        if self._after_first and encode(state_of(self.keeper)) == self._after_first:
-            raise StateError(
-                f"{type(self.keeper).__name__} reports another state than was loaded, that of its very beginning: its "
-                "load_state_dict does not lead to the loaded place; fix it, or wrap a function that makes what the "
-                "source reads"
-            )
-
-    def tell_of_its_end(self, run: Run, iterator: Iterator[Any], batches: int, detail: str) -> None:
-        """Say it where a state saved after the last batch does not show that nothing is left, now that this is known.
-
-        No copy tries it: a source may read all of an epoch to get to its end.
-        """
-        if not self.is_of_unknown_kind or self.shows_its_end(decode(detail)):
-            return
-        try:
-            moved = encode(self.current(iterator)) != detail
-        except Exception:  # noqa: BLE001  # of the source's code; whoever asks for the state will be told
-            return
-        if not moved:
-            warn(
-                f"a state was saved after batch {batches - 1} of epoch {run.epoch}, the last one, and "
-                f"{type(self.keeper).__name__} reports the same state at its end: if it begins anew from that, a run "
-                f"resumed there reads its next pass as the rest of epoch {run.epoch}. Give it a __len__, which says "
-                "where it ends, or load another state",
-            )
-
-    def shows_its_end(self, state: Any) -> bool:
-        """Whether a state says that nothing is left of its pass."""
-        return False
-
     # --- what differs between sources ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
@@ -519,11 +322,11 @@ class StatefulAdapter(Adapter):
         self.tell_the_epoch(run.epoch)
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self.very_beginning()
-        loaded = None if state is None else self._load(state, first)
+        if state is not None:
+            self.restore(state)
         self._used = True
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
-        self.compare_report(loaded, state)
         private.forget_end(iterator)
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
@@ -531,16 +334,11 @@ class StatefulAdapter(Adapter):
             self._first_state = state_of(self.source)
         return iterator
 
-    def _load(self, state: Any, first: bool) -> Loaded | None:
-        if first:
-            # Of a copy: a torchdata.nodes.Loader that was asked for a state ignores one that is loaded later.
-            self._first_state = self._state_of_a_copy()
-        return self.load(state, self._first_state if first else None)
-
     def _state_of_a_copy(self) -> Any:
-        copy = self._copied(self.source)[0]
+        """Of a source that was not read: a torchdata.nodes.Loader that is asked itself ignores what it loads later."""
+        copied = self._copied or copy_of(self.what_is_sent())
         with Streams().under(derive_key(Purpose.TRIAL)):  # it may draw its order for it
-            return None if copy is None else state_of(copy)
+            return None if copied.why else state_of(copied.open())
 
     def very_beginning(self) -> Any:
         """The state from which a source that was read begins again. A copy, since the source may keep and change it."""
@@ -552,8 +350,11 @@ class StatefulAdapter(Adapter):
         return copy.deepcopy(self._first_state)
 
     def restore(self, state: Any) -> None:
-        """Load a state from which the next epoch begins, and read nothing."""
-        self.compare_report(self._load(state, not self._used), state)
+        """Load a state, and read nothing."""
+        if not self._used and not self.rewinds:
+            self._first_state = self._state_of_a_copy()
+        self._used = True
+        self.keeper.load_state_dict(state)
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """A function that returns the iterator's next batch."""
@@ -564,9 +365,8 @@ class StatefulAdapter(Adapter):
         return self.source.state_dict()
 
 
-def _calls_of(parts: list[Any]) -> list[Callable[[int], Any]]:
-    found = [getattr(part, "set_epoch", None) for part in parts]
-    return [tell for tell in found if callable(tell)]
+def _has_other_epochs(part: Any) -> bool:
+    return callable(getattr(part, "set_epoch", None)) and length_of(part) is not None
 
 
 _PACKAGE = "package"
@@ -590,48 +390,6 @@ class _Nowhere:
 
     def write(self, data: bytes) -> int:
         return len(data)
-
-
-class _Twice(Session):
-    """Gives how a copy reports the state that it loads, what it does after a batch, its state then, and what follows.
-
-    Args:
-        state: None to begin at the epoch's beginning.
-    """
-
-    def __init__(self, adapter: StatefulAdapter, run: Run, state: Any) -> None:
-        self._adapter, self._run, self._state = adapter, run, state
-
-    def take(self) -> tuple[Report, str, Any, Any]:
-        """Reads two batches."""
-        adapter, run = self._adapter, self._run
-        iterator = adapter.start(run, self._state)
-        report = adapter.report or Report({}, False)
-        read = adapter.reading(run, iterator)
-        try:
-            read()
-        except StopIteration:
-            if self._state is None:
-                raise
-            # The state is that of an epoch's end.
-            iterator = adapter.start(dataclasses.replace(run, epoch=run.epoch + 1), None)
-            read = adapter.reading(run, iterator)
-            read()
-        reports = encode(state_of(adapter.keeper))
-        return report, reports, decode(encode(adapter.current(iterator))), read()
-
-
-class _Behind(Session):
-    """Gives how a copy reports a state that it loads, and the batch that follows."""
-
-    def __init__(self, adapter: StatefulAdapter, run: Run, state: Any) -> None:
-        self._adapter, self._run, self._state = adapter, run, state
-
-    def take(self) -> tuple[Report, Any]:
-        """Reads a batch."""
-        adapter = self._adapter
-        iterator = adapter.start(self._run, self._state)
-        return adapter.report or Report({}, False), adapter.reading(self._run, iterator)()
 
 
 def state_of(source: Any) -> Any:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from midepoch.errors import SourceError, StateError
 from midepoch.loader.adapter import Run, Session
 from midepoch.order.keys import derive_key
-from midepoch.randomness.streams import Purpose
-from midepoch.reading.trials import Outcome
+from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.codec import decode, encode
-
-if TYPE_CHECKING:
-    from midepoch.adapters.stateful.adapter import StatefulAdapter
 
 __all__ = ["ENDED", "StatefulSession"]
 
@@ -22,16 +18,40 @@ ENDED = "ended:"
 """Before the detail of a pass that was read to its end; a source would begin anew from its own state."""
 
 
+class _Adapter(Protocol):
+    """What a session asks of its adapter, which outlives it."""
+
+    source: Any
+    rewinds: bool
+    opening: Streams | None
+    saved_with: str
+    was_put_at_its_end: bool
+    stands_at: str
+
+    def begin(self, run: Run) -> None: ...
+    def start(self, run: Run, state: Any) -> Iterator[Any]: ...
+    def restore(self, state: Any) -> None: ...
+    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]: ...
+    def current(self, iterator: Iterator[Any]) -> Any: ...
+    def is_to_be_tried(self, run: Run) -> bool: ...
+    def try_state(self, run: Run, detail: str, batch: Any) -> None: ...
+
+
+class _Error(NamedTuple):
+    error: Exception
+
+
 class StatefulSession(Session):
     """Batches of a source with a state of its own, which is asked for only when somebody asks."""
 
-    def __init__(self, adapter: StatefulAdapter, run: Run) -> None:
+    def __init__(self, adapter: _Adapter, run: Run) -> None:
         self._adapter, self._run = adapter, run
         self._steps = None if run.share is None else run.share.steps
         self._iterator: Any = None
         self._next: Callable[[], Any] | None = None
         self._advance: Callable[[], Any] | None = None
-        self._trial: Callable[[str, int], Outcome | None] | None = None
+        self._is_to_be_tried = False
+        self._ahead: list[Any] = []  # the batch, or the error, that was read after the state before it was asked for
         self._handed_out = 0
         self._failed = self._finished = False
         self._over = run.detail.startswith(ENDED)  # the source has ended
@@ -48,8 +68,6 @@ class StatefulSession(Session):
             batch = self._first() if self._next is None else self._next()
         except StopIteration:
             self._over = self._finished = True
-            if self._steps is None and self._handed_out and self._asked[0] == self._handed_out:
-                self._adapter.tell_of_its_end(self._run, self._iterator, *self._asked)
             raise
         except BaseException:
             self._failed = True
@@ -60,15 +78,13 @@ class StatefulSession(Session):
     def _first(self) -> Any:
         adapter, run = self._adapter, self._run
         if adapter.opening is None:
-            advance, batch = self._begun()
+            self._advance, batch = self._begun()
         else:
             # torch's loaders draw the workers' seed here, which must not change the caller's generator.
             with adapter.opening.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
-                advance, batch = self._begun()
-        if run.position and adapter.is_doubted:
-            adapter.check_begun()
-        self._trial, self._advance = adapter.trial(run), advance
-        self._next = self._advance if self._trial is None else self._second
+                self._advance, batch = self._begun()
+        self._is_to_be_tried = adapter.is_to_be_tried(run)
+        self._next = self._second if self._is_to_be_tried else self._advance
         return batch
 
     def _begun(self) -> tuple[Callable[[], Any], Any]:
@@ -97,37 +113,29 @@ class StatefulSession(Session):
             self._adapter.was_put_at_its_end = True
 
     def _second(self) -> Any:
-        """The next batch, after a trial of the state before it."""
-        try:
+        """The second batch. The state before it is tried, unless somebody has asked for it, and so has had it tried."""
+        with contextlib.suppress(Exception):  # whoever asks for the state will be told
             self.mark()
-        except Exception:  # noqa: BLE001  # whoever asks for the state will be told
-            self._trial = None
-        if self._next == self._second:
-            self._next = self._advance
-        assert self._next is not None
-        return self._next()
+        self._is_to_be_tried, self._next = False, self._advance
+        if not self._ahead:
+            assert self._advance is not None
+            return self._advance()
+        batch = self._ahead.pop()
+        if isinstance(batch, _Error):
+            raise batch.error
+        return batch
 
     def _try(self) -> None:
-        """Compare the batch that comes next with the one that a copy of the source gives from the state on."""
-        trial, self._trial = self._trial, None
-        advance, self._next = self._advance, self._advance
-        assert trial is not None and advance is not None
-        outcome = trial(self._asked[1], self._handed_out)
-        if outcome is None:
-            return
+        """Read the batch after the state that was asked for, and compare it with what that state leads a copy to."""
+        assert self._advance is not None
+        self._is_to_be_tried = False
         try:
-            batch = advance()
+            batch = self._advance()
         except Exception as error:  # noqa: BLE001  # raised where the batch is asked for
-            self._next = functools.partial(self._held, Outcome(error=error))
+            self._ahead.append(_Error(error))
             return
-        self._next = functools.partial(self._held, Outcome(batch))
-        self._adapter.conclude(outcome, batch, self._run, self._handed_out)
-
-    def _held(self, held: Outcome) -> Any:
-        self._next = self._advance
-        if held.error is not None:
-            raise held.error
-        return held.batch
+        self._ahead.append(batch)
+        self._adapter.try_state(self._run, self._asked[1], batch)
 
     def _started(self) -> Callable[[], Any]:
         adapter, run = self._adapter, self._run
@@ -167,7 +175,7 @@ class StatefulSession(Session):
                     "pass remember=1 to midepoch.wrap, which keeps the state that the source had before the batch"
                 )
             self._asked = (self._handed_out, encode(self._adapter.current(self._iterator)))
-            if self._trial is not None:
+            if self._is_to_be_tried:
                 self._try()
         return self._asked[1]
 

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, state_of
 from midepoch.adapters.stateful.keyed import keyed
-from midepoch.adapters.stateful.trial import Loaded
 from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -85,25 +84,22 @@ class StreamAdapter(StatefulAdapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The dataset's own iterator, after its state is loaded, in batches."""
-        dataset, first = self.source.dataset, not self._used
+        dataset = self.source.dataset
         self.tell_the_epoch(run.epoch)
-        if first and state is None:
+        if state is None and not self._used:
             self._note_beginning()
         elif state is None and run.epoch == 0:
             state = self.very_beginning()
-        loaded = None if state is None else self._load(state, first)
+        if state is not None:
+            self.restore(state)
         self._used, self._ended = True, False
         if state is not None and state[1] and run.position:
             self._ended = True
-            self.compare_report(loaded, state)
             return iter(())
         if self._beginning is None:
-            samples = iter(dataset)
-        else:
-            with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
-                samples = iter(dataset)
-        self.compare_report(loaded, state)
-        return self._batches(samples)
+            return self._batches(iter(dataset))
+        with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+            return self._batches(iter(dataset))
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:
         source, collate = self.source, pinning(self.source)
@@ -124,19 +120,21 @@ class StreamAdapter(StatefulAdapter):
         own = state_of(self.source.dataset)
         self._first_state = None if own is None else (own, False)
 
-    def _load(self, state: Any, first: bool) -> Loaded | None:
-        if first:
+    def restore(self, state: Any) -> None:
+        """Load the dataset's state."""
+        if not self._used:
             self._note_beginning()
-        return self.load(state[0], self._first_state[0] if first and self._first_state else None)
+        self._used = True
+        self.source.dataset.load_state_dict(state[0])
 
     @property
     def keeper(self) -> Any:
         """The dataset."""
         return self.source.dataset
 
-    def measures(self, source: Any) -> list[Any]:
+    def told_epochs(self) -> list[Any]:
         """The dataset."""
-        return [source.dataset]
+        return [self.source.dataset]
 
     @property
     def is_of_unknown_kind(self) -> bool:
@@ -147,16 +145,9 @@ class StreamAdapter(StatefulAdapter):
         """The dataset's state, and whether it has ended."""
         return self.source.dataset.state_dict(), self._ended
 
-    def shows_its_end(self, state: Any) -> bool:
-        """Where the last batch was not full."""
-        return bool(state[1])
-
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream."""
         return keyed(self._streams, run, iterator.__next__)
-
-    def _copied(self, source: Any) -> tuple[Any, str]:
-        return _copied(source)
 
 
 class WorkersAdapter(CarriedAdapter):

@@ -12,14 +12,12 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
 from midepoch.adapters.stateful.keyed import keyed
-from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.samplers import length_of
-from midepoch.state.codec import encode
 
 __all__ = ["NodesAdapter", "TorchdataAdapter"]
 
@@ -42,13 +40,13 @@ class TorchdataAdapter(StatefulAdapter):
         self._samplers = [source.sampler, batches, getattr(batches, "sampler", None)]
         self._streams: Streams | None = None  # both are made by `_make_streams`
         self._beginning: Streams | None = None
-        self._leaves_the_dataset = False  # to its own state: see `_restores_another`
         self.opening = None  # see `start`
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
         self._inside_first = None if self._inside is None else self._inside.state_dict()
         # Another dataset with a state of its own goes on from where it stands, so it has to be led back.
         self.rewinds = self._inside is not None or not has_state(source.dataset)
+        self._leaves_the_dataset = not self.rewinds  # whose state is believed to restore its own generators
         # What a shuffle buffer, or a worker process, has read ahead is not in the state of such a dataset.
         buffered = self._inside is not None and private.has_shuffle_buffer(self._inside) is not False
         self._reads_again = self._inside is not None and (buffered or private.has_workers(source))
@@ -91,8 +89,8 @@ class TorchdataAdapter(StatefulAdapter):
             why = f"{order.reason}; {self._drawn_at_once} gives its whole order when an epoch begins"
             stated = dataclasses.replace(stated, exact_order=dataclasses.replace(order, reason=why))
         augmentations = Capability(keyed, exact)
-        if keyed and self._leaves_the_dataset:
-            exact = "as exact as the dataset's own state, which restores its generators"
+        if keyed and self._leaves_the_dataset and find_generators(self.source.dataset)[0]:
+            exact = "as exact as the dataset's own state, which is to restore its generators"
             augmentations = Capability(True, exact, believed=True)
         return dataclasses.replace(
             stated,
@@ -130,19 +128,14 @@ class TorchdataAdapter(StatefulAdapter):
 
     def _make_streams(self) -> None:
         source = self.source
-        if self._inside is None and has_state(source.dataset) and _restores_another(source.dataset):
-            self._leaves_the_dataset = True
-            self.learned()
         called = [source.collate_fn] if self._leaves_the_dataset else [source.dataset, source.collate_fn]
         self._streams = Streams(*called)
         self._beginning = Streams(*called, *([] if source.num_workers else _listed(self._samplers)))
 
-    def measures(self, source: Any) -> list[Any]:
+    def told_epochs(self) -> list[Any]:
         """Samplers of the user's own, and a dataset that is only iterated."""
-        batches = source.batch_sampler
-        own = private.own_samplers([source.sampler, batches, getattr(batches, "sampler", None)])
-        streams = self._inside is None and is_stream(source.dataset)
-        return [*own, source.dataset] if streams else own
+        streams = self._inside is None and is_stream(self.source.dataset)
+        return [*private.own_samplers(self._samplers), *([self.source.dataset] if streams else [])]
 
     @property
     def _dataset_to_tell(self) -> tuple[Any, ...]:
@@ -181,10 +174,6 @@ class TorchdataAdapter(StatefulAdapter):
         """The loader's state; none where the epoch is read again from its start."""
         return {} if self._reads_again else super().current(iterator)
 
-    def _copied(self, source: Any) -> tuple[Any, str]:
-        by_index = () if hasattr(source.dataset, "load_state_dict") or is_stream(source.dataset) else (source.dataset,)
-        return stateful_copy(source, (*private.shared_kinds(), *by_index))
-
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
         """Read each batch under its stream, if it is read in this process."""
         return keyed(self._read_here, run, iterator.__next__)
@@ -198,30 +187,6 @@ class TorchdataAdapter(StatefulAdapter):
 _OUT_OF_ORDER = Capability(
     False, "in_order=False: torchdata's state counts what came, and not what that was: leave in_order out"
 )
-
-
-def _restores_another(dataset: Any) -> bool:
-    """Whether a dataset's own state leads its generators elsewhere than midepoch would: they are then left to it.
-
-    Such a state may tell where a generator stood before it was seeded, as one that is noted when an epoch begins does
-    until a worker has read. Without a copy to try that on, the dataset is read as it is by itself.
-    """
-    if not find_generators(dataset)[0]:
-        return False
-    copied = stateful_copy(dataset, private.shared_kinds())[0]
-    if copied is None:
-        return True
-    with Streams(copied).under(derive_key(Purpose.TRIAL)):
-        seeded = _where_generators_stand(copied)
-        try:
-            copied.load_state_dict(copied.state_dict())
-        except Exception:  # noqa: BLE001  # sources raise various errors here
-            return True
-        return seeded != _where_generators_stand(copied)
-
-
-def _where_generators_stand(dataset: Any) -> dict[str, str]:
-    return {each.path: encode(each.save()) for each in find_generators(dataset)[0]}
 
 
 def _listed(samplers: list[Any]) -> list[Any]:
