@@ -17,10 +17,10 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.carried import CarriedAdapter, refuse_undivided
 from midepoch.reading.driven import RAW, exposed_samplers
 from midepoch.reading.private import iterates_as_torch, pinning
 from midepoch.reading.units import Units
+from midepoch.reading.worker_state import WorkerStateAdapter, refuse_undivided
 
 __all__ = ["StreamAdapter", "WorkersAdapter"]
 
@@ -150,13 +150,10 @@ class StreamAdapter(StatefulAdapter):
         return keyed(self._streams, run, iterator.__next__)
 
 
-class WorkersAdapter(CarriedAdapter):
+class WorkersAdapter(WorkerStateAdapter):
     """A DataLoader with worker processes, each of which has a stream of its own."""
 
     name: ClassVar[str] = "stateful-workers"
-
-    def __init__(self, source: Any, options: Options) -> None:
-        super().__init__(source, options, _copied)
 
     @classmethod
     def recognises(cls, source: object) -> bool:

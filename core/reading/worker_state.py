@@ -7,11 +7,9 @@ given: so each resume proves that the dataset's state leads where it says.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,21 +33,17 @@ from ..randomness.streams import Purpose, Streams
 from ..samplers import length_of
 from ..state.checksum import checksum_of
 from ..state.codec import decode, encode
-from ..state.witness import Look, look_at
 from ..trying import Finding
 from ..world import World
-from .trials import Outcome, compare
 from .units import Units
 from .workers import Server
 
-__all__ = ["CarriedAdapter", "refuse_undivided"]
+__all__ = ["WorkerStateAdapter", "refuse_undivided"]
 
 # What states may cost, on average.
 _BYTES_A_BATCH = 4096
 _SECONDS_A_BATCH = 0.0005
 _PART_OF_A_BATCH = 0.05  # of its time, if that is more
-
-_TRIALS = 2  # epochs, read from their beginning, in which a state is tried
 
 _CURE = (
     "let the state cover all that it draws and holds back, or wrap a function that makes the DataLoader, to have it "
@@ -58,7 +52,7 @@ _CURE = (
 )
 
 
-class _Slot(NamedTuple):
+class _Position(NamedTuple):
     """Where one worker stands.
 
     Attributes:
@@ -82,15 +76,13 @@ class _Request(NamedTuple):
 
     Attributes:
         start: where the worker begins; None for a worker that has nothing to do.
-        tries: try the state after the session's first batch on a copy of the dataset.
     """
 
     session: int
     seed: int
     epoch: int
     rank: int
-    start: _Slot | None
-    tries: bool = False
+    start: _Position | None
 
 
 class _Answer(NamedTuple):
@@ -98,17 +90,15 @@ class _Answer(NamedTuple):
 
     Attributes:
         fresh: (state, samples read, batches read) before this batch.
-        unsaid: why the dataset's state before this batch, which was to be sent, is not known.
-        astray: the batch before, which was read again, is another one than was given.
-        finding: what came of trying the state that is sent.
+        unknown: why the dataset's state before this batch, which was to be sent, is not known.
+        differs: the batch before, which was read again, is another one than was given.
     """
 
     batch: Any = None
     digest: str = ""
     fresh: tuple[str, int, int] | None = None
-    unsaid: str = ""
-    astray: bool = False
-    finding: Finding | None = None
+    unknown: str = ""
+    differs: bool = False
     ended: bool = False
     idle: bool = False
 
@@ -118,97 +108,66 @@ class _Reader:
 
     request = _Request
 
-    def __init__(self, loader: DataLoader[Any], streams: bool, proves: bool, copied: _Copied) -> None:
+    def __init__(self, loader: DataLoader[Any], streams: bool, proves: bool) -> None:
         self.dataset: Any = loader.dataset
         self._collate, self._size, self._drop_last = loader.collate_fn, loader.batch_size, loader.drop_last
         self._streams = Streams(loader.dataset, loader.collate_fn) if streams else None
-        self._proves, self._copied = proves, copied
+        self._proves = proves
         self._session: int | None = None
         self._samples = Units(iter(()))
         self._batches = 0
         self._last, self._every = 0, 1  # the batch before which a state was sent, and after how many the next one is
         self._took, self._since = 0.0, 0.0  # seconds of the last state, and when that was
         self._key = 0
-        self._twin: _Reader | None = None  # of a copy of the dataset, until the state after the first batch was tried
-        self._look: Look | None = None  # at the latest batch, while there is a twin
 
     def __call__(self, request: _Request) -> _Answer:
         """The next batch of this worker's stream."""
         if request.start is None:
             return _Answer(idle=True)
         if self._streams is None:
-            return self._answer(request, _nothing)
-        if request.tries and self._session != request.session:
-            self._twin = self._made_twin()
+            return self._answer(request, request.start, _nothing)
         with self._streams as start:
-            answer = self._answer(request, start)
-        twin = self._twin
-        if twin is None or self._batches == 1:
-            return answer
-        self._twin = None
-        if answer.fresh is None or answer.ended:
-            return answer
-        return answer._replace(finding=self._compare(twin, request._replace(start=_Slot(*answer.fresh))))
+            return self._answer(request, request.start, start)
 
-    def _made_twin(self) -> _Reader | None:
-        copied = self._copied(self.dataset)[0]
-        if copied is None:
-            return None
-        twin = copy.copy(self)
-        twin.dataset, twin._streams, twin._collate = copied, Streams(copied), _as_it_is
-        return twin
-
-    def _compare(self, twin: _Reader, request: _Request) -> Finding:
-        """Compare the latest batch with the one to which its state leads the twin."""
-        assert self._look is not None
-        look, self._look = self._look, None
-        try:
-            with warnings.catch_warnings(action="ignore"):  # the original has its own
-                again = twin(request._replace(tries=False))
-        except Exception as error:  # noqa: BLE001  # of the dataset's code
-            return compare(Outcome(error=error), look)
-        return compare(Outcome(error=StopIteration()) if again.ended else Outcome(again.batch), look)
-
-    def _answer(self, request: _Request, start: Callable[[int], None]) -> _Answer:
-        assert request.start is not None
-        astray = False
+    def _answer(self, request: _Request, position: _Position, start: Callable[[int], None]) -> _Answer:
+        differs = False
         if self._session != request.session:
             self._session = request.session
-            astray = self._open(request, request.start, start)
-        return _Answer(ended=True) if request.start.ended else self._next(start)._replace(astray=astray)
+            differs = self._open(request, position, start)
+        return _Answer(ended=True) if position.ended else self._next(start)._replace(differs=differs)
 
-    def _open(self, request: _Request, slot: _Slot, start: Callable[[int], None]) -> bool:
-        """Stand where `slot` says. Returns whether another batch than the one that was given led there."""
+    def _open(self, request: _Request, position: _Position, start: Callable[[int], None]) -> bool:
+        """Go to `position`. Returns whether the batch before it is another one than was given."""
         worker = get_worker_info()
         own = (request.rank, 0 if worker is None else worker.id + 1)
         start(derive_key(Purpose.OPENING, request.seed, request.epoch, *own))
-        if slot.state:
+        if position.state:
             try:
-                self.dataset.load_state_dict(decode(slot.state))
+                self.dataset.load_state_dict(decode(position.state))
             except Exception as error:
                 raise StateError(
                     f"{type(self.dataset).__name__} refused its own state ({type(error).__name__}: {error}): make the "
                     "dataset as it was when the state was saved"
                 ) from error
         self._key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
-        self._samples, self._batches = Units(iter(self.dataset), slot.read), slot.batches
-        self._last, self._took, self._since = slot.batches, 0.0, time.perf_counter()
-        self._every = max(len(slot.state) // _BYTES_A_BATCH, 1)
-        digest = slot.digest
-        for _ in range(0 if slot.ended else slot.since):
+        self._samples, self._batches = Units(iter(self.dataset), position.read), position.batches
+        self._last, self._took, self._since = position.batches, 0.0, time.perf_counter()
+        self._every = max(len(position.state) // _BYTES_A_BATCH, 1)
+        digest = position.digest
+        for _ in range(0 if position.ended else position.since):
             digest = self._read_batch(start).digest
-        return self._proves and bool(slot.digest) and digest != slot.digest
+        return self._proves and bool(position.digest) and digest != position.digest
 
     def _next(self, start: Callable[[int], None]) -> _Answer:
-        fresh, unsaid = None, ""
+        fresh, unknown = None, ""
         if self._batches - self._last >= self._every:
             try:
                 fresh = self._state(), self._samples.read, self._batches
-            except Exception as error:  # noqa: BLE001  # whoever asks for a state is told; the next batch tries again
-                unsaid = self._why_unsaid(error)
+            except Exception as error:  # noqa: BLE001  # raised where a state is asked for; the next batch tries again
+                unknown = self._why_unknown(error)
             else:
                 self._last = self._batches
-        return self._read_batch(start)._replace(fresh=fresh, unsaid=unsaid)
+        return self._read_batch(start)._replace(fresh=fresh, unknown=unknown)
 
     def _state(self) -> str:
         began = time.perf_counter()
@@ -222,7 +181,7 @@ class _Reader:
         self._since = ended
         return text
 
-    def _why_unsaid(self, error: Exception) -> str:
+    def _why_unknown(self, error: Exception) -> str:
         if isinstance(error, StateError):
             return str(error)  # of what it holds
         return (
@@ -239,35 +198,30 @@ class _Reader:
         if self._proves:
             digest = f"{zlib.crc32(''.join(map(checksum_of, units)).encode()):08x}"
         given = units if self._size is not None else units[0]
-        if self._twin is not None:
-            self._look = look_at(given)
         start(extend_key(self._key, self._samples.read, Purpose.BATCH))
         return _Answer(self._collate(given), digest)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_session": None, "_samples": Units(iter(())), "_twin": None}
+        return {**self.__dict__, "_session": None, "_samples": Units(iter(()))}
 
 
-class CarriedAdapter(Adapter):
+class WorkerStateAdapter(Adapter):
     """A DataLoader whose worker processes each read a stream with a state of its own. The unit is a batch.
 
     Args:
         source: the DataLoader.
         options: as given to `wrap`.
-        copied: makes a copy of a dataset that can be read while the dataset is read too; or None, and why. It is sent
-            to the worker processes.
     """
 
     unit = "batch"
     seals_detail = True
 
-    def __init__(self, source: Any, options: Options, copied: _Copied) -> None:
+    def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._workers = source.num_workers
         proves = options.streams and options.verify != "off"  # otherwise a batch that is read again may differ
-        self._reader = _Reader(source, options.streams, proves, copied)
-        self._trials = _TRIALS if proves else 0  # that are left
+        self._reader = _Reader(source, options.streams, proves)
         self._server = Server(source, options)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -320,18 +274,18 @@ class CarriedAdapter(Adapter):
         return ""
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """One slot for each worker."""
+        """One position for each worker."""
         if not detail:
             if position:
                 raise StateCorruptError(
                     f"the state stands at position {position} but lacks the dataset's own states: load a complete state"
                 )
             return
-        _, slots = _read(detail)
-        if len(slots) != self._workers:
+        _, positions = _read(detail)
+        if len(positions) != self._workers:
             raise StateMismatchError(
-                f"num_workers differs: the state was saved with {len(slots)}, this loader has {self._workers}; restore "
-                "num_workers for the rest of this epoch"
+                f"num_workers differs: the state was saved with {len(positions)}, this loader has {self._workers}; "
+                "restore num_workers for the rest of this epoch"
             )
 
     def open(self, run: Run) -> Session:
@@ -339,24 +293,21 @@ class CarriedAdapter(Adapter):
         refuse_undivided(self.source.dataset, self.options, run.world)
         if callable(tell := getattr(self.source.dataset, "set_epoch", None)):
             tell(run.epoch)  # worker processes start with the dataset as it is now
-        first, slots = _read(run.detail) if run.detail else (0, [_Slot()] * self._workers)
-        answers, close = self._server(self._reader, self._requests(run, first, slots), run)
-        return _CarriedSession(answers, close, first, slots, self)
+        first, positions = _read(run.detail) if run.detail else (0, [_Position()] * self._workers)
+        answers, close = self._server(self._reader, self._requests(run, first, positions), run)
+        return _Session(answers, close, first, positions, self)
 
-    def _requests(self, run: Run, first: int, slots: list[_Slot]) -> Iterator[_Request]:
+    def _requests(self, run: Run, first: int, positions: list[_Position]) -> Iterator[_Request]:
         request = _Request(run.session, run.seed, run.epoch, run.world.rank, None)
         for _ in range(first):
             yield request  # torch gives each worker one request in turn, from the first worker on
-        tries = not run.detail and self._trials > 0
-        self._trials -= tries
-        turns = [*slots[first:], *slots[:first]]
-        for slot in turns:
-            yield request._replace(start=slot, tries=tries)
-            tries = False  # one worker is enough
+        turns = [*positions[first:], *positions[:first]]
+        for position in turns:
+            yield request._replace(start=position)
         # The workers have their states now.
-        yield from itertools.cycle([request._replace(start=slot._replace(state="")) for slot in turns])
+        yield from itertools.cycle([request._replace(start=position._replace(state="")) for position in turns])
 
-    def went_astray(self) -> None:
+    def tell_of_another_batch(self) -> None:
         """A state did not lead to the batch that was given.
 
         Raises:
@@ -369,24 +320,12 @@ class CarriedAdapter(Adapter):
         self.note(Finding(why, True))
         warn(f"{why}: {_CURE}")
 
-    def conclude(self, finding: Finding) -> None:
-        """Take over, and say, what a trial has shown."""
-        if finding.unseen:
-            self.note(Finding(unseen=finding.unseen))
-        if not finding.differs:
-            return
-        self._trials = 0
-        what = "order" if finding.order else "random numbers"
-        why = f"the state of this {type(self.source.dataset).__name__} does not restore its {what}"
-        tried = f"{why} ({finding.differs}, when its state after the first batch was tried)"
-        self.note(Finding(tried, finding.order, _CURE))
-
     def close(self) -> None:
         """End worker processes."""
         self._server.close()
 
 
-class _CarriedSession(Session):
+class _Session(Session):
     marks = True
 
     def __init__(
@@ -394,50 +333,48 @@ class _CarriedSession(Session):
         answers: Iterator[Any],
         close: Callable[[], None],
         first: int,
-        slots: list[_Slot],
-        adapter: CarriedAdapter,
+        positions: list[_Position],
+        adapter: WorkerStateAdapter,
     ) -> None:
         self._answers, self._close, self._adapter = answers, close, adapter
-        self._next, self._slots = first, list(slots)
-        self._unsaid = [""] * len(slots)  # why a worker's dataset does not say its state here
+        self._next, self._positions = first, list(positions)
+        self._unknown = [""] * len(positions)  # why a worker's state is not known here
 
     def take(self) -> Any:
         """The next batch."""
-        slots = self._slots
-        while not all(slot.ended for slot in slots):
+        positions = self._positions
+        while not all(position.ended for position in positions):
             answer: _Answer = next(self._answers)
             if answer.idle:
                 continue
-            if answer.astray:
-                self._adapter.went_astray()
-            if answer.finding is not None:
-                self._adapter.conclude(answer.finding)
-            number, self._next = self._next, (self._next + 1) % len(slots)
-            slot = slots[number]
-            self._unsaid[number] = "" if answer.ended else answer.unsaid
+            if answer.differs:
+                self._adapter.tell_of_another_batch()
+            number, self._next = self._next, (self._next + 1) % len(positions)
+            position = positions[number]
+            self._unknown[number] = "" if answer.ended else answer.unknown
             if answer.ended:
-                slots[number] = slot._replace(ended=True)
+                positions[number] = position._replace(ended=True)
                 continue
             if answer.fresh is not None:
-                slot = _Slot(*answer.fresh)
-            slots[number] = slot._replace(since=slot.since + 1, digest=answer.digest)
+                position = _Position(*answer.fresh)
+            positions[number] = position._replace(since=position.since + 1, digest=answer.digest)
             return answer.batch
         raise StopIteration
 
-    def mark(self) -> tuple[int, tuple[_Slot, ...], str]:
+    def mark(self) -> tuple[int, tuple[_Position, ...], str]:
         """Where the workers stand; and why a state cannot be saved there."""
-        return self._next, tuple(self._slots), next(filter(None, self._unsaid), "")
+        return self._next, tuple(self._positions), next(filter(None, self._unknown), "")
 
-    def detail(self, mark: tuple[int, tuple[_Slot, ...], str] | None) -> str:
+    def detail(self, mark: tuple[int, tuple[_Position, ...], str] | None) -> str:
         """The same as text.
 
         Raises:
             StateError: a dataset did not say its state.
         """
-        first, slots, unsaid = self.mark() if mark is None else mark
-        if unsaid:
-            raise StateError(unsaid)
-        return json.dumps((first, slots), separators=(",", ":"))
+        first, positions, unknown = self.mark() if mark is None else mark
+        if unknown:
+            raise StateError(unknown)
+        return json.dumps((first, positions), separators=(",", ":"))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -445,20 +382,20 @@ class _CarriedSession(Session):
         self._close()
 
 
-def _read(detail: str) -> tuple[int, list[_Slot]]:
+def _read(detail: str) -> tuple[int, list[_Position]]:
     try:
         first, found = json.loads(detail)
-        slots = [_Slot(*each) for each in found]
-        kinds = [tuple(map(type, slot)) for slot in slots]
-        numbers = [number for slot in slots for number in (slot.read, slot.batches, slot.since)]
-        if set(kinds) != {(str, int, int, int, str, bool)} or not 0 <= first < len(slots) or min(numbers) < 0:
+        positions = [_Position(*each) for each in found]
+        kinds = [tuple(map(type, position)) for position in positions]
+        numbers = [number for position in positions for number in (position.read, position.batches, position.since)]
+        if set(kinds) != {(str, int, int, int, str, bool)} or not 0 <= first < len(positions) or min(numbers) < 0:
             raise ValueError("unexpected content")
     except (ValueError, TypeError, RecursionError) as error:
         raise StateCorruptError(f"the dataset's part of the state is invalid ({error}): use an older state") from error
-    for slot in slots:
-        if slot.state:
-            decode(slot.state)
-    return first, slots
+    for position in positions:
+        if position.state:
+            decode(position.state)
+    return first, positions
 
 
 def refuse_undivided(dataset: Any, options: Options, world: World) -> None:
@@ -470,12 +407,5 @@ def refuse_undivided(dataset: Any, options: Options, world: World) -> None:
         )
 
 
-_Copied = Callable[[Any], tuple[Any | None, str]]
-
-
 def _nothing(key: int) -> None:
     pass
-
-
-def _as_it_is(given: Any) -> Any:
-    return given
