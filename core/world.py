@@ -7,9 +7,7 @@ the ranks' batches in rank order are the global batch, and the order of samples 
 from __future__ import annotations
 
 import functools
-import gc
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MicroShare", "Share", "Tail", "World", "check_tail", "mesh_in_use", "warn_of_mesh"]
+__all__ = ["MicroShare", "Share", "Tail", "World", "check_tail", "warn_of_mesh"]
 
 Tail = Literal["pad", "drop", "uneven"]
 """What to do with the last samples if their number is not divisible by the world size.
@@ -129,25 +127,19 @@ class World:
         return cls.from_group(mesh.get_group())
 
 
-def mesh_in_use() -> DeviceMesh | None:
-    """A DeviceMesh of several dimensions that exists in this process, or None. Scans all objects: about 50 ms."""
-    module = sys.modules.get("torch.distributed.device_mesh")
-    if module is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    meshes = (each for each in gc.get_objects() if type(each) is module.DeviceMesh)
-    return next((mesh for mesh in meshes if mesh.ndim > 1), None)
-
-
 def warn_of_mesh() -> None:
     """Warn if tensor-parallel peers would receive different batches because no world was stated."""
-    mesh = mesh_in_use()
-    if mesh is not None:
-        names = mesh.mesh_dim_names or ("dp", "...")
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    groups = getattr(getattr(torch.distributed.distributed_c10d, "_world", None), "pg_names", ())
+    parts = (group for group in groups if 1 < group.size() < torch.distributed.get_world_size())
+    names = [group.group_desc.removeprefix("mesh_") for group in parts if group.group_desc.startswith("mesh_")]
+    if names:
         warn(
-            f"a DeviceMesh of shape {tuple(mesh.mesh.shape)} with dimensions {', '.join(names)} is in use, and "
-            "this loader gives every rank other batches. Where ranks share a batch (tensor, pipeline or context "
-            f"parallelism), pass world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all "
-            "dimensions are data-parallel, pass world=midepoch.World.current()",
+            f"a DeviceMesh with dimensions {', '.join(names)} is in use, and this loader gives every rank other "
+            "batches. Where ranks share a batch (tensor, pipeline or context parallelism), pass "
+            f"world=midepoch.World.from_mesh(mesh[{names[0]!r}]) to midepoch.wrap; where all dimensions are "
+            "data-parallel, pass world=midepoch.World.current()",
         )
 
 

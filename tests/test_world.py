@@ -105,20 +105,27 @@ def _worlds(rank: int) -> dict[str, Any]:
     """What one of four ranks sees: alone, in a group of two, in a mesh of two by two, against the environment."""
     every_group = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
     own = every_group[rank % 2]
+    before: Any = torch.utils.data.DataLoader(range(8), batch_size=1)  # type: ignore[arg-type]
+
+    def told_by(world: World | None) -> tuple[list[str], list[Any]]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loader = midepoch.wrap(before, seed=0, world=world)
+            taken = [batch.tolist() for _ in range(2) for batch in loader]
+        return [str(each.message) for each in told if "DeviceMesh" in str(each.message)], taken
+
+    init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))  # no rank shares a batch with another
+    alone = told_by(None)[0]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     seen: dict[str, Any] = {
         "current": World.current(),
         "group": World.from_group(own),
         "dp": World.from_mesh(mesh["dp"]),
         "tp": World.from_mesh(mesh["tp"]),
+        "alone": alone,
     }
-    before: Any = torch.utils.data.DataLoader(range(8), batch_size=1)  # type: ignore[arg-type]
     for name, world in (("silent", World.current()), ("shared", seen["dp"]), ("unstated", None)):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            loader = midepoch.wrap(before, seed=0, world=world)
-            taken = [batch.tolist() for _ in range(2) for batch in loader]
-        seen[name] = [str(each.message) for each in told if "DeviceMesh" in str(each.message)], taken
+        seen[name] = told_by(world)
     refused: dict[str, Callable[[], World]] = {
         "another's group": lambda: World.from_group(every_group[1 - rank % 2]),
         "two dimensions": lambda: World.from_mesh(mesh),
@@ -148,9 +155,9 @@ def test_groups_and_meshes_of_real_processes() -> None:
         assert seen["two dimensions"].startswith("ValueError: World.from_mesh needs one dimension, got 2")
         assert "world_size 4" in seen["disagreement"]
         assert "WORLD_SIZE=3" in seen["disagreement"]
-        assert seen["silent"][0] == seen["shared"][0] == []
+        assert seen["alone"] == seen["silent"][0] == seen["shared"][0] == []
         (warned,) = seen["unstated"][0]  # once, not in each epoch
-        assert "shape (2, 2) with dimensions dp, tp" in warned
+        assert "a DeviceMesh with dimensions dp, tp is in use" in warned
         assert "World.from_mesh(mesh['dp'])" in warned and "World.current()" in warned
         assert seen["unstated"][1] == seen["silent"][1]
 
