@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from midepoch.copying import directly_held
-from midepoch.errors import UnsupportedSourceError
+from midepoch.errors import UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
+from midepoch.reading.around import loaders_in
 from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import is_iterator
@@ -97,12 +98,34 @@ class PlainIterableAdapter(IterableAdapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         _refuse_what_cannot_restart(source)
-        super().__init__(source, options, stream=source)
+        self._undeclared = _how_to_declare(source)
+        super().__init__(source, options, stream=source, why=f"{self._undeclared} jumps" if self._undeclared else "")
+        self._warned = bool(self._undeclared)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
         """Anything that can be iterated or called. This adapter is asked last."""
         return hasattr(type(source), "__iter__") or (callable(source) and not isinstance(source, type))
+
+    def _instead(self, gain: str) -> str:
+        return f"; {gain}, write {self._undeclared}" if self._undeclared else super()._instead(gain)
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter:
+        """Warns of an object around a DataLoader that was not declared."""
+        adapter = cls(source, options)
+        if adapter._undeclared:
+            warn(
+                f"{type(source).__name__} is read again from its start at each resume. If it passes the batches of its "
+                f"DataLoader on one for one, write {adapter._undeclared}, which jumps"
+            )
+        return adapter
+
+
+def _how_to_declare(source: Any) -> str:
+    """What to write if `source` passes on the batches of the DataLoader that it is or holds; empty if there is none."""
+    paths = loaders_in(source, lambda each: isinstance(each, DataLoader))
+    return f'midepoch.wrap(loader, inside="{next(iter(paths))}")' if len(paths) == 1 else ""
 
 
 def _refuse_what_cannot_restart(source: Any) -> None:
@@ -118,14 +141,22 @@ def _refuse_what_cannot_restart(source: Any) -> None:
             f"a {kind} is an iterator, which cannot be restarted: its past items are gone; wrap the function that "
             "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
         )
-    held = directly_held(source)
+    held, name = directly_held(source), getattr(source, "__qualname__", None) or kind
+    loaders = [each for each in (source, *held.values()) if issubclass(type(each), DataLoader)]
+    declare = _how_to_declare(source)
+    cure = f"Write {declare} if it passes the batches on one for one; otherwise wrap" if declare else "Wrap"
     iterator = next((name for name, each in held.items() if is_iterator(each)), None)
-    if iterator is not None and not any(isinstance(each, DataLoader) for each in (source, *held.values())):
-        name = getattr(source, "__qualname__", None) or kind
+    if iterator is not None:
+        instead = "" if loaders else f", or give {name} the DataLoader in its place"
         raise UnsupportedSourceError(
-            f"{name} reads an iterator of a DataLoader ({iterator}), which gives one pass and cannot go back: wrap the "
-            "DataLoader itself, and pass what is done with its batches as then=, or give "
-            f"{name} the DataLoader in its place"
+            f"{name} reads an iterator of a DataLoader ({iterator}), which gives one pass and cannot go back. {cure} "
+            f"the DataLoader itself, and pass what is done with its batches as then={instead}"
+        )
+    if any(each.persistent_workers for each in loaders):
+        raise UnsupportedSourceError(
+            f"{name} reads a DataLoader with persistent_workers=True, which begins later epochs in another way than "
+            f"the first. {cure} the DataLoader itself, and pass what is done with its batches as then=, or leave "
+            "persistent_workers out"
         )
 
 

@@ -13,7 +13,7 @@ import sys
 import types
 import typing
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing import sharedctypes
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 __all__ = [
-    "LARGEST_COPY", "Apart", "copy_apart", "copy_with", "directly_held", "private_copy", "reached",
-    "shared_modules", "stateful_copy", "what_code_shares",
+    "LARGEST_COPY", "Apart", "copy_apart", "directly_held", "private_copy", "stateful_copy",
 ]  # fmt: skip
 
 LARGEST_COPY = 64 << 20
@@ -70,65 +69,6 @@ def stateful_copy(value: Any, shared: tuple[Any, ...] = ()) -> tuple[Any | None,
 
     copied, why = _copied(value, is_shared, functools.partial(_what_is_shared, _Own()))
     return (None, "it is its own copy") if copied is value else (copied, why)
-
-
-def copy_with(
-    value: Any, own: Iterable[Any], instead: Mapping[int, Any], shared: Iterable[Any]
-) -> tuple[Any | None, str]:
-    """A deep copy of `value` in which other objects stand for some of those that it holds.
-
-    Datasets, modules, torch's generators and streams, and large arrays are shared. Functions are copied with what they
-    close over.
-
-    Args:
-        value: the original.
-        own: what is copied whatever it is, the original among it.
-        instead: by the `id` of an object, what stands for it.
-        shared: what else is shared.
-
-    Returns:
-        The copy, and an empty text; or None and the reason.
-    """
-    copied, kept = {id(each) for each in own}, instead.keys() | {id(each) for each in shared}
-
-    def is_shared(each: Any) -> bool:
-        if id(each) in copied:
-            return False
-        return id(each) in kept or isinstance(each, _SHARED) or _is_large_data(each)
-
-    return _copied(value, is_shared, _anything, with_closures=True, instead=instead)
-
-
-_SHARED = (Dataset, torch.nn.Module, torch.Stream, torch.Event)
-
-
-def shared_modules(value: Any) -> list[torch.nn.Module]:
-    """The modules that `value` holds, and shares with a copy by `copy_with`."""
-    reached = _reached(value, lambda each: each is not value and isinstance(each, _SHARED), with_closures=True)
-    return [each for each in reached if isinstance(each, torch.nn.Module)]
-
-
-def reached(value: Any, is_other: Callable[[Any], bool]) -> Iterator[Any]:
-    """What `value` holds, and what functions there close over, but not what datasets, modules, or others hold."""
-    return _reached(value, lambda each: isinstance(each, _SHARED) or is_other(each), with_closures=True)
-
-
-def what_code_shares(value: Any, others: tuple[type, ...]) -> str:
-    """What code of `value`, and of what it holds, uses that a copy by `copy_with` shares; empty if none does.
-
-    `others`: are not looked at, nor datasets and modules.
-    """
-    own, others = _Own(), (*_SHARED, *others)
-    for each in reached(value, lambda each: isinstance(each, others)):
-        if isinstance(each, types.FunctionType):
-            why = own.why_function(each)
-        elif isinstance(each, others):
-            continue
-        else:
-            why = own.why_class(type(each), getattr(each, "__dict__", {}))
-        if why:
-            return why
-    return ""
 
 
 class Apart(NamedTuple):
@@ -391,7 +331,6 @@ def _copied(
     forbids: Callable[[Any], str],
     with_closures: bool = False,
     most: int = LARGEST_COPY,
-    instead: Mapping[int, Any] | None = None,
 ) -> tuple[Any | None, str]:
     shared: list[Any] = []
     functions: list[types.FunctionType] = []
@@ -417,7 +356,6 @@ def _copied(
         memo = {id(each): each for each in shared}
         memo.update((id(each), each.copy()) for each in flat)
         memo.update((id(each), sharedctypes.synchronized(sharedctypes.copy(each.get_obj()))) for each in numbers)
-        memo.update(instead or {})
         _functions_anew(functions, memo)
         return memo[id(value)] if id(value) in memo else copy.deepcopy(value, memo), ""
     except Exception as error:  # noqa: BLE001  # a file cannot be copied; an object may refuse to show its attributes

@@ -36,14 +36,13 @@ from .trying import Copied, copy_of, tried_on_copy
 from .world import Tail, World
 
 __all__ = [
-    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "repeated", "understand",
+    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand",
     "understand_as_parent",
 ]  # fmt: skip
 
 _MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
 _LONGEST = 50_000_000  # indices; a longer list would not fit into memory
 _LOOKED_AT = 16  # of the first indices, and of each following doubling: each has a look at the dataset after it
-_FEW, _TRIED = 5, 500  # objects that stand for a sampler, and how many items are then asked for
 
 
 class ListedEpoch:
@@ -465,21 +464,3 @@ def understand(
 
 def _seed_of(generator: object) -> int | None:
     return generator.initial_seed() % (1 << 64) if isinstance(generator, torch.Generator) else None
-
-
-def repeated(sampler: Any) -> Any | None:
-    """The sampler inside an object that holds nothing else and gives its items again and again; None if it is none.
-
-    It is tried on a copy that holds a few objects in place of the sampler.
-    """
-    held = getattr(sampler, "__dict__", {})
-    if len(held) != 1 or isinstance(sampler, BatchSampler):
-        return None
-    ((name, inside),) = held.items()
-    twin, items = copy.copy(sampler), [object() for _ in range(_FEW)]
-    setattr(twin, name, items)
-    try:
-        given = list(itertools.islice(iter(twin), _TRIED))
-    except Exception:  # noqa: BLE001  # it is the user's code, on data that it was not made for
-        return None
-    return inside if given == items * (_TRIED // _FEW) else None

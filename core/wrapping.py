@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import entry_points
 from types import FrameType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
@@ -19,6 +20,7 @@ from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
 from .loader.course import Pass
 from .loader.loader import Loader, when_used_by
+from .reading.around import Around
 from .reading.indexed import never_draws
 from .reading.private import end_early_workers, is_iterator
 from .samplers import understand_as_parent
@@ -61,7 +63,6 @@ _BACKENDS = (
     _Backend("midepoch.adapters.stateful:EnergonAdapter", "megatron.energon"),
     _Backend("midepoch.adapters.stateful:StatefulAdapter"),
     _Backend("midepoch.adapters.iterable:SequenceAdapter"),
-    _Backend("midepoch.adapters.dataloader:WrapperAdapter"),
     _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
 )
 
@@ -117,6 +118,7 @@ def wrap(
     on_error: Literal["next", "retry"] | None = None,
     remember: int = 0,
     global_batch: int | None = None,
+    inside: str | None = None,
     **settings: Unpack[Settings],
 ) -> Loader:
     """Make `source` resume in the middle of an epoch.
@@ -155,6 +157,10 @@ def wrap(
             batch, the last short, or with weight 0 if the rank has no samples for it. `Loader.weight` weighs their
             losses, `Loader.step_due` says when to step. States count whole global batches, also while one is being
             read. For sources that can be indexed. None: each batch is a step.
+        inside: `source` passes on, one for one, the batches of the DataLoader in its attribute of this name, as objects
+            do that move batches to a device; "" for a DataLoader subclass with an ``__iter__`` of its own. The name may
+            have dots. midepoch takes your word for it, watches the number of batches, and jumps. Without it, such an
+            object is read again from its start.
         settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
     Raises:
@@ -162,14 +168,25 @@ def wrap(
         ValueError, TypeError: an argument is out of range.
     """
     options = Options(
-        seed, world, shard, randomness, tail, fingerprint, verify, then, on_error, remember, global_batch,
+        seed, world, shard, randomness, tail, fingerprint, verify, then, on_error, remember, global_batch, inside,
         cast(dict[str, Any], settings),
     )  # fmt: skip
     if isinstance(source, Loader):
         if options != Options(settings={}):
             raise TypeError("this loader is wrapped already: pass the options where it is wrapped for the first time")
         return source
-    return Loader(_adapter_for(source, options), options)
+    if inside is None:
+        return Loader(_adapter_for(source, options), options)
+    around = Around(source, inside, _is_loader)
+    adapter = _adapter_for(around.inside, replace(options, inside=None))
+    adapter.around = around
+    return Loader(adapter, options)
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether it is a DataLoader, or a loader of a package that midepoch has an adapter for."""
+    packages = (each for each in _BACKENDS if each.package is not None and not each.holds and _present(each, value))
+    return issubclass(type(value), DataLoader) or any(_load(each.adapter).recognises(value) for each in packages)
 
 
 def _adapter_for(source: Any, options: Options) -> Adapter:

@@ -302,7 +302,7 @@ def map_wrapped(
     size: int = SIZE, read_log: str | None = None,
 ) -> Any:  # fmt: skip
     keeps = KeepsWorkers(Samples(size, read_log), batch_size, shuffle=True, num_workers=num_workers)
-    return _wrap(Drawing(keeps), rank, world_size, seed)
+    return _wrap(Drawing(keeps), rank, world_size, seed, inside="loader")
 
 
 def exposing_in_loader(

@@ -235,6 +235,10 @@ class OnDevice:
             yield batch
 
 
+def declared(source: Any, inside: str) -> Any:
+    return midepoch.wrap(source, seed=3, inside=inside)
+
+
 class Pipeline:
     """Stages that are built anew in each pass, without randomness."""
 
@@ -316,9 +320,11 @@ WILD: dict[str, Callable[[], Any]] = {
     ),
     "buckets": lambda: midepoch.wrap(DataLoader(Cuts(), batch_size=None, sampler=Buckets()), seed=3, shard=False),
     "buckets in a stream": lambda: DataLoader(WrapsCuts(), batch_size=None),
-    "a loader with its own iteration": lambda: OwnIteration(Drawn(), BATCH, shuffle=True),
-    "an object around a loader": lambda: OnDevice(DataLoader(Drawn(), BATCH, shuffle=True)),
-    "an object around a loader with workers": lambda: OnDevice(DataLoader(Drawn(), BATCH, True, num_workers=1)),
+    "a loader with its own iteration": lambda: declared(OwnIteration(Drawn(), BATCH, shuffle=True), ""),
+    "an object around a loader": lambda: declared(OnDevice(DataLoader(Drawn(), BATCH, shuffle=True)), "loader"),
+    "an object around a loader with workers": lambda: declared(
+        OnDevice(DataLoader(Drawn(), BATCH, True, num_workers=1)), "loader"
+    ),
     "a loader in a function": enumerated,
     "stages without randomness": lambda: Pipeline(20),
     "arrow batches": arrow_batches,

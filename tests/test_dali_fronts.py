@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import shutil
@@ -140,28 +141,52 @@ class InAList:
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("kind", [Reshapes, ReadsAhead])
 def test_objects_that_hold_an_iterator_go_on_exactly(kind: Any, ours: bool, root: str) -> None:
-    given = every_cut(lambda: midepoch.wrap(kind(iterator(root, ours)), seed=5), 2)
+    given = every_cut(lambda: midepoch.wrap(kind(iterator(root, ours)), seed=5, inside="inside"), 2)
     assert len(given) == len(set(given)) == 8
-    with midepoch.wrap(kind(iterator(root, ours)), seed=5) as loader:
+    with midepoch.wrap(kind(iterator(root, ours)), seed=5, inside="inside") as loader:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
         next(batches), next(batches)
         assert loader.state_dict(in_flight=2) == state
         assert loader.capabilities.elastic_world.holds is ours
-        assert f"what {kind.__name__} draws is the batch's" in loader.capabilities.exact_augmentations.reason
+        assert f"numbers drawn in {kind.__name__} are the batch's" in loader.capabilities.exact_augmentations.reason
 
 
-def test_objects_that_do_more_than_pass_batches_on_and_functions_are_refused_with_the_cure(root: str) -> None:
+def test_objects_and_functions_that_are_not_declared_are_refused_with_the_line_to_write(root: str) -> None:
     made = iterator(root)
-    with pytest.raises(Unsupported, match=r"Counts does more .*wrap the DALI iterator itself.*then="):
-        next(iter(midepoch.wrap(Counts(made))))
-    with pytest.raises(Unsupported, match=r"reads a DALI iterator.*then="):
+    with pytest.raises(Unsupported, match=r'Reshapes reads a DALI iterator.*Write .*inside="inside".*then='):
+        midepoch.wrap(Reshapes(made))
+    with pytest.raises(Unsupported, match=r"reads a DALI iterator.*Wrap the DALI iterator itself.*then="):
         midepoch.wrap(lambda: iter(made))
-    with pytest.raises(Unsupported, match=r"InAList reads a DALI iterator.*then="):
+    with pytest.raises(Unsupported, match=r"InAList reads a DALI iterator.*Wrap the DALI iterator itself.*then="):
         midepoch.wrap(InAList(made))
-    with pytest.raises(Unsupported, match="randomness='none' with a Reshapes"):
-        midepoch.wrap(Reshapes(made), randomness="none")
+    with pytest.raises(Unsupported, match=r"has no loader there: write inside='inside'"):
+        midepoch.wrap(Reshapes(made), inside="iterator")
+
+
+class ByItself(Reshapes):
+    """Asks the iterator itself, in its own spelling."""
+
+    def batches(self) -> Iterator[Any]:
+        with contextlib.suppress(StopIteration):
+            while True:
+                yield self.inside.next()[0]["number"]
+
+
+class TwoOfThem(Reshapes):
+    """Gives two batches as one."""
+
+    def batches(self) -> Iterator[Any]:
+        for batch in self.inside:
+            yield [batch, next(self.inside)]
+
+
+def test_what_is_declared_is_watched(root: str) -> None:
+    assert len(every_cut(lambda: midepoch.wrap(ByItself(iterator(root)), seed=5, inside="inside"), 2)) == 8
+    with midepoch.wrap(TwoOfThem(iterator(root)), seed=5, inside="inside") as loader:
+        with pytest.raises(midepoch.SourceError, match=r"TwoOfThem has handed out 2 batches, and asked for 4 inside"):
+            list(loader)
 
 
 class Two(DALIGenericIterator):  # type: ignore[misc]
@@ -193,7 +218,7 @@ def test_a_subclass_that_reads_in_its_own_way_is_refused_and_then_is_named(
     with pytest.raises(Unsupported, match=told):
         midepoch.wrap(of_class(kind, root, ours))
     with pytest.raises(Unsupported, match=told):
-        midepoch.wrap(Reshapes(of_class(kind, root, ours)))
+        midepoch.wrap(Reshapes(of_class(kind, root, ours)), inside="inside")
 
 
 class Named(DALIGenericIterator):  # type: ignore[misc]

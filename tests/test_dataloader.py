@@ -945,7 +945,9 @@ def test_workers_that_were_kept_before_the_loader_was_wrapped_are_ended(kind: st
             next(iter(source))
             workers = [psutil.Process(worker.pid) for worker in source._iterator._workers]
         shard = None if kind in ("indexed", "around") else False
-        with midepoch.wrap(Around(source) if kind == "around" else source, seed=0, shard=shard) as loader:
+        around = kind == "around"
+        inside = "loader" if around else None
+        with midepoch.wrap(Around(source) if around else source, seed=0, shard=shard, inside=inside) as loader:
             assert not any(worker.is_running() for worker in workers)
             return [sources.taken(loader) for _ in range(2)]
 

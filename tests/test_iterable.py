@@ -369,25 +369,6 @@ def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected:
         sources.taken(midepoch.wrap(Wrong(6), seed=5))
 
 
-class Endless(DataLoader[Any]):
-    """Keeps one iterator from its beginning on, as older training scripts do, and numbers its batches."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(sources.Indices(size), batch_size=2)
-        self.iterator = super().__iter__()
-
-    def __iter__(self) -> Any:
-        for number in range(len(self)):
-            yield number, next(self.iterator)
-
-
-def test_trying_consumes_nothing_of_a_source_that_keeps_an_iterator() -> None:
-    loader = midepoch.wrap(Endless(12), seed=5)
-    given = [batch for _, batch in sources.taken(loader, 3)]
-    assert given == [[0, 1], [2, 3], [4, 5]], "a copy would have shared the iterator"
-    assert "after a jump it makes something else of a batch" in loader.capabilities.constant_time_resume.reason
-
-
 class Nested(IterableDataset[int]):
     """Counts what it reads in an object of its own, which a shallow copy would share."""
 

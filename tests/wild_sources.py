@@ -827,3 +827,51 @@ class OfTwo(Around):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
+
+
+class Unused(OfTwo):
+    """Reads the other one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.other
+
+
+class HandingOn(Around):
+    """Hands on what it has not got itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (2 * batch for batch in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class Keeping(Around):
+    """Is one ahead, and keeps the last one to itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        ahead = next(batches)
+        for following in batches:
+            yield ahead
+            ahead = following
+
+
+class FailingAtTheEnd(Around):
+    """Raises behind its last batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+        raise ValueError("at the end")
+
+
+class MakingAGenerator(Around):
+    """Makes a generator that it holds when it is iterated."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.generator = random.Random(3)
+        for batch in self.loader:
+            yield batch + self.generator.random()

@@ -1,6 +1,5 @@
-"""torch's DataLoader, and objects around one."""
+"""torch's DataLoader."""
 
 from midepoch.adapters.dataloader.adapter import IterableDataLoaderAdapter, MapDataLoaderAdapter
-from midepoch.adapters.dataloader.wrapper import WrapperAdapter
 
-__all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter", "WrapperAdapter"]
+__all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]

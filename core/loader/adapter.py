@@ -22,7 +22,7 @@ from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Options", "OtherWayError", "Run", "Samples", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Around", "Options", "Run", "Samples", "Seen", "Session"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
 
@@ -46,6 +46,7 @@ class Options:
     on_error: Literal["next", "retry"] | None = None
     remember: int = 0
     global_batch: int | None = None
+    inside: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class Options:
             raise TypeError(f"then must be a function of a batch or None, got {self.then!r:.80}")
         if self.on_error not in (None, "next", "retry"):
             raise ValueError(f"on_error must be 'next', 'retry' or None, got {self.on_error!r}")
+        if self.inside is not None and not isinstance(self.inside, str):
+            raise TypeError(f"inside must be the name of an attribute or None, got {self.inside!r:.80}")
         if type(self.remember) is not int:
             raise TypeError(f"remember must be an int, got {self.remember!r}")
         if not 0 <= self.remember <= MOST_IN_FLIGHT:
@@ -233,11 +236,23 @@ class Session:
         """Release threads, processes and files, and whatever `detail` does not need. May be called twice."""
 
 
-class OtherWayError(Exception):
-    """Raised by `Adapter.open` when a trial has shown that the source has to be read in another way.
+class Around(Protocol):
+    """An object around the source, as declared by ``inside=``: it passes the source's batches on.
 
-    Sizes and units may then differ: the loader asks for all of them again, and opens once more.
+    Attributes:
+        source: the object.
     """
+
+    source: Any
+
+    def session(self, inner: Session, run: Run, adapter: Adapter) -> Session:
+        """A session of the object's batches. `inner`: of `adapter`, opened for `run`."""
+
+    def drawing(self) -> tuple[object, ...]:
+        """The objects whose code uses random numbers, but for the source."""
+
+    def promises(self, inner: Capabilities) -> Capabilities:
+        """Those of the source, in the object's name."""
 
 
 class Adapter(ABC):
@@ -257,6 +272,7 @@ class Adapter(ABC):
         leads: `lead` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
         redescribed: how often `describe` has begun to give something else.
+        around: what passes the source's batches on; None if they are handed out as they are. Set by `wrap`.
         reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
         departs: what an undisturbed epoch may have in another way than the source by itself, besides drawn numbers:
             the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
@@ -283,6 +299,7 @@ class Adapter(ABC):
         self.seed: int | None = None
         self.world: World | None = None
         self.redescribed = 0
+        self.around: Around | None = None
         self._broken: tuple[str, bool] | None = None
         self._believed: dict[str, bool] = {}  # why; whether it concerns the order
         self._unseen: tuple[str, ...] = ()
@@ -323,11 +340,6 @@ class Adapter(ABC):
         Nothing is built on it: the epoch ends where the source does.
         """
         return None
-
-    @property
-    def length_is_known(self) -> bool:
-        """Whether `size`, where it is one, tells the batches that come, before any has been read."""
-        return True
 
     @property
     def sized_by(self) -> str:
@@ -402,12 +414,15 @@ class Adapter(ABC):
         Cached until `learned`.
         """
         if self._promises is None:
-            promises, then = self.stated_promises, self.options.then
+            promises, then, around = self.stated_promises, self.options.then, self.around
+            if around is not None:
+                promises = around.promises(promises)
             if then is not None:
                 exact = with_then(promises.exact_augmentations, self.options.streams)
                 promises = replace(promises, exact_augmentations=exact)
             if promises.exact_augmentations and self.options.streams:
-                _, hopeless = find_generators(*self.drawing(), *(() if then is None else (then,)))
+                others = () if around is None else around.drawing()
+                _, hopeless = find_generators(*self.drawing(), *others, *(() if then is None else (then,)))
                 if hopeless:
                     names = ", ".join(hopeless)
                     why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"
@@ -490,11 +505,12 @@ class Adapter(ABC):
 
     @abstractmethod
     def open(self, run: Run) -> Session:
-        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`.
+        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
 
-        Raises:
-            OtherWayError: the source has to be read in another way.
-        """
+    def session(self, run: Run) -> Session:
+        """The same, of what is around the source, if anything is."""
+        session = self.open(run)
+        return session if self.around is None else self.around.session(session, run, self)
 
     def check_reshard(self, world: World) -> None:  # noqa: B027  # most are shared by midepoch
         """Raise an UnsupportedSourceError if the source, which is elastic, has to be made again for another world."""

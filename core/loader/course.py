@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 from ..errors import MidepochError, SourceError, StateError, warn
 from ..state.format import State
 from ..world import Share, World
-from .adapter import Adapter, Options, OtherWayError, Run, Session
+from .adapter import Adapter, Options, Run, Session
 from .bodies import Passes
 from .cursor import Cursor, History, Phase, new_history
 from .place import Place
@@ -290,10 +290,7 @@ class Course:
             self.origin = place._replace(detail=detail)
         looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
-        try:
-            session = adapter.open(run)
-        except OtherWayError:
-            return self._open(cursor)
+        session = adapter.session(run)
         if self._then is not None:
             session = self._then.around(session, run, adapter)
         marks = self.options.remember > 0 and not adapter.remembers

@@ -84,7 +84,8 @@ class Loader:
     @property
     def source(self) -> Any:
         """What was wrapped."""
-        return self._adapter.source
+        around = self._adapter.around
+        return self._adapter.source if around is None else around.source
 
     @property
     def capabilities(self) -> Capabilities:
@@ -190,7 +191,7 @@ class Loader:
             TypeError: the source's length is not known.
         """
         share = self._course.share(self._setting.world(), self.epoch, 0)
-        if share is not None and self._adapter.length_is_known:
+        if share is not None:
             return share.steps
         length = self._adapter.stated_length()
         if length is None:
@@ -521,7 +522,9 @@ class Loader:
 
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
-        twin = type(self)(self._adapter.twin(), self._options)
+        adapter = self._adapter.twin()
+        adapter.around = self._adapter.around
+        twin = type(self)(adapter, self._options)
         twin._ahead = self._ahead
         twin._setting = self._setting.of_twin(twin._adapter)
         twin._witnesses = self._witnesses.of_twin(twin._adapter)

@@ -196,7 +196,7 @@ class _WholeBatches(Session):
         self._drift_before = at - run.position - self._made * self._global_batch
         inner.close()
         share = adapter.share(run.seed, run.epoch, at, run.world, detail)
-        self._inner = adapter.open(Run(run.epoch, at, run.seed, run.world, share, run.tail, detail))
+        self._inner = adapter.session(Run(run.epoch, at, run.seed, run.world, share, run.tail, detail))
         self._take = self._inner.take
         try:
             return functools.partial(self._made_of, self._take(), at)

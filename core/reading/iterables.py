@@ -144,8 +144,6 @@ class IterableAdapter(Adapter):
 
     def _instead(self, gain: str) -> str:
         """What to pass in place of a source that reads a DataLoader."""
-        if isinstance(self._stream, DataLoader):
-            return f"; {gain}, wrap a plain DataLoader, and pass what is done with its batches as then="
         if not reads_a_loader(self._stream):
             return ""
         return f"; {gain}, wrap the DataLoader that it reads, and pass what is done with its batches as then="

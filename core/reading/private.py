@@ -31,11 +31,10 @@ __all__ = [
     "is_iterator",
     "is_place_holder",
     "iterates_as_torch",
-    "iterates_with",
+    "iterating_by",
     "keep_iterator",
     "kept_iterator",
     "let_go",
-    "not_saved",
     "pinning",
     "plain_loader",
     "sent_error",
@@ -117,13 +116,8 @@ def gives_its_own(loader: DataLoader[Any]) -> bool:
 
 @functools.cache
 def attributes_of_torch() -> frozenset[str]:
-    """The attributes of every DataLoader, and what `iterates_with` sets."""
-    return frozenset(vars(DataLoader([0]))) | {"_get_iterator"}  # type: ignore[arg-type]
-
-
-def not_saved(module: torch.nn.Module) -> frozenset[str]:
-    """The names of a module's own buffers that its ``state_dict`` leaves out."""
-    return frozenset(module._non_persistent_buffers_set)
+    """The attributes of every DataLoader."""
+    return frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
 
 
 def plain_loader(loader: DataLoader[Any], **instead: Any) -> DataLoader[Any]:
@@ -135,10 +129,9 @@ def plain_loader(loader: DataLoader[Any], **instead: Any) -> DataLoader[Any]:
     return plain
 
 
-def iterates_with(loader: DataLoader[Any], iterator: Any, **instead: Any) -> None:
-    """Make ``super().__iter__()`` of a subclass return `iterator`, and replace attributes."""
-    ask = functools.partial(iter, iterator)
-    loader.__dict__.update(instead, _iterator=None, persistent_workers=False, _get_iterator=ask)
+def iterating_by(begin: Callable[[], Any]) -> dict[str, Any]:
+    """The attributes with which ``super().__iter__()`` of a subclass returns what `begin` does."""
+    return {"_get_iterator": begin, "_iterator": None, "persistent_workers": False}
 
 
 def is_iterator(value: object) -> bool:
