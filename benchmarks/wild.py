@@ -187,7 +187,7 @@ def told_once(warnings: Iterable[str]) -> str:
 
 def costs(warning: str) -> bool:
     """Whether a warning says more than what a replay costs."""
-    return "is read again from its start to position" not in warning
+    return "is read again from its start" not in warning
 
 
 def compared(row: Row, bare: list[int] | None, given: list[int] | None) -> str:
@@ -227,10 +227,13 @@ HEAD = """# Third-party loaders
 Wrap a loader of another package as its users write it:
 
 ```text
-loader = midepoch.wrap(DataLoader(dataset, 4, sampler=ImbalancedDatasetSampler(dataset)), seed=0)     # torchsampler
-loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), seed=0)               # ultralytics
-loader = midepoch.wrap(PrefetchLoader(MultiEpochsDataLoader(dataset, 4, shuffle=True), ...), seed=0)  # timm
+loader = midepoch.wrap(DataLoader(dataset, 4, sampler=ImbalancedDatasetSampler(dataset)), seed=0)   # torchsampler
+loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), seed=0, inside="")  # ultralytics
+loader = midepoch.wrap(PrefetchLoader(DataLoader(dataset, 4), ...), seed=0, inside="loader")        # timm
 ```
+
+[`inside=`](start.md#objects-around-a-dataloader) declares an object that passes a DataLoader's batches on. All rows of
+such objects have it, but where it says so.
 
 The table counts the outcomes of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
 For {rebuilt} of them the package was not installed: this repository rebuilds the structure of its published source

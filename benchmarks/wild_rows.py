@@ -387,17 +387,23 @@ ROWS: dict[str, Row] = {
     ),
     "torch_geometric DataLoader": Row(pyg, ("torch_geometric",), identify=lambda batch: first_column(batch.x)),
     "timm loader with mixup and cutmix": Row(lambda: timm(False, False, True), ("timm",), identify=None),
-    "timm MultiEpochsDataLoader": Row(lambda: timm(False, True, False), ("timm",), identify=second),
-    "timm MultiEpochsDataLoader, workers": Row(
-        lambda: timm(False, True, False, num_workers=1), ("timm",), identify=second
+    "timm MultiEpochsDataLoader": Row(
+        lambda: timm(False, True, False), ("timm",), {"inside": ""}, identify=second
     ),
-    "timm PrefetchLoader, random erasing": Row(lambda: timm(True, False, False), ("timm",), identify=second),
+    "timm MultiEpochsDataLoader, workers": Row(
+        lambda: timm(False, True, False, num_workers=1), ("timm",), {"inside": ""}, identify=second
+    ),
+    "timm PrefetchLoader, random erasing": Row(
+        lambda: timm(True, False, False), ("timm",), {"inside": "loader"}, identify=second
+    ),
     "timm PrefetchLoader over MultiEpochsDataLoader, random erasing, mixup and cutmix, kept workers": Row(
-        lambda: timm(True, True, True, **KEPT), ("timm",), identify=None
+        lambda: timm(True, True, True, **KEPT), ("timm",), {"inside": "loader"}, identify=None
     ),
     "timm RepeatAugSampler, built for one process": Row(timm_repeated, ("timm",)),
-    "ultralytics InfiniteDataLoader": Row(ultralytics, ("ultralytics",)),
-    "ultralytics InfiniteDataLoader, kept workers": Row(lambda: ultralytics(**KEPT), ("ultralytics",)),
+    "ultralytics InfiniteDataLoader": Row(ultralytics, ("ultralytics",), {"inside": ""}),
+    "ultralytics InfiniteDataLoader, kept workers": Row(
+        lambda: ultralytics(**KEPT), ("ultralytics",), {"inside": ""}
+    ),
     "fastai DataLoader": Row(fastai, ("fastai",)),
     "lhotse SimpleCutSampler": Row(lambda: lhotse("SimpleCutSampler"), ("lhotse",)),
     "lhotse DynamicCutSampler": Row(lambda: lhotse("DynamicCutSampler"), ("lhotse",)),
@@ -458,15 +464,19 @@ ROWS: dict[str, Row] = {
         lambda: AspectRatioGroupedDataset(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2,
         identify=None,
     ),  # which samples do not fill a last batch depends on the order
-    "apex data_prefetcher": Row(lambda: DataPrefetcher(loader()), ("apex",)),
-    "apex data_prefetcher, kept workers": Row(lambda: DataPrefetcher(loader(**KEPT)), ("apex",)),
+    "apex data_prefetcher": Row(lambda: DataPrefetcher(loader()), ("apex",), {"inside": "loader"}),
+    "apex data_prefetcher, kept workers": Row(lambda: DataPrefetcher(loader(**KEPT)), ("apex",), {"inside": "loader"}),
     "prefetch_generator's DataLoaderX": Row(lambda: loader(DataLoaderX), ("prefetch_generator",)),
-    "to a device, kept workers": Row(lambda: wild.OnDevice(loader(**KEPT))),
+    "to a device, kept workers": Row(lambda: wild.OnDevice(loader(**KEPT)), (), {"inside": "loader"}),
+    "to a device, not declared": Row(lambda: wild.OnDevice(loader())),
+    "to a device, kept workers, not declared": Row(lambda: wild.OnDevice(loader(**KEPT))),
     "lambda: enumerate(loader)": Row(function_around, identify=numbered),
     "lambda: enumerate(loader), kept workers": Row(lambda: function_around(**KEPT), identify=numbered),
-    "a DataLoader subclass with an __iter__ of its own": Row(lambda: loader(wild.Doubling), identify=halved),
+    "a DataLoader subclass with an __iter__ of its own": Row(
+        lambda: loader(wild.Doubling), (), {"inside": ""}, identify=halved
+    ),
     "an object that holds an iterator of a DataLoader": Row(lambda: wild.OnDevice(iter(loader()))),
-    "older YOLOv5: an iterator made in __init__": Row(lambda: loader(wild.KeepsFromTheStart)),
+    "older YOLOv5: an iterator made in __init__": Row(lambda: loader(wild.KeepsFromTheStart), (), {"inside": ""}),
     **BACKENDS,
     **STATES,
 }

@@ -99,7 +99,8 @@ STATES: dict[str, Row] = {
         lambda: energon(workers=2), ("energon",), identify=texts, batches=14, drawn=True
     ),
     "DALIWrapper of NVIDIA's examples": Row(
-        dali_wrapper, ("nvidia-dali-cuda120",), identify=lambda batch: [int(each) for each in batch[0].flatten()]
+        dali_wrapper, ("nvidia-dali-cuda120",), {"inside": "inside"},
+        identify=lambda batch: [int(each) for each in batch[0].flatten()]
     ),
     "DALI ndd reader, its epochs": Row(
         dali_epochs, ("nvidia-dali-cuda120",), {"then": numbers_of}, identify=numbers_of, drawn=True

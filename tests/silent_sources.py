@@ -112,8 +112,8 @@ def around(persistent: bool) -> Any:
     )
 
 
-def declared(source: Any, inside: str) -> Any:
-    return midepoch.wrap(source, seed=3, inside=inside)
+def declared(make: Callable[[], Any], inside: str) -> Callable[..., Any]:
+    return lambda **more: midepoch.wrap(make(), seed=3, inside=inside, **more)
 
 
 class SeededAnew:
@@ -284,9 +284,9 @@ def with_default_argument() -> Callable[[Any], Any]:
     return collate
 
 
-def worked_on_by(make: Callable[[], Any]) -> Callable[[], Any]:
-    source = range(SIZE)
-    return lambda: midepoch.wrap(DataLoader(source, BATCH, shuffle=True), seed=3, then=make())  # type: ignore[arg-type]
+def worked_on_by(make: Callable[[], Any]) -> Callable[..., Any]:
+    data: Any = range(SIZE)
+    return lambda **more: midepoch.wrap(DataLoader(data, BATCH, shuffle=True), seed=3, then=make(), **more)
 
 
 class Row(NamedTuple):
@@ -299,12 +299,14 @@ class Row(NamedTuple):
             "warned"; "chain": an error of the replay.
         no: the capability that answers no where it is told.
         changed: environment of the process that resumes.
+        wraps: `make` gives a wrapped loader, and takes other keywords of `wrap`.
     """
 
-    make: Callable[[], Any]
+    make: Callable[..., Any]
     outcome: str
     no: str = ""
     changed: dict[str, str] = {}  # noqa: RUF012
+    wraps: bool = False
 
 
 def over(dataset: type[Dataset[Any]]) -> Callable[[], Any]:
@@ -321,8 +323,8 @@ ROWS: dict[str, Row] = {
     "a sampler that divides under private names": Row(private_names, "refused"),
     "a batch sampler that holds a DistributedSampler": Row(distributed_inside, "refused"),
     "a sampler built for one process": Row(built_for_one, "exact"),
-    "around workers that are kept": Row(lambda: declared(around(True), "loader"), "exact"),
-    "around workers that are not kept": Row(lambda: declared(around(False), "loader"), "exact"),
+    "around workers that are kept": Row(declared(lambda: around(True), "loader"), "exact", wraps=True),
+    "around workers that are not kept": Row(declared(lambda: around(False), "loader"), "exact", wraps=True),
     "shuffles seeded anew in each pass": Row(SeededAnew, "told", "exact_order"),
     "a thread that reads ahead": Row(ReadsAhead, "told", "exact_augmentations"),
     "a replay with the same last unit": Row(lambda: SameLast(0), "told", "exact_order"),
@@ -331,8 +333,10 @@ ROWS: dict[str, Row] = {
     "a collate function that counts its calls": Row(collated_by(Calls), "told", "exact_augmentations"),
     "a collate function seeded by the system": Row(collated_by(lambda: from_entropy), "believed"),
     "a default argument that draws": Row(collated_by(with_default_argument), "believed"),
-    "work on batches that adds the batch before": Row(worked_on_by(BatchBefore), "told", "exact_augmentations"),
-    "work on batches that counts its calls": Row(worked_on_by(Calls), "told", "exact_augmentations"),
+    "work on batches that adds the batch before": Row(
+        worked_on_by(BatchBefore), "told", "exact_augmentations", wraps=True
+    ),
+    "work on batches that counts its calls": Row(worked_on_by(Calls), "told", "exact_augmentations", wraps=True),
     "bfloat16": unlike(bfloat16),
     "sparse tensors": unlike(sparse),
     "images": unlike(image),
@@ -340,7 +344,7 @@ ROWS: dict[str, Row] = {
     "Decimal": unlike(price),
     "sets": unlike(members),
     "nested tensors": Row(Nested, "exact"),
-    "an iterator kept from the beginning": Row(lambda: declared(KeepsIterator(), ""), "exact"),
+    "an iterator kept from the beginning": Row(declared(KeepsIterator, ""), "exact", wraps=True),
     "files as glob lists them": Row(over(Files), "mismatch", changed={"MIDEPOCH_LISTED": "1"}),
     "other augmentation code": Row(over(Files), "warned", changed={"MIDEPOCH_CHANGED": "code"}),
     "another decoder": Row(over(Files), "warned", changed={"MIDEPOCH_CHANGED": "decoder"}),
