@@ -88,8 +88,10 @@ def test_iterated_by_itself_it_resumes_anywhere() -> None:
     given = list(itertools.islice(sampler, 50 * SIZE))
     whole = list(itertools.islice(endless(), 51 * SIZE))
     assert given == whole[: len(given)]
+    state = sampler.state_dict()
+    assert (state["position"], state["size"]) == (50 * SIZE, None)
     resumed = endless()
-    resumed.load_state_dict(sampler.state_dict())
+    resumed.load_state_dict(state)
     assert list(itertools.islice(resumed, SIZE)) == whole[len(given) :]
     with pytest.raises(TypeError, match="does not end"):
         len(sampler)
