@@ -316,7 +316,7 @@ class Listed:
                 if len(items) == given:
                     break
                 look()
-                indices += sum(len(each) if isinstance(each, list | tuple) else 1 for each in items[given:])
+                indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
                     raise SourceError(self._does_not_end(items, most if len(items) > length else _LONGEST))
         return ListedEpoch(items, error)
