@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from .errors import UnsupportedSourceError, warn
 from .world import World
 
-__all__ = ["Division", "attributes_of", "check_division", "division_of", "length_of"]
+__all__ = ["Division", "check_division", "division_of", "length_of"]
 
 _MOST_OBJECTS = 1000  # looked at in one sampler, the nearest first
 _LONGEST_CONTAINER = 256  # members; a longer one holds data
@@ -148,15 +147,6 @@ def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
         else:
             members = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
         queue.extend((path + step, each) for step, each in members if not isinstance(each, _DATA))
-
-
-def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes in an object's dict and in its slots."""
-    yield from list(getattr(value, "__dict__", {}).items())
-    for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            if isinstance(slot, MemberDescriptorType) and hasattr(value, name):
-                yield name, getattr(value, name)
 
 
 def _is_rank(name: str) -> bool:
