@@ -30,7 +30,7 @@ from .errors import SourceError, UnsupportedSourceError
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
-from .state.checksum import checksum_of
+from .state.digest import checksum_of
 from .state.witness import look_at
 from .trying import Copied, copy_of, tried_on_copy
 from .world import Tail, World

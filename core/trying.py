@@ -171,7 +171,7 @@ def tried_on_copy(
                 one, other = _looked(streams, call, copy, key), _looked(streams, call, copy, key)
     except Exception as error:  # noqa: BLE001  # the original has been called without
         return Finding(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}")
-    if one.parts and all(part.content is None for part in one.parts):
+    if one.parts and not any(part.size for part in one.parts):
         return Finding(untried=f"what it returns cannot be seen: {', '.join(one.unseen)}", unseen=one.unseen)
     differing = one.differing(other)
     if not differing:

@@ -359,14 +359,14 @@ def host() -> Any:
     return os.environ.get("AS_HOST", socket.gethostname())
 
 
-BESIDE: dict[str, tuple[Callable[[], Any], dict[str, str], bool]] = {
-    "paths on another mount": (mounted, {"AS_MOUNT": "/other/place"}, False),
-    "host names": (host, {"AS_HOST": "a-node-of-another-name"}, True),
-    "times": (time.time_ns, {}, True),
-    "process numbers": (os.getpid, {}, True),
-    "objects without equality": (witness_sources.Nothing, {}, False),
+BESIDE: dict[str, tuple[Callable[[], Any], dict[str, str], str]] = {
+    "paths on another mount": (mounted, {"AS_MOUNT": "/other/place"}, "exact"),
+    "host names": (host, {"AS_HOST": "a-node-of-another-name"}, "refused"),
+    "times": (time.time_ns, {}, "told"),
+    "process numbers": (os.getpid, {}, "refused"),
+    "objects without equality": (witness_sources.Nothing, {}, "exact"),
 }
-"""Name -> what stands beside each picture, the environment of the resume, and whether bits differ."""
+"""Name -> what stands beside each picture, the environment of the resume, and what comes of it."""
 
 
 def over(module: str, table: str, name: str) -> Any:

@@ -310,10 +310,8 @@ class ReferenceLoader:
 
     def verify(self) -> None:
         witness = Witness.parse(self.expected)
-        if witness is not None:
-            found = witness.compare(look_at(self.order(witness.epoch)[0]), False)
-            if found is not None:
-                raise StateMismatchError("the first sample of the epoch is another one")
+        if witness is not None and witness.differs(look_at(self.order(witness.epoch)[0])):
+            raise StateMismatchError("the first sample of the epoch is another one")
         self.expected = ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -246,6 +246,14 @@ class Files(Dataset[Any]):
         return torch.from_numpy(picture).float() / 255 + random.random() * (0.11 if changed == "code" else 0.1)
 
 
+class NamedFiles(Files):
+    """The same with the files' names, and with other names where the files are others."""
+
+    def __getitem__(self, index: int) -> Any:
+        number = self.names[index] + SIZE * (os.environ.get("MIDEPOCH_CHANGED") == "files")
+        return super().__getitem__(index), f"/data/{number:05d}.png"
+
+
 class BatchBefore:
     """Adds half of the batch before, as some mixups do."""
 
@@ -345,10 +353,12 @@ ROWS: dict[str, Row] = {
     "sets": unlike(members),
     "nested tensors": Row(Nested, "exact"),
     "an iterator kept from the beginning": Row(declared(KeepsIterator, ""), "exact", wraps=True),
-    "files as glob lists them": Row(over(Files), "mismatch", changed={"MIDEPOCH_LISTED": "1"}),
+    "files as glob lists them": Row(over(NamedFiles), "mismatch", changed={"MIDEPOCH_LISTED": "1"}),
+    "files without names as glob lists them": Row(over(Files), "warned", changed={"MIDEPOCH_LISTED": "1"}),
     "other augmentation code": Row(over(Files), "warned", changed={"MIDEPOCH_CHANGED": "code"}),
     "another decoder": Row(over(Files), "warned", changed={"MIDEPOCH_CHANGED": "decoder"}),
-    "other files": Row(over(Files), "mismatch", changed={"MIDEPOCH_CHANGED": "files"}),
+    "other files": Row(over(NamedFiles), "mismatch", changed={"MIDEPOCH_CHANGED": "files"}),
+    "other files without names": Row(over(Files), "warned", changed={"MIDEPOCH_CHANGED": "files"}),
 }
 
 

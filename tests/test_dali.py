@@ -111,7 +111,9 @@ def test_changed_files_are_told_and_moved_ones_are_not(
     assert not told, [str(warning.message) for warning in told]
     with sources.found(changed, reader) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(StateMismatchError, match="the first of epoch 0, is another one than"):
+        within: Any = pytest.raises(StateMismatchError, match="the first of epoch 0, is another one than")
+        at_boundary = pytest.warns(midepoch.MidepochWarning, match="the first of epoch 0, is another one than")
+        with within if cut == 4 else at_boundary:
             next(iter(loader))
     with sources.found(changed, reader, verify="warn") as loader:
         loader.load_state_dict(state)

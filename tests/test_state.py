@@ -38,8 +38,8 @@ import midepoch
 from midepoch import StateCorruptError, StateError, StateMismatchError, StateVersionError
 from midepoch.loader.loader import Loader
 from midepoch.state import codec
-from midepoch.state.checksum import checksum_of
 from midepoch.state.codec import decode, encode
+from midepoch.state.digest import checksum_of
 
 KEYS = [
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
@@ -600,7 +600,7 @@ def test_a_digest_names_what_it_cannot_see() -> None:
 
 def test_a_digest_of_a_set_is_the_same_in_another_process() -> None:
     made = "[{'a', 'b', ('c', frozenset('de'))}, set(map(str, range(99)))]"
-    code = f"import sys; from midepoch.state.checksum import checksum_of; print(checksum_of({made}))"
+    code = f"import sys; from midepoch.state.digest import checksum_of; print(checksum_of({made}))"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}  # that of this process is drawn
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
     assert told.stdout.strip() == str(checksum_of(eval(made)))

@@ -6,13 +6,16 @@ import copy
 import functools
 import itertools
 import json
+import math
 import os
 import random
+import re
 import subprocess
 import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,8 @@ from witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
-from midepoch.state.checksum import checksum_of
-from midepoch.state.witness import LONGEST, Witness, look_at
+from midepoch.state.digest import checksum_of
+from midepoch.state.witness import LONGEST, Look, Witness, look_at
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
 
@@ -70,8 +73,12 @@ def test_what_has_changed_is_told_in_a_new_process(
 ) -> None:
     asked = [{"state": states[place], "arguments": arguments} for arguments, _ in CHANGES.values()]
     found = dict(zip(CHANGES, in_new_process(tmp_path, asked), strict=True))
-    assert {name: outcome(each) for name, each in found.items()} == {name: end for name, (_, end) in CHANGES.items()}
-    assert "sorted" in found["the files' order"]["error"]
+    expected = {name: end for name, (_, end) in CHANGES.items()}
+    if place == "at the boundary":  # the data may be meant to be others from epoch to epoch
+        expected.update(dict.fromkeys(("the files' order", "the files' order, read by workers"), "told"))
+    assert {name: outcome(each) for name, each in found.items()} == expected
+    told = found["the files' order"]
+    assert re.search(r"\(\['label'\]\): sort the list of files", told["error"] or told["warnings"][0])
     assert all(len(each["warnings"]) <= 1 for each in found.values())
     whole = found["nothing"]["rest"]
     assert len(whole) == SIZE - 4 * (PLACES[place] % 8) and found["the decoder"]["rest"] == whole
@@ -81,7 +88,6 @@ HARMLESS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "another mount": ({"form": "names"}, {"form": "names", "mount": "/data/b"}, False),
     "pictures of bytes": ({"form": "int"}, {"form": "int"}, False),
     "another decoder of bytes": ({"form": "int"}, {"form": "int", "rounding": True}, True),
-    "process numbers": ({"extra": "process"}, {"extra": "process"}, True),
     "times": ({"extra": "time"}, {"extra": "time"}, True),
     "objects without equality": ({"extra": "object"}, {"extra": "object"}, False),
     "times, with names": ({"form": "names", "extra": "time"}, {"form": "names", "extra": "time"}, True),
@@ -101,13 +107,17 @@ def test_no_false_alarm(tmp_path: Path) -> None:
         assert not each["warnings"] or HARMLESS[name][2], (name, each)
 
 
-def test_another_host_is_no_other_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_names_the_machine_is_another_sample_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AS_HOST", "node-1")
     state = saved(3, extra="host")
     monkeypatch.setenv("AS_HOST", "a-node-with-quite-another-name")
     with make(extra="host") as loader:
         loader.load_state_dict(state)
-        with pytest.warns(MidepochWarning, match=r"not bit for bit \(\['host'\]\)"):
+        with pytest.raises(StateMismatchError, match=r"another one than when the state was saved \(\['host'\]\)"):
+            next(iter(loader))
+    with make(extra="host", options={"verify": "warn"}) as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(MidepochWarning, match=r"\(\['host'\]\)"):
             assert len(list(loader)) == 5
 
 
@@ -117,7 +127,7 @@ def test_progressive_resizing_and_a_dataset_that_grows_are_no_other_data() -> No
     state = loader.state_dict()
     with make(side=32) as resized:
         resized.load_state_dict(state)
-        with pytest.warns(MidepochWarning, match="had another shape"):
+        with pytest.warns(MidepochWarning, match="another one than when"):
             assert len(list(resized)) == 8
     loader.source.dataset.numbers.append(SIZE)  # the dataset grows between epochs
     grown = loader.state_dict()
@@ -155,7 +165,7 @@ class Shared(Dataset[int]):
         return 1000 * self.epoch[0] + index
 
 
-def test_samples_that_the_users_own_code_changes_between_epochs_are_refused_with_the_reason_why_they_may_be_right() -> (
+def test_samples_that_the_users_own_code_changes_between_epochs_are_told_with_the_reason_why_they_may_be_right() -> (
     None
 ):
     epoch = [0]
@@ -164,14 +174,14 @@ def test_samples_that_the_users_own_code_changes_between_epochs_are_refused_with
     state = loader.state_dict()
     epoch[0] = 1
     rest = [batch.tolist() for batch in loader]
-    for verify in ("sample", "warn"):
+    for verify in ("sample", "warn", "strict"):
         resumed = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1, verify=verify)
         resumed.load_state_dict(state)
-        if verify == "sample":
-            with pytest.raises(StateMismatchError, match=r"the epoch before: if your own code.*'warn' is right"):
+        if verify == "strict":
+            with pytest.raises(StateMismatchError, match="if your code gives each epoch other data, nothing is wrong"):
                 next(iter(resumed))
         else:
-            with pytest.warns(MidepochWarning, match="another one"):
+            with pytest.warns(MidepochWarning, match="if your code gives each epoch other data, nothing is wrong"):
                 assert [batch.tolist() for batch in resumed] == rest
 
 
@@ -231,17 +241,12 @@ def resumed_over(before: Callable[[int], Any], now: Callable[[int], Any], reorde
     return list(loader)
 
 
-# Each has the same text behind its last slash.
+# Each has the same text after its last slash.
 TEXTS: dict[str, Callable[[int], Any]] = {
     "a conversation": lambda number: f"<s>user: what is {number} + {number}? assistant: {2 * number}</s>",
     "markup": lambda number: json.dumps({"number": number, "type": "text/plain"}),
     "a command": lambda number: f"/imagine {number} cats and/or dogs",
-    "an address": lambda number: f"https://example.org/{number}/full.jpg",
-    "a path": lambda number: f"/data/{number}/image.png",
-    "a path of Windows": lambda number: f"D:\\data\\{number}\\image.png",
     "a relative path": lambda number: f"{number}/of a row.png",
-    "a path by its type": lambda number: Path(f"/data/{number}/x.png"),
-    "a relative path by its type": lambda number: Path(f"data/{number}/x.png"),
     "a picture as base64": lambda number: "/9j/" + f"{number}4AAQSkZ/RgABA" * 50 + "/2Q==",
 }
 
@@ -259,7 +264,7 @@ def test_texts_in_another_order_are_other_samples(kind: str) -> None:
 KEYS: dict[str, Callable[[int], Any]] = {
     "a counter": lambda number: Counter({number: 1}),
     "a counter of many": lambda number: Counter({20 * number + each: 1 for each in range(20)}),
-    "keys that are paths": lambda number: {f"/data/{number}/image.png": 1},
+    "keys that are paths": lambda number: {f"/data/{number}.png": 1},
     "keys behind the first": lambda number: {**dict.fromkeys(range(-100, 0), 1), number + 1: 0},
     "a large set": lambda number: set(range(10_000 * number, 10_000 * number + 5_000)),
 }
@@ -292,13 +297,13 @@ def long(kind: str, number: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["list", "object array", "dict"])
-def test_the_middle_of_long_containers_counts_as_bits(kind: str) -> None:
+def test_the_middle_of_long_containers_counts(kind: str) -> None:
     of = functools.partial(long, kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(resumed_over(of, of)) == 7
-    with pytest.warns(MidepochWarning, match="not bit for bit"):
-        assert len(resumed_over(of, of, reordered=True)) == 7
+    with pytest.raises(StateMismatchError, match=r"another one .*\(.*(\[|a part after the first 11).*\)"):
+        resumed_over(of, of, reordered=True)
 
 
 def test_rows_that_are_not_looked_at_are_named() -> None:
@@ -307,10 +312,20 @@ def test_rows_that_are_not_looked_at_are_named() -> None:
     assert look_at(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
 
 
-@pytest.mark.parametrize("paths", [("/data/ann/a.jpg", "/data/bob/a.jpg"), ("/7/left/a.jpg", "/8/left/a.jpg")])
-def test_folders_that_may_be_the_mount_are_told(paths: tuple[str, str]) -> None:
-    with pytest.warns(MidepochWarning, match="not bit for bit"):
-        assert len(resumed_over(lambda number: paths[0], lambda number: paths[1])) == 7
+# Of each, only the last component counts, which is the same.
+SAME_NAMES: dict[str, Callable[[int], Any]] = {
+    "an address": lambda number: f"https://example.org/{number}/full.jpg",
+    "a path": lambda number: f"/data/{number}/image.png",
+    "a path of Windows": lambda number: f"D:\\data\\{number}\\image.png",
+    "a path by its type": lambda number: Path(f"/data/{number}/x.png"),
+    "a relative path by its type": lambda number: Path(f"data/{number}/x.png"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", SAME_NAMES)
+def test_of_a_path_the_folders_do_not_count(kind: str) -> None:
+    assert len(resumed_over(SAME_NAMES[kind], SAME_NAMES[kind], reordered=True)) == 7
 
 
 # Behind another mount, each is the same.
@@ -490,14 +505,14 @@ def test_indices_of_other_types_are_compared_at_a_boundary(kind: str) -> None:
     list(saved)
     resumed = make_loader(change=1)
     resumed.load_state_dict(saved.state_dict())
-    with pytest.warns(MidepochWarning, match="not bit for bit"):
+    with pytest.warns(MidepochWarning, match="another one"):
         list(resumed)
     state = saved.state_dict()
     witness = state["witness"].split("/")
     state["witness"] = "/".join([witness[0], "9" * 19, *witness[2:]])
     edited = make_loader()
     edited.load_state_dict(midepoch.reseal(state))
-    with pytest.raises(StateMismatchError):
+    with pytest.warns(MidepochWarning, match="another one"):
         next(iter(edited))
 
 
@@ -745,50 +760,85 @@ def test_types_that_cannot_be_compared_are_named() -> None:
 # --- looks ------------------------------------------------------------------------------------------------------------
 
 
-def drawn(number: int, kind: str) -> Any:
-    generator = np.random.default_rng(number)
-    if kind == "picture":
-        return witness_sources.image_of(number, 64)
-    if kind == "noise":
-        return generator.normal(size=(3, 32, 32)).astype(np.float32)
-    if kind == "tokens":
-        return torch.from_numpy(generator.integers(0, 50_000, 256))
-    if kind == "bfloat16":
-        return torch.from_numpy(generator.normal(size=64)).bfloat16()
-    return "".join(chr(97 + letter) for letter in generator.integers(0, 26, 40))
-
-
-def with_other_last_bits(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value ^ 1 if value.dtype == np.uint8 else np.nextafter(value, np.float32(np.inf))
-    return value
-
-
 def text_of(value: Any) -> str:
     return str(Witness.of(0, 0, look_at(value)))
 
 
-@pytest.mark.parametrize("kind", ["picture", "noise", "tokens", "bfloat16", "text"])
-def test_other_samples_differ_and_another_decoder_s_do_not(kind: str) -> None:
-    others = 0
-    for number in range(60):
-        witness = Witness.parse(text_of(drawn(number, kind)))
-        assert witness is not None and witness.compare(look_at(drawn(number, kind)), False) is None
-        rounded = witness.compare(look_at(with_other_last_bits(drawn(number, kind))), False)
-        assert rounded is None or not rounded.another
-        other = witness.compare(look_at(drawn(number + 1000, kind)), False)
-        assert other is not None, "other bits are always told"
-        others += other.another
-    assert others >= 50, "most other samples are told as such"
+def compared(one: Any, other: Any) -> str:
+    witness, look = Witness.parse(text_of(one)), look_at(other)
+    assert witness is not None and not witness.differs(look_at(one)) and not witness.has_other_bits(look_at(one))
+    return "another" if witness.differs(look) else "other bits" if witness.has_other_bits(look) else "the same"
 
 
-def test_another_level_is_another_sample_where_the_pattern_is_the_same() -> None:
-    picture = witness_sources.image_of(0, 64).astype(np.float32)
-    for one, other in ((torch.full((64,), 3.0), torch.full((64,), 4.0)), (picture, picture * 1.5)):
-        difference = Witness.of(0, 0, look_at(one)).compare(look_at(other), False)
-        assert difference is not None and difference.another
-        slightly = Witness.of(0, 0, look_at(one)).compare(look_at(one * 1.01), False)
-        assert slightly is not None and not slightly.another
+# Two values of one kind, and what the second is when the first was saved.
+PAIRS: dict[str, tuple[Any, Any, str]] = {
+    "integers": (3, 4, "another"),
+    "large integers": (10**5000, 10**5000 + 1, "another"),
+    "an integer and a boolean": (1, True, "another"),
+    "floats": (0.5, 0.25, "other bits"),
+    "floats of other signs": (0.0, -0.0, "other bits"),
+    "no number": (math.nan, -math.nan, "other bits"),
+    "a float and an integer": (1.0, 1, "another"),
+    "complex numbers": (1j, 2j, "other bits"),
+    "texts": ("a", "b", "another"),
+    "lone surrogates": ("\ud800", "\ud801", "another"),
+    "bytes": (b"a", b"b", "another"),
+    "labels": (np.int64(3), np.int64(4), "another"),
+    "a numpy float": (np.float64(3), np.float64(4), "other bits"),
+    "tokens": (torch.arange(9), torch.arange(1, 10), "another"),
+    "tokens of 32 bits": (np.arange(9, dtype=np.int32), np.arange(1, 10, dtype=np.int32), "another"),
+    "a mask": (torch.tensor([True, False]), torch.tensor([True, True]), "another"),
+    "names": (np.array(["a"]), np.array(["b"]), "another"),
+    "a label of 8 bits": (torch.tensor(3, dtype=torch.uint8), torch.tensor(4, dtype=torch.uint8), "other bits"),
+    "sound of 16 bits": (np.zeros(9, np.int16), np.ones(9, np.int16), "other bits"),
+    "integers with two dimensions": (torch.zeros(2, 2, dtype=torch.int64), torch.eye(2).long(), "other bits"),
+    "a picture": (witness_sources.image_of(0), witness_sources.image_of(1), "other bits"),
+    "floating-point pixels": (torch.zeros(3, 4, 4), torch.ones(3, 4, 4), "other bits"),
+    "half of the precision": (torch.zeros(4).bfloat16(), torch.ones(4).bfloat16(), "other bits"),
+    "shapes": (torch.zeros(3, 4), torch.zeros(4, 3), "another"),
+    "dtypes": (torch.zeros(3), torch.zeros(3).double(), "another"),
+    "a list of floats": ([0.5] * 100, [0.25] * 100, "other bits"),
+    "a list of integers": ([1] * 100, [2] * 100, "another"),
+    "a list of integers beyond 64 bits": ([1 << 80] * 100, [1 << 81] * 100, "another"),
+    "lists of other lengths": ([0.5], [0.5, 0.5], "another"),
+    "a set": ({"a", "b"}, {"a", "c"}, "another"),
+    "keys in another order": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the same"),
+    "keys": ({"a": 1}, {"b": 1}, "another"),
+    "a picture beside a label": ((torch.zeros(3, 4, 4), 3), (torch.ones(3, 4, 4), 3), "other bits"),
+    "a label beside a picture": ((torch.zeros(3, 4, 4), 3), (torch.zeros(3, 4, 4), 4), "another"),
+    "the twentieth of many": (list("a" * 20), [*"a" * 19, "b"], "another"),
+    "the thousandth of many": (list("a" * 1000), [*"a" * 999, "b"], "another"),
+    "objects": (Fraction(1, 2), Fraction(1, 3), "another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_no_decoder_computes_makes_it_another_sample(kind: str) -> None:
+    one, other, expected = PAIRS[kind]
+    assert compared(one, copy.deepcopy(one)) == "the same" and compared(one, other) == expected
+
+
+def test_parts_that_vary_are_left_out_with_what_they_hold() -> None:
+    def look(read: int, label: int) -> Look:
+        noise = [0.5 * read] * (1 + read)
+        return look_at({"boxes": {"left": noise, "right": noise}, "label": label, "read": read})
+
+    left_out = frozenset(look(0, 7).differing(look(1, 7)))
+    assert "['label']" not in left_out and {"['read']", "['boxes']['left']"} <= left_out
+    witness = Witness.parse(str(Witness.of(0, 0, look(2, 7), left_out)))
+    assert witness is not None and witness.differs(look(3, 8)) == ("['label']",)
+    assert not witness.differs(look(5, 7)) and not witness.has_other_bits(look(5, 7))
+
+
+def test_where_many_parts_vary_their_containers_are_left_out() -> None:
+    def look(read: int, label: int) -> Look:
+        noise = [0.5 * read + number for number in range(5)]
+        return look_at({"boxes": {"left": noise, "right": noise}, "label": label})
+
+    left_out = frozenset(look(0, 7).differing(look(1, 7)))
+    witness = Witness.of(0, 0, look(2, 7), left_out)
+    assert (len(left_out), len(witness.left_out)) == (10, 2)
+    assert not witness.has_other_bits(look(3, 7)) and witness.differs(look(3, 8)) == ("['label']",)
 
 
 class OnDevice(torch.Tensor):
@@ -866,10 +916,7 @@ def golden() -> dict[str, Any]:
     return {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
 
 
-GOLDEN = (
-    "0/0/2105b1e1//0:cA00=rFhX,1:vDtH~+352+66,3:ng00=t-Et,4:LwvG~+66+100,5:cA00=n_ge,6:vF00=QeY1,7:EF00=DJqK,"
-    "8:kkj8~+80-96"
-)
+GOLDEN = "0/0/38bfc32c/f906ffefde48c7ad3d775e95dd82d81c1fbe/"
 
 
 def endless() -> Iterator[Any]:
@@ -893,7 +940,8 @@ def test_any_value_can_be_looked_at() -> None:
     for value in endless():
         text = text_of(value)
         witness = Witness.parse(text)
-        assert len(text) <= LONGEST and witness is not None and witness.compare(look_at(value), False) is None
+        assert len(text) <= LONGEST and witness is not None
+        assert not witness.differs(look_at(value)) and not witness.has_other_bits(look_at(value))
 
 
 class _Rich(Dataset[Any]):
@@ -914,7 +962,7 @@ def test_the_largest_numbers_fit_into_a_state_of_512_bytes(fingerprint: str | No
     loader.seek(epoch=10**7, position=4096 * 16384 * 7_000_000)
     next(iter(loader))
     state = loader.state_dict()
-    assert state["witness"].count(":") > 2
+    assert len(state["witness"].split("/")[3]) == 9 * 4  # the sample, and its eight parts
     assert len(json.dumps(state)) <= 512
     again = midepoch.wrap(source, world=world, fingerprint=fingerprint)
     again.load_state_dict(state)

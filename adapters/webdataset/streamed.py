@@ -27,7 +27,7 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
-from midepoch.loader.verify import Verify, tell_of_another
+from midepoch.loader.witnesses import Verify, tell_of_another
 from midepoch.order.keys import extend_key
 from midepoch.randomness.streams import Purpose
 from midepoch.reading.workers import Server

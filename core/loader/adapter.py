@@ -141,7 +141,6 @@ class Seen:
         expected: what the sample of the run's `expects` looks like; None if it could not be read.
         error: why a sample could not be read; empty if it was read.
         missing: the source has no such sample.
-        renews: the data learn the epoch, so the same index may be another sample in each epoch.
         collate: what came of calling the collate function again; None if that was not to be tried.
         keeps: the sample drew random numbers when it was first read, and none when it was read again.
         what: what was looked at, for messages; empty for the first sample of an epoch, which its index names. Without
@@ -154,7 +153,6 @@ class Seen:
     expected: Look | None = None
     error: str = ""
     missing: bool = False
-    renews: bool = False
     what: str = ""
     collate: Finding | None = None
     keeps: bool = False

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
-from ..state.witness import LONGEST, Look, Witness
+from ..errors import StateMismatchError, warn
+from ..state.witness import Look, Witness
 from ..trying import Finding
-from .adapter import Adapter, Options
+from .adapter import Adapter, Options, Seen
 from .cursor import Cursor
-from .verify import verify
 
-__all__ = ["Witnesses"]
+__all__ = ["Verify", "Witnesses", "tell_of_another"]
+
+Verify = Literal["sample", "strict", "warn", "off"]
+"""`wrap`'s setting of this name."""
+
+_CURE = "restore it, or pass verify='warn' to midepoch.wrap to continue all the same"
 
 _OF_SAMPLES = (
     "make each sample a function of its index and of python's, numpy's or torch's generators, or of "
@@ -35,10 +40,8 @@ class Witnesses:
         self.expected: Witness | None = None
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
         self._known: dict[int, str | tuple[Any, Look, frozenset[str]]] = {}
-        # Names of parts that differ from one read to the next. Their numbers vary where samples have lists in them.
+        # Names of parts that differ from one read to the next.
         self._left_out: frozenset[str] = frozenset()
-        # A state with an identity of the user's own stays below 512 bytes, too.
-        self._longest = LONGEST - (24 + len(options.fingerprint) if options.fingerprint else 0)
         self._tried = False  # whether a sample that is read twice stays the same
 
     def of_twin(self, adapter: Adapter) -> Witnesses:
@@ -49,11 +52,9 @@ class Witnesses:
 
     def text(self, epoch: int) -> str:
         """The witness of an epoch, for a state; empty if it is not known."""
-        every = self._known
-        known = every.get(epoch, "")
+        known = self._known.get(epoch, "")
         if isinstance(known, tuple):
-            index, look, left_out = known
-            known = every[epoch] = Witness.of(epoch, index, look, look.numbers(left_out)).text(self._longest)
+            known = self._known[epoch] = str(Witness.of(epoch, *known))
         return known
 
     def load(self, text: str) -> None:
@@ -78,7 +79,7 @@ class Witnesses:
         if seen is None:
             return
         if self.expected is not None:
-            verify(self.expected, seen, epoch, strict=self._options.verify)
+            _compare(self.expected, seen, epoch, self._options.verify)
             self.expected = None
         look = seen.look
         if look is None:
@@ -88,7 +89,7 @@ class Witnesses:
         if seen.again is not None:
             self._tried = True
             if differing := look.differing(seen.again):
-                self._left_out = look.named(differing)
+                self._left_out = frozenset(differing)
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
                 self._adapter.note(Finding(why, look.holds_most(differing), _OF_SAMPLES))
             elif seen.keeps:
@@ -101,3 +102,44 @@ class Witnesses:
             known[epoch - 1] = before
         known[epoch] = seen.index, look, self._left_out
         self._known = known
+
+
+def tell_of_another(which: str, verify: Verify) -> None:
+    """What follows when the data that `which` names are not those that the state was saved with."""
+    _tell(f"{which} has another content than when the state was saved: {_CURE}", verify in ("sample", "strict"))
+
+
+def _compare(witness: Witness, seen: Seen, epoch: int, verify: Verify) -> None:
+    """Compare a sample with a loaded state's witness. At an epoch's boundary, what differs may be meant to."""
+    strict, at_boundary = verify == "strict", witness.epoch != epoch
+    if at_boundary and witness.index is None and not seen.what:
+        return  # only that epoch's order knows which sample it was
+    index = seen.index if witness.index is None else witness.index
+    which = seen.what or f"sample {index!r:.80}, the first of epoch {witness.epoch},"
+    error = strict or (verify == "sample" and not at_boundary)
+    if seen.expected is None:
+        if seen.missing:
+            _tell(f"{which} is not there now: the data have changed; {_CURE}", error)
+        else:
+            why = seen.error or "it raises an error"
+            _tell(f"{which} cannot be compared with the state's witness ({why})", strict)
+    elif differing := witness.differs(seen.expected):
+        names = f" ({seen.expected.names(differing)})" if any(differing) else ""
+        expected = "; if your code gives each epoch other data, nothing is wrong" if at_boundary else ""
+        _tell(
+            f"{which} is another one than when the state was saved{names}: sort the list of files (glob and "
+            f"os.listdir do not), restore the data, or pass verify='warn' to midepoch.wrap{expected}",
+            error,
+        )
+    elif witness.has_other_bits(seen.expected):
+        _tell(
+            f"{which} is not bit for bit what it was when the state was saved: the augmentation, a decoder, a library "
+            "or the data have changed, and the samples to come may differ as much",
+            strict,
+        )
+
+
+def _tell(message: str, error: bool) -> None:
+    if error:
+        raise StateMismatchError(message)
+    warn(message)

@@ -30,7 +30,7 @@ from ..order import EpochOrder, Order
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import Listed, ListedEpoch, length_of
-from ..state.checksum import checksum_of
+from ..state.digest import checksum_of
 from .indexed import as_list, draws_nothing, spans
 from .private import is_place_holder, let_go
 from .units import Units

@@ -50,7 +50,6 @@ __all__ = [
 
 _KEY_BLOCK = 512
 _MOST_AHEAD = 2048  # indices of requests that are made in a row
-_MOST_INSIDE = 256  # in one another, that are asked for a set_epoch; one may contain itself
 
 # Modules that register collate functions with torch's default_collate which are known to draw nothing.
 _drawless = {default_collate.__module__}
@@ -378,8 +377,7 @@ class MapReader:
         purpose = Purpose.BATCH if self._whole else Purpose.SAMPLE
         expected, error = self._look(self._key_at(derive_key(purpose, request.seed, epoch)), index)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        renews, missing = _is_told_the_epoch(self.dataset), isinstance(error, IndexError)
-        return Seen(look.index, one, expected=expected, error=text, missing=missing, renews=renews, **more)
+        return Seen(look.index, one, expected=expected, error=text, missing=isinstance(error, IndexError), **more)
 
     def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
@@ -463,21 +461,6 @@ class MapReader:
             self._key_block = derive_keys(self._sample_key, positions).tolist()
             self._key_block_start, place = start, 0
         return self._key_block[place : place + count]
-
-
-def _is_told_the_epoch(dataset: Any) -> bool:
-    """Whether a dataset, or one inside it, has the ``set_epoch`` by which trainers tell it the epoch."""
-    found = [dataset]
-    for each in found:
-        if callable(getattr(each, "set_epoch", None)):
-            return True
-        found.append(getattr(each, "dataset", None))
-        with contextlib.suppress(Exception):  # most have none; another library's may raise what it likes
-            several = each.datasets
-            inside = several.values() if isinstance(several, dict) else several
-            found += itertools.islice(inside, _MOST_INSIDE)
-        del found[_MOST_INSIDE:]
-    return False
 
 
 def never_draws(module: str) -> None:

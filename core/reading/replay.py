@@ -14,7 +14,7 @@ from ..copying import copy_apart
 from ..errors import SourceError
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..state.checksum import checksum_of
+from ..state.digest import checksum_of
 from ..trying import CallTrial, Finding
 from ..world import Share, Tail, World
 from .driven import RAW, raw_copy

@@ -31,8 +31,8 @@ from ..loader.capabilities import Capabilities, Capability
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import length_of
-from ..state.checksum import checksum_of
 from ..state.codec import decode, encode
+from ..state.digest import checksum_of
 from ..trying import Finding
 from ..world import World
 from .units import Units

@@ -12,14 +12,13 @@ import itertools
 import math
 import pickle
 import re
-import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..state import contents
+from ..state.digest import Part, Unseen, data_of, parts_of
 
 __all__ = [
     "Leaf", "combine", "digest", "first_difference", "identify", "is_digest", "is_plain", "leaves", "plain", "rows_of",
@@ -61,7 +60,7 @@ def is_digest(name: Hashable) -> bool:
 
 def leaves(item: Any) -> Iterator[Leaf]:
     """The parts of ``item`` in a fixed order, containers before their contents."""
-    return _walk(item, "")
+    return map(_leaf, parts_of(item, opaque=True))
 
 
 def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str, str]:
@@ -165,71 +164,19 @@ def combine(parts: Iterable[Leaf]) -> str:
     return whole.hexdigest()
 
 
-def _leaf(path: str, kind: str, data: bytes, values: Iterable[str] = ()) -> Leaf:
-    content = hashlib.blake2b(kind.encode() + b"\0" + data, digest_size=16).hexdigest()
-    return Leaf(path, kind, tuple(values), content)
+def _leaf(part: Part) -> Leaf:
+    kind, value = part.kind, part.value
+    opaque = isinstance(value, Unseen)
+    kind, data = (f"object {kind}", _pickled(value.item, part.path)) if opaque else (kind, data_of(value))
+    content = hashlib.blake2b(kind.encode() + b"\0", digest_size=16)
+    content.update(data)
+    return Leaf(part.path, kind, tuple(_shown(value)), content.hexdigest())
 
 
-def _walk(item: Any, path: str) -> Iterator[Leaf]:
-    name = type(item).__name__
-    if item is None or (isinstance(item, (bool, int)) and type(item) in (bool, int)):
-        yield _leaf(path, name, str(item).encode(), [str(item)])
-    elif type(item) is float:
-        yield _leaf(path, name, struct.pack(">d", item), [repr(item)])
-    elif type(item) in (str, bytes):
-        data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
-        yield _leaf(path, name, data, [repr(item[:80])])
-    elif isinstance(item, torch.Tensor):
-        yield from _tensor(item, path)
-    elif isinstance(item, (np.ndarray, np.generic)) and not item.dtype.hasobject:
-        array = np.asarray(item)
-        kind = f"{array.dtype.str if array.dtype.names is None else array.dtype.descr} numpy {_shape(array)}"
-        flat = array.reshape(-1)[:_SHOWN_VALUES].tolist()
-        yield _leaf(path, kind, array.tobytes(), map(repr, flat))
-    elif isinstance(item, np.ndarray):
-        yield from _parts(path, f"object numpy {_shape(item)}", enumerate(item.reshape(-1).tolist()))
-    elif isinstance(item, Mapping):
-        pairs = sorted(item.items(), key=lambda pair: (type(pair[0]).__name__, repr(pair[0])))
-        yield from _parts(path, f"{name} of {len(pairs)}", ((repr(key), value) for key, value in pairs))
-    elif isinstance(item, (list, tuple)):
-        yield from _parts(path, f"{name} of {len(item)}", enumerate(item))
-    elif isinstance(item, (set, frozenset)):
-        yield _leaf(path, f"{name} of {len(item)}", "".join(sorted(map(digest, item))).encode())
-    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-        fields = [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
-        yield from _parts(path, f"dataclass {name}", fields)
-    else:
-        yield _pickled(item, path, name)
-
-
-def _parts(path: str, kind: str, parts: Iterable[tuple[Any, Any]]) -> Iterator[Leaf]:
-    yield _leaf(path, kind, b"")
-    for key, value in parts:
-        yield from _walk(value, f"{path}[{key}]")
-
-
-def _shape(array: np.ndarray[Any, Any] | torch.Tensor) -> str:
-    return "x".join(map(str, array.shape)) or "scalar"
-
-
-def _tensor(tensor: torch.Tensor, path: str) -> Iterator[Leaf]:
-    tensor = tensor.detach()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if not is_plain(tensor):
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        shape = "" if tensor.is_nested else f" {_shape(tensor)}"
-        arrays = contents.plain(tensor)
-        if isinstance(arrays, contents.Unseen):
-            raise TypeError(f"an item holds a tensor of {arrays.kind} at '{path}', whose content cannot be compared")
-        parts = arrays if isinstance(arrays, list) else [arrays]
-        if tensor.is_quantized:
-            parts = [*parts, tensor.dequantize()]  # tells the scale
-        yield from _parts(path, f"{layout} {name} tensor{shape}", enumerate(parts))
-        return
-    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    flat = tensor.reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    yield _leaf(path, f"{name} tensor {_shape(tensor)}", data, map(repr, flat[:_SHOWN_VALUES].tolist()))
+def _shown(value: Any) -> list[str]:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return [repr(each) for each in value.reshape(-1)[:_SHOWN_VALUES].tolist()]
+    return [] if isinstance(value, (list, Unseen)) else [repr(value[:80] if isinstance(value, (str, bytes)) else value)]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -250,14 +197,14 @@ class _Pickler(pickle.Pickler):
         return (type(item).__name__, sorted(map(digest, item))) if type(item) in (set, frozenset) else None
 
 
-def _pickled(item: Any, path: str, name: str) -> Leaf:
+def _pickled(item: Any, path: str) -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file, protocol=5).dump(item)
-        data = file.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise TypeError(
-            f"an item holds a {type(item).__module__}.{name} at '{path}', which cannot be compared because it cannot "
-            f"be pickled; let make_loader give batches of tensors, arrays, numbers, strings and containers of them"
+            f"an item holds a {type(item).__module__}.{type(item).__name__} at '{path}', which cannot be compared "
+            "because it cannot be pickled; let make_loader give batches of tensors, arrays, numbers, strings and "
+            "containers of them"
         ) from error
-    return _leaf(path, f"object {name}", data)
+    return file.getvalue()

@@ -34,6 +34,8 @@ def witness(examination: Examination) -> Outcome:
         return Outcome("not applicable", "the state's witness is not midepoch's")
     if found is None or not found.told:
         return Outcome("not applicable", "the state has no witness: nothing of the data is compared at a resume")
+    if found.epoch != state["epoch"]:
+        return Outcome("not applicable", "an epoch has one batch: what differs at its end may be meant to")
     reseal = examination.settings.reseal or from_midepoch("reseal")
     other = reseal({**state, "witness": str(of_another_sample(found))})
     trials = [examination.trial(examination.options(), state=each) for each in (state, other)]
