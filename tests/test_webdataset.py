@@ -351,7 +351,7 @@ def test_settings_are_checked(urls: list[str]) -> None:
 
 def test_urls_that_may_be_a_rank_s_own_must_be_told(urls: list[str]) -> None:
     loader = midepoch.wrap(numbers(urls, nodesplitter=None), world=World(0, 2))
-    with pytest.raises(SourceError, match="pass shard=True to wrap"):
+    with pytest.raises(UnsupportedSourceError, match="pass shard=True to wrap"):
         next(iter(loader))
     ranks = [midepoch.wrap(numbers(urls, nodesplitter=None), world=World(rank, 2), shard=True) for rank in range(2)]
     assert sorted(flat(flat(rank) for rank in ranks)) == list(range(20))

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,7 @@ def _index(pipeline: Pipeline, settings: dict[str, Any]) -> Index | str:
     opener = pipeline.opener
     if isinstance(opener, cache.FileCache) and any(local_path(url) is None for url in pipeline.urls):
         return "remote shards are read through webdataset's own cache of files"
-    opening: Callable[[Exception], Any] = getattr(opener, "handler", None) or getattr(opener, "arguments", {}).get(
-        "handler", reraise_exception
-    )
+    keywords = opener.keywords if isinstance(opener, partial) else vars(opener)
+    opening: Callable[[Exception], Any] = keywords.get("handler", reraise_exception)
     handlers = {"opening": opening, "reading": pipeline.reading.get("handler", reraise_exception)}
     return build_index(pipeline.urls, _keys(pipeline), handlers, settings["index_cache"], settings["progress"])

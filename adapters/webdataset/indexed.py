@@ -148,12 +148,7 @@ class IndexedAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
-        if run.world.world_size > 1 and not self._pipeline.splits and self.options.shard is None:
-            raise SourceError(  # raised at the first batch, when the world is known
-                "the pipeline has no nodesplitter, so each rank may already have its own urls: pass shard=True to "
-                "wrap() if every rank has the same urls (midepoch shards the samples), or world=midepoch.World() and "
-                "a state for each rank if they differ"
-            )
+        self._pipeline.check_shared(run.world, self.options.shard)  # now that the world is known
         share = run.share
         if share is None:
             size = self._order.size * _ENDLESS_PASSES

@@ -11,8 +11,9 @@ from webdataset import tariterators
 
 from midepoch.adapters.webdataset import private
 from midepoch.adapters.webdataset.draws import Draws
-from midepoch.errors import SourceError
+from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader.capabilities import Capability
+from midepoch.world import World
 
 __all__ = ["Batched", "Each", "Limit", "Pipeline", "grouped", "run_stages"]
 
@@ -85,6 +86,15 @@ class Pipeline:
         replaced = " and ".join(f"{name}, by its `draws`" for name in self.declared)
         in_place = f", in place of {replaced}" if replaced else ""
         return Capability(True, f"the order is a function of seed and epoch{in_place}")
+
+    def check_shared(self, world: World, shard: bool | None) -> None:
+        """Raise UnsupportedSourceError if each of several ranks may already have its own urls."""
+        if world.world_size > 1 and not self.splits and shard is None:
+            raise UnsupportedSourceError(
+                "the pipeline has no nodesplitter, so each rank may already have its own urls: pass shard=True to "
+                "wrap() if every rank has the same urls (midepoch shards them), or world=midepoch.World() and a state "
+                "for each rank if they differ"
+            )
 
     @property
     def stages(self) -> list[Stage]:

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -294,16 +294,6 @@ def _may_read(stage: Any) -> bool:
     return _is_opener(stage) or not getattr(_function_of(stage), "__module__", "").startswith("webdataset.")
 
 
-class _GopenStage:
-    """webdataset's url_opener with its handler."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
-
-    def __call__(self, shards: Iterable[Any]) -> Iterator[Any]:
-        return tariterators.url_opener(shards, **self.arguments)  # type: ignore[no-any-return]
-
-
 def _take_reading(steps: list[_Step], found: Pipeline) -> list[_Step]:
     """Take the stages that open shards and make samples of files, and return the others."""
     first = steps[0].stage
@@ -311,11 +301,13 @@ def _take_reading(steps: list[_Step], found: Pipeline) -> list[_Step]:
     if function is tariterators.tarfile_samples:
         arguments = _arguments_of(first, "handler", "select_files", "rename_files")
         handler = {"handler": arguments["handler"]} if "handler" in arguments else {}
-        found.opener, found.reading, found.grouping = _GopenStage(dict(handler)), arguments, dict(handler)
+        found.opener = functools.partial(tariterators.url_opener, **handler)
+        found.reading, found.grouping = arguments, handler
         rest = steps[1:]
     else:
-        known = function is tariterators.url_opener
-        found.opener = _GopenStage(_arguments_of(first, "handler")) if known else first
+        found.opener = first
+        if function is tariterators.url_opener:
+            found.opener = functools.partial(function, **_arguments_of(first, "handler"))
         wanted = (tariterators.tar_file_expander, tariterators.group_by_keys)
         got = [_function_of(step.stage) for step in steps[1:3]]
         for place, each in enumerate(wanted):

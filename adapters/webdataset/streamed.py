@@ -291,15 +291,8 @@ class StreamedAdapter(Adapter):
 
     def _check_world(self, run: Run) -> None:
         world, limit = run.world, self._pipeline.limit
-        if world.world_size == 1:
-            return
-        if not self._pipeline.splits and self.options.shard is None:
-            raise UnsupportedSourceError(
-                "the pipeline has no nodesplitter, so each rank may already have its own urls: pass shard=True to "
-                "wrap() if every rank has the same urls (midepoch shards them), or world=midepoch.World() and a state "
-                "for each rank if they differ"
-            )
-        if (limit is None or limit.units is None) and run.tail != "uneven":
+        self._pipeline.check_shared(world, self.options.shard)
+        if world.world_size > 1 and (limit is None or limit.units is None) and run.tail != "uneven":
             raise UnsupportedSourceError(
                 f"only reading all shards tells how many batches each of {world.world_size} ranks gets "
                 f"({self._reason}): use with_epoch(n), which gives each rank n; or pass tail='uneven' if your training "

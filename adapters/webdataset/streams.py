@@ -70,9 +70,8 @@ class Cursors(NamedTuple):
         return f"{streams}next={self.following};size={self.size};{cursors}"
 
 
-# Cursors of older states have no mark.
 _PLACE = re.compile(
-    r"(?:streams=(\d{1,4});)?next=(\d{1,9});size=(\d{1,18});((?:\d{1,4}:\d{1,18}(?:\.\d{1,18}){5,6}(?:,|$))*)"
+    r"(?:streams=(\d{1,4});)?next=(\d{1,9});size=(\d{1,18});((?:\d{1,4}:\d{1,18}(?:\.\d{1,18}){6}(?:,|$))*)"
 )
 
 
