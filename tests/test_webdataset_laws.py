@@ -75,6 +75,14 @@ class TestOwnStages(_Pipeline):
 
 
 @pytest.mark.long
+class TestRefilled(_Pipeline):
+    make_loader = staticmethod(sources.refilled)
+    shuffled = True
+    tail = "uneven"
+    state_bytes = 16384
+
+
+@pytest.mark.long
 class TestWeighted(_Pipeline):
     make_loader = staticmethod(sources.weighted)
     identify: ClassVar[Any] = None

@@ -105,8 +105,8 @@ def stack(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples)
 
 
-def not_a_multiple_of_five(sample: dict[str, Any]) -> bool:
-    return int(sample["cls"]) % 5 != 0
+def not_a_multiple_of_four(sample: dict[str, Any]) -> bool:
+    return int(sample["cls"]) % 4 != 0
 
 
 _UNEQUAL = [4, 0, 5, 1, 3]
@@ -202,6 +202,16 @@ def streamed(
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail="uneven")
 
 
+def refilled(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """Shards that could be indexed, read as streams, so that batches are full although samples are dropped."""
+    dataset = wds.WebDataset(law_shards("streamed", _EQUAL), shardshuffle=100, nodesplitter=wds.split_by_node)
+    dataset = dataset.shuffle(10).select(not_a_multiple_of_four).map(Reading(read_log)).batched(2, collation_fn=stack)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size), tail="uneven", refill=True)
+
+
 def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
     """Pipes, in order, two shards for each of six streams, by themselves or in workers."""
     urls = [f"pipe:cat {url}" for url in law_shards("streamed", _EQUAL)]
@@ -238,8 +248,8 @@ def own_stages(
 def weighted(
     *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
 ) -> midepoch.StatefulIterable:
-    """Shards that are drawn by weights, so many in an epoch. A sample may come again, and is another one then."""
-    shards = DrawnShards(law_shards("indexed", _UNEQUAL), [1, 1, 2, 0.5, 1], nshards=5, epoch=SharedEpoch())
+    """Shards of equal sizes that are drawn by weights, so many in an epoch. A sample may come again, as another one."""
+    shards = DrawnShards(law_shards("streamed", _EQUAL), [1, 1, 2, 0.5] * 3, nshards=4, epoch=SharedEpoch())
     pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading(read_log)), wds.batched(2, stack))
     loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
