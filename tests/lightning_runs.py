@@ -136,7 +136,6 @@ def fit(
     with warnings.catch_warnings(record=told is not None) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("error" if told is None else "always", MidepochWarning)
-        warnings.filterwarnings("ignore", "the interrupted validation", MidepochWarning)
         warnings.filterwarnings("ignore", "resuming an iterable", MidepochWarning)
         warnings.filterwarnings("ignore", ".*read again from its start", MidepochWarning)
         validation_loaders = None if validation is None else validation()

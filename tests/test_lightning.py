@@ -45,6 +45,8 @@ def check_every_cut(
             pass
         else:
             return at - 1
+        while hook.startswith("on_validation_batch") and log[-1][0] == "validation":
+            log.pop()  # it is run from its start
         fit(log, train, validation, checkpoint=path, **settings)
         assert log == whole, f"cut at call {at} of {hook}"
     raise AssertionError(f"{hook} was called more often than expected")
@@ -347,7 +349,7 @@ def test_without_the_callback_it_is_as_lightning_has_it(tmp_path: Path) -> None:
     log: list[Any] = []
     with pytest.raises(Killed):
         fit(log, mapped, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "a.ckpt"),), exact=False)
-    fit(log, mapped, checkpoint=tmp_path / "a.ckpt", exact=False)
+    fit(log, mapped, checkpoint=tmp_path / "a.ckpt", exact=False, told=[])
     assert log == whole
     # A checkpoint of a run without the callback is understood by one with it, and the other way round.
     log = log[:7]
@@ -356,7 +358,7 @@ def test_without_the_callback_it_is_as_lightning_has_it(tmp_path: Path) -> None:
     log = []
     with pytest.raises(Killed):
         fit(log, mapped, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "b.ckpt"),))
-    fit(log, mapped, checkpoint=tmp_path / "b.ckpt", exact=False)
+    fit(log, mapped, checkpoint=tmp_path / "b.ckpt", exact=False, told=[])
     assert log == whole
 
 
@@ -486,17 +488,28 @@ def test_a_run_that_max_steps_ended_in_the_middle_of_an_epoch(tmp_path: Path) ->
         printed = job(tmp_path, f"{phase}-rest", 1, "--checkpoint", str(tmp_path / f"{phase}.ckpt"), *options)
         batches = steps_of(tmp_path, phase) + steps_of(tmp_path, f"{phase}-rest")
         assert (batches == steps_of(tmp_path, "whole")) is (phase == "exact")
-        told = "the run ended after 4 of 6 batches of an epoch" in printed and "ExactResume()" in printed
+        told = "by its own counts" in printed and "ExactResume()" in printed
         assert told is (phase == "bare")
 
 
 def test_another_number_of_processes_without_the_callback(tmp_path: Path) -> None:
-    """Lightning's count is of the old batches: the same if the global batch is, and otherwise told."""
+    """Lightning's count is of the old batches: the same if the global batch is. It is told in any case."""
     job(tmp_path, "first", 2, "--stop", "4", "--bare")
     printed = job(tmp_path, "second", 1, "--checkpoint", str(tmp_path / "first.ckpt"), "--bare")
     job(tmp_path, "whole", 1)
     assert steps_of(tmp_path, "first") + steps_of(tmp_path, "second") == steps_of(tmp_path, "whole")
-    assert "MidepochWarning" not in printed
+    assert "by its own counts" in printed and "ExactResume()" in printed
     job(tmp_path, "bare", 2, "--kind", "smaller", "--stop", "4", "--bare")
     printed = job(tmp_path, "after", 1, "--kind", "smaller", "--checkpoint", str(tmp_path / "bare.ckpt"), "--bare")
-    assert "Lightning counts 4 batches of this epoch, but the loader 8" in printed and "ExactResume()" in printed
+    assert "by its own counts" in printed and "ExactResume()" in printed
+
+
+def test_an_interrupted_validation_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = functools.partial(fit, train=mapped, validation=VALIDATION["two"], val_check_interval=2)
+    for hook, told in (("on_validation_batch_end", 1), ("on_train_batch_end", 0)):
+        with pytest.raises(Killed):
+            run([], callbacks=(Saver(hook, 3, tmp_path / "a.ckpt"),))
+        caplog.clear()
+        with caplog.at_level("INFO", "midepoch"):
+            run([], checkpoint=tmp_path / "a.ckpt")
+        assert caplog.text.count("the validation that was interrupted is run from its start") == told

@@ -10,6 +10,7 @@ not trained on, and saves the rest of what a resume needs.
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ else:  # the same under its older name, if the program uses that
 
 __all__ = ["ExactResume"]
 
+_logger = logging.getLogger("midepoch")
 _KEY = "midepoch"  # in checkpoints
 _VERSION = 1
 _KEY_OF_GENERATORS = 0x4C495447  # no other keys begin with this word
@@ -48,8 +50,8 @@ class ExactResume(Callback):
 
     It needs wrapped train loaders, wherever they are made. Validation loaders may be wrapped too. A run then resumes
     exactly from any checkpoint: with loaders of unknown length, several loaders in any mode of CombinedLoader,
-    ``limit_train_batches``, ``max_steps``, an interrupted validation, an exception in the middle of a batch, and on
-    another number of processes. Lightning's count of batches is adjusted.
+    ``limit_train_batches``, ``max_steps``, an exception in the middle of a batch, and on another number of processes.
+    Lightning's count of batches is adjusted. A validation that was interrupted is run from its start.
 
     Python's, numpy's and torch's global generators go on where they were, on each process, and those of its GPU if CUDA
     is in use. A process of a rank that the checkpoint does not know gets seeds of its own.
@@ -68,13 +70,11 @@ class ExactResume(Callback):
         self._train: _CountedLoader | None = None
         self._validation: list[_CountedLoader] = []
         self._before_sanity_check: list[State] = []
-        self._validated: tuple[int, int] | None = None  # the loader and batch that a validation will ask for next
+        self._is_validating = False
         self._saved: dict[str, Any] | None = None  # from the checkpoint that this run resumes from
         self._by_lightning: list[State] = []  # what Lightning had saved of the train loaders in it
         self._is_lightnings = False  # a train loader is not wrapped, so their states are left to Lightning
         self._validation_states: list[State | None] = []  # from that checkpoint, until there are loaders to load them
-        self._validation_to_finish: tuple[int, int] | None = None
-        self._interrupted: list[State | None] = []
         self._give_back: list[Callable[[], None]] = []
 
     # --- between Lightning and the loaders ---
@@ -85,10 +85,9 @@ class ExactResume(Callback):
             return
         private.check(trainer)
         fit_loop = trainer.fit_loop
-        self._train, self._validation, self._validated = None, [], None
+        self._train, self._validation, self._is_validating = None, [], False
         self._saved, self._by_lightning, self._is_lightnings = None, [], False
-        self._validation_states, self._validation_to_finish = [], None
-        self._set_generators = None
+        self._validation_states, self._set_generators = [], None
         self._give_back = [
             private.intercept(fit_loop, lambda loaders: self._take_train(loaders, trainer)),
             private.intercept(fit_loop.epoch_loop.val_loop, lambda loaders: self._take_validation(loaders, trainer)),
@@ -168,24 +167,8 @@ class ExactResume(Callback):
             train, left_out = self._train.state(0 if ended else self._train.handed - progress.current.processed, ended)
             ended = ended or (left_out > 0 and (private.has_read_all(trainer) or self._train.is_exhausted()))
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = [] if train is None else [train]
-        validating = _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
-        next_place = self._validated if validating else None
-        validation = []
-        made = private.validation_made_in(trainer)
-        validated = [] if _will_reload_loaders(trainer, made) else self._validation
-        # Only wrapped loaders can resume in the middle. If one is not, all of them start this validation again.
-        again = next_place is not None and len(self._validation) < len(self._validation_loaders(trainer))
-        for index, each in enumerate(validated):
-            if next_place is None:
-                validation.append(each.state(0, ended=True)[0])
-            elif again:
-                validation.append(each.state(each.handed, ended=False)[0])
-            else:
-                loader, batch = next_place
-                in_flight = each.handed - batch if index == loader else each.handed if index > loader else 0
-                # A loader that this validation has not reached may still be where the previous one left it.
-                begun = index == loader and batch > 0
-                validation.append(each.state(in_flight, ended=index < loader or (not begun and not each.handed))[0])
+        validating = self._is_validating and _is_fitting(trainer) and trainer.validating and not trainer.sanity_checking
+        validated = [] if _will_reload_loaders(trainer, private.validation_made_in(trainer)) else self._validation
         checkpoint[_KEY] = {
             "version": _VERSION,
             "train": train,
@@ -193,17 +176,13 @@ class ExactResume(Callback):
             "ended": ended,
             "batches": progress.current.processed + left_out,
             "left_out": left_out,
-            "validation": validation,
-            "next_in_validation": None if again else next_place,
+            "validation": [each.state_of_validation(validating) for each in validated],
+            "validating": validating,
             "generators": _from_every_rank(trainer, save_generators()) if self._saves_generators else [],
             "seed": torch.initial_seed(),
         }
-        if next_place is not None:
-            _move_into_validation(checkpoint["loops"]["fit_loop"], 0 if again else None)
-
-    def _validation_loaders(self, trainer: Any) -> list[Any]:
-        combined = private.combined_of(trainer.fit_loop.epoch_loop.val_loop)
-        return [] if combined is None else list(combined.flattened)
+        if validating:
+            _move_into_validation(checkpoint["loops"]["fit_loop"])
 
     def _warn_of_accumulation(self, trainer: Any) -> None:
         epoch_loop = trainer.fit_loop.epoch_loop
@@ -243,8 +222,8 @@ class ExactResume(Callback):
             )
         self._set_generators = self._setting_of_generators(trainer, saved, checkpoint["global_step"])
         self._saved, self._validation_states = dict(saved), list(saved["validation"])
-        place = saved["next_in_validation"]
-        self._validation_to_finish = None if place is None else (place[0], place[1])
+        if saved["validating"]:
+            _logger.info("the validation that was interrupted is run from its start")
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         if not saved["ended"] and 0 < epochs["current"]["processed"] == epochs["current"]["ready"]:
             # Stopped in mid-epoch by max_steps or early stopping, which Lightning counts as a whole epoch.
@@ -260,7 +239,7 @@ class ExactResume(Callback):
         trained_on = batches["current"]["processed"] == batches["current"]["ready"]
         if trained_on and batches["current"]["completed"] < batches["current"]["processed"]:
             # Saved by on_train_batch_end. If a validation was due, it is still due.
-            _move_into_validation(loops, 0)
+            _move_into_validation(loops)
         for each in (batches["current"], batches["total"]):
             # An exception in the middle of a batch: it is given again. After the last batch, the epoch still goes on.
             if not trained_on or saved["ended"]:
@@ -301,7 +280,7 @@ class ExactResume(Callback):
             "ended": ended,
             "batches": batches["current"]["processed"],
             "validation": [],
-            "next_in_validation": None,
+            "validating": False,
         }
 
     def _load_train(self) -> None:
@@ -316,10 +295,9 @@ class ExactResume(Callback):
                 f"the checkpoint has the states of {len(states)} validation loaders, but {len(self._validation)} are "
                 "wrapped now: make them as they were"
             )
-        place, self._interrupted = self._validation_to_finish, states
-        for index, (each, state) in enumerate(zip(self._validation, states, strict=True)):
+        for each, state in zip(self._validation, states, strict=True):
             if state is not None:
-                each.load(state, place[1] if place is not None and place[0] == index else 0)
+                each.load(state, 0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called when all is restored and nothing has begun."""
@@ -383,67 +361,22 @@ class ExactResume(Callback):
         batches.is_last_batch = done == number
         train.handed = 0 if done == number else done
 
-    # --- an interrupted validation ---
+    # --- validations ---
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put Lightning's iterator where the validation was interrupted."""
-        self._validated = (0, 0)
-        place, self._validation_to_finish = self._validation_to_finish, None
-        if place is None or trainer.sanity_checking or not self._validation:
-            return
-        val_loop = trainer.fit_loop.epoch_loop.val_loop
-        fetcher = private.fetcher_of(val_loop)
-        if getattr(fetcher, "batches", None):
-            # Prefetched from the first loader. Read it again when its turn comes.
-            fetcher.batches.clear()
-            fetcher.done = False
-            for index, (each, state) in enumerate(zip(self._validation, self._interrupted, strict=True)):
-                if state is not None:
-                    each.load(state, place[1] if place[0] == index else 0)
-        private.put_validation_at(val_loop, *place)
-        self._validated = place
-        warn(
-            f"the interrupted validation continues at batch {place[1]} of loader {place[0]}: earlier means of self.log "
-            "are not in the checkpoint, but metrics that save their own state are",
-        )
+        """Until the validation has seen all batches, a checkpoint is of one that is run again from its start."""
+        self._is_validating = True
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         """Reset the loaders. Lightning runs the sanity check in some resumed runs only, so it must leave no trace."""
         for each, state in zip(self._validation, self._before_sanity_check, strict=True):
             each.load(state, 0)
 
-    def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Record the position of the validation."""
-        self._validated = dataloader_idx, batch_idx
-
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Record the position of the validation."""
-        val_loop = trainer.validate_loop if not _is_fitting(trainer) else trainer.fit_loop.epoch_loop.val_loop
-        fetcher = private.fetcher_of(val_loop)
-        ahead = getattr(fetcher, "batches", ())
-        if ahead:
-            self._validated = ahead[0][2], ahead[0][1]
-        elif fetcher.done:
-            self._validated = len(self._validation_loaders(trainer)), 0
-        else:
-            self._validated = dataloader_idx, batch_idx + 1
-
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The validation has seen all batches."""
-        self._validated = None
+        self._is_validating = False
         for each in self._validation:
             each.handed, each.handed_in_pass, each._continues = 0, 0, False
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Drop an interrupted validation that Lightning does not continue."""
-        if self._validation_to_finish is not None:
-            self._validation_to_finish = None
-            for each in self._validation:
-                each.leave()
 
 
 class _CountedLoader:
@@ -462,6 +395,7 @@ class _CountedLoader:
         self._loader, self._shape, self._fetcher = loader, shape, fetcher
         self.handed = self.handed_in_pass = 0
         self.loaded: State | None = None
+        self._began: State | None = None  # where the running pass began
         self._continues = False
         self._batches: Iterator[Any] = iter(())  # of the running pass
         self._first: list[Any] = []  # the pass's first batch, until the second is handed over
@@ -487,7 +421,7 @@ class _CountedLoader:
             self.leave()
         self.handed, self.handed_in_pass, self._continues = before, 0, False
         if not again:
-            self._batches = iter(self._loader)
+            self._began, self._batches = self._loader.state_dict(), iter(self._loader)
         for batch in itertools.chain(again, self._batches):
             self.handed += 1
             self.handed_in_pass += 1
@@ -533,6 +467,12 @@ class _CountedLoader:
         if (ended or exhausted) and state["position"]:
             state = Part("", self._loader).state_at(state, state["epoch"] + 1)
         return gather_state(self._loader, state), left_out
+
+    def state_of_validation(self, validating: bool) -> State | None:
+        """A state from which the validation that is going on is run again, or the next one begins."""
+        if validating and self.handed and self._began is not None:
+            return gather_state(self._loader, self._began)
+        return self.state(0, ended=True)[0]
 
     def state_dict(self) -> State:
         """For Lightning, which calls it before the callback can gather; the callback's state takes its place."""
@@ -591,14 +531,10 @@ def _will_reload_loaders(trainer: Any, made: float) -> bool:
     return bool(every) and epochs.processed == epochs.ready and epochs.processed - made >= every
 
 
-def _move_into_validation(loops: dict[str, Any], done: int | None = None) -> None:
-    """Put Lightning at the start of a validation batch, the only place where it continues a validation.
-
-    `done`: batches of the validation that are done; None for Lightning's own count.
-    """
+def _move_into_validation(loops: dict[str, Any]) -> None:
+    """Put Lightning before the first batch of a validation, the only place from which it runs one after a resume."""
     progress = loops["epoch_loop.val_loop.batch_progress"]
-    if done is not None:
-        progress["current"]["processed"] = done
+    progress["current"]["processed"] = 0
     for each in (progress["current"], progress["total"]):
         each["completed"] = each["processed"]
         each["ready"] = each["started"] = each["processed"] + 1

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from midepoch.combine.adapter import Mode
 from midepoch.packages import Package
 from midepoch.state.format import State
 
 __all__ = [
-    "Resumed",
     "check",
     "combined_of",
     "fetcher_of",
     "has_read_all",
-    "has_validated",
     "intercept",
-    "limits_of",
     "load_later",
     "mode_of",
     "no_longer_restarts",
-    "put_validation_at",
-    "resumed",
     "spec_of",
     "train_made_in",
     "validated",
@@ -52,7 +47,7 @@ def check(trainer: Any) -> None:
         "fit_loop.epoch_loop._should_check_val_fx", "fit_loop.epoch_loop.val_loop._combined_loader",
         "fit_loop.epoch_loop.val_loop._data_fetcher", "fit_loop.epoch_loop.val_loop._data_source.dataloader",
         "fit_loop.epoch_loop.val_loop._has_run", "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
-        "fit_loop.is_resuming", "fit_loop._combined_loader_states_to_load", "_checkpoint_connector._loaded_checkpoint",
+        "fit_loop.is_resuming", "fit_loop._combined_loader_states_to_load",
     )  # fmt: skip
 
 
@@ -109,54 +104,7 @@ def validation_made_in(trainer: Any) -> float:
     return float(trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
 
 
-def limits_of(combined: Any) -> list[float]:
-    """The batches that Lightning will take of each loader in an epoch; infinite if unknown."""
-    return [float(each) for each in combined.limits]
-
-
 # --- progress ---------------------------------------------------------------------------------------------------------
-
-
-class Resumed(NamedTuple):
-    """What the checkpoint that a trainer resumes from says.
-
-    Attributes:
-        epochs, batches: Lightning's counts. Of each, ``ready`` were begun, ``processed`` trained on, and ``completed``
-            followed by their hooks.
-        read_all: the epoch's last batch had been handed over.
-        steps: of the optimizer.
-        waiting: states of train loaders, as far as they have not been loaded.
-    """
-
-    epochs: dict[str, int]
-    batches: dict[str, int]
-    read_all: bool
-    steps: int
-    waiting: list[State]
-
-
-def resumed(trainer: Any) -> Resumed | None:
-    """What the checkpoint says that a trainer resumes from, whether it has been restored or not; None without one."""
-    loop = trainer.fit_loop
-    if loop.is_resuming:
-        epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
-        waiting = loop._combined_loader_states_to_load
-        return Resumed(
-            vars(epochs.current), vars(batches.current), batches.is_last_batch, int(trainer.global_step), waiting
-        )
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
-    if not checkpoint.get("loops"):
-        return None
-    saved = checkpoint["loops"]["fit_loop"]
-    epochs, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
-    waiting = saved["state_dict"].get("combined_loader", [])
-    return Resumed(epochs["current"], batches["current"], batches["is_last_batch"], checkpoint["global_step"], waiting)
-
-
-def has_validated(trainer: Any) -> bool:
-    """Whether the latest validation came to its end."""
-    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    return bool(progress.is_last_batch and progress.current.processed == progress.current.ready)
 
 
 def has_read_all(trainer: Any) -> bool:
@@ -180,12 +128,3 @@ def no_longer_restarts(trainer: Any) -> None:
     """End the restart of the loop of epochs, but not of its inner loops."""
     trainer.fit_loop._restarting = False
     trainer.fit_loop.reset_restart_stage()
-
-
-def put_validation_at(loop: Any, loader: int, batch: int) -> None:
-    """Continue a validation that has begun at this batch of this loader."""
-    iterator = loop._combined_loader._iterator
-    if hasattr(iterator, "_iterator_idx"):
-        iterator._iterator_idx = loader
-        iterator._load_current_iterator()
-    iterator._idx = batch
