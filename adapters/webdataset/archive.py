@@ -26,8 +26,20 @@ _PIECE = 1 << 20  # bytes read at once when skipping
 _BEGINNING = 64 << 10  # bytes of a shard that its mark covers at most
 
 
+def _exactly(read: Callable[[int], bytes], count: int) -> bytes:
+    """Read `count` bytes, fewer at the end, in whatever pieces they come."""
+    data = read(count)
+    if len(data) == count or not data:
+        return data
+    parts, missing = [data], count - len(data)
+    while missing and (data := read(missing)):
+        parts.append(data)
+        missing -= len(data)
+    return b"".join(parts)
+
+
 class _Bytes:
-    """Reads exactly as many decompressed bytes of a stream as requested, in whatever pieces they come.
+    """The decompressed bytes of a stream.
 
     Attributes:
         beginning: those of the first `_BEGINNING` bytes that have been read.
@@ -36,44 +48,16 @@ class _Bytes:
     def __init__(self, stream: Any) -> None:
         self.beginning = bytearray()
         self._raw = stream
-        self._head = b""
-        self._head = self._exactly(stream.read, 6)
-        self._stream: Any = self
-        for magic, open_file in _DECOMPRESSORS:
-            if self._head.startswith(magic):
-                self._stream = open_file(_Prefixed(self._take_head(), stream))
-                break
-        self._decompressed = self._stream is not self
-
-    @staticmethod
-    def _exactly(read: Callable[[int], bytes], count: int) -> bytes:
-        data = read(count)
-        if len(data) == count or not data:
-            return data
-        parts, missing = [data], count - len(data)
-        while missing and (data := read(missing)):
-            parts.append(data)
-            missing -= len(data)
-        return b"".join(parts)
-
-    def _take_head(self) -> bytes:
-        head, self._head = self._head, b""
-        return head
+        head = _exactly(stream.read, 6)
+        whole = _Prefixed(head, stream)
+        self._stream = next((decompress(whole) for magic, decompress in _COMPRESSED if head.startswith(magic)), whole)
 
     def read(self, count: int) -> bytes:
         """Read `count` bytes, fewer at the end."""
-        data = self._take(count)
+        data = _exactly(self._stream.read, count)
         if len(self.beginning) < _BEGINNING:
             self.beginning += data[: _BEGINNING - len(self.beginning)]
         return data
-
-    def _take(self, count: int) -> bytes:
-        if self._decompressed:
-            return self._exactly(self._stream.read, count)
-        if self._head:
-            head, self._head = self._head[:count], self._head[count:]
-            return head + (self._exactly(self._raw.read, count - len(head)) if count > len(head) else b"")
-        return self._exactly(self._raw.read, count)
 
     def skip(self, count: int) -> None:
         """Skip `count` bytes."""
@@ -128,7 +112,7 @@ class _Prefixed:
         return False
 
 
-_DECOMPRESSORS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+_COMPRESSED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
     (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
     (b"BZh", bz2.BZ2File),
     (b"\xfd7zXZ\x00", lzma.LZMAFile),

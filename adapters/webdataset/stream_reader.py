@@ -99,7 +99,7 @@ class StreamedReader:
         began = stream.cursor.passes
         while True:
             # Reading shards may draw random numbers, so it comes before any random stream begins.
-            raws = list(itertools.islice(_Rest(stream), self._batch_size - (len(survivors) if self._refill else 0)))
+            raws = list(itertools.islice(stream, self._batch_size - (len(survivors) if self._refill else 0)))
             if not raws:
                 break
             if len(raws) < self._batch_size and self._drop_last and not self._refill:
@@ -142,16 +142,3 @@ class StreamedReader:
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own streams.
         return {**self.__dict__, "_open": {}}
-
-
-class _Rest:
-    """A stream as an iterator that can be paused and continued."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> _Rest:
-        return self
-
-    def __next__(self) -> tuple[int, dict[str, Any]]:
-        return next(self._stream)

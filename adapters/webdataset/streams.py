@@ -232,6 +232,9 @@ class Stream:
                 "ranks, workers or streams share them"
             )
 
+    def __iter__(self) -> Stream:
+        return self
+
     def __next__(self) -> tuple[int, dict[str, Any]]:
         """The key of the next sample's random stream, and the sample."""
         while not self._stretch:
