@@ -5,7 +5,7 @@
 | pipeline | what a pipeline means |
 | recognise | the recognition of its stages |
 | progress | bars on standard error |
-| draws | shards that are drawn with replacement |
+| drawn_shards | shards that are drawn with replacement |
 | shards | where shards are, and how to read their bytes |
 | index | where each sample of a shard is |
 | finish | the stages that run in the main process |

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch.utils.data import default_collate, default_convert
 from webdataset import filters
 
-from midepoch.adapters.webdataset.draws import Drawn
+from midepoch.adapters.webdataset.drawn_shards import Drawn
 from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from webdataset import tariterators
 
 from midepoch.adapters.webdataset import private
-from midepoch.adapters.webdataset.draws import Draws
+from midepoch.adapters.webdataset.drawn_shards import ShardDraws
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader.capabilities import Capability
 from midepoch.world import World
@@ -65,7 +65,7 @@ class Pipeline:
     splits: bool = False
     shuffles: bool = False
     buffer: int = 0
-    draws: Draws | None = None
+    draws: ShardDraws | None = None
     declared: list[str] = field(default_factory=list)
     opener: Stage | None = None
     reading: dict[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from webdataset import cache, compat, filters, mix, shardlists, tariterators
 from webdataset.pipeline import DataPipeline
 
 from midepoch.adapters.webdataset import private
-from midepoch.adapters.webdataset.draws import Draws
+from midepoch.adapters.webdataset.drawn_shards import ShardDraws
 from midepoch.adapters.webdataset.pipeline import Batched, Each, Limit, Pipeline
 from midepoch.errors import UnsupportedSourceError
 
@@ -209,7 +209,7 @@ def _take_urls(steps: list[_Step], found: Pipeline) -> bool:
     if count != _ENDLESS:
         found.draws = _draws(stage, count, weights)
     elif weights is not None:
-        found.draws = Draws(len(found.urls), weights)  # in a pass
+        found.draws = ShardDraws(len(found.urls), weights)  # in a pass
     return bool(count == _ENDLESS)
 
 
@@ -224,10 +224,10 @@ def _declared(stage: Any, found: Pipeline, *known: str) -> str:
     return drawn
 
 
-def _draws(stage: Any, count: object, weights: tuple[float, ...] | None = None) -> Draws:
+def _draws(stage: Any, count: object, weights: tuple[float, ...] | None = None) -> ShardDraws:
     if type(count) is not int or count < 1:
         raise UnsupportedSourceError(f"{_name_of(stage)} draws {count!r} shards: pass a number of at least 1")
-    return Draws(count, weights)
+    return ShardDraws(count, weights)
 
 
 def _weights_of(stage: Any, shards: int) -> tuple[float, ...] | None:

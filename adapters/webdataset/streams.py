@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from midepoch.adapters.webdataset.archive import ShardReader
-from midepoch.adapters.webdataset.draws import Draws
+from midepoch.adapters.webdataset.drawn_shards import ShardDraws
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.order import Sequential, Shuffled
 from midepoch.order.keys import derive_key, extend_key
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
     shards: int
     shuffles: bool
     buffer: int
-    draws: Draws | None = None
+    draws: ShardDraws | None = None
 
     @property
     def places(self) -> int:

@@ -12,13 +12,13 @@ import numpy.typing as npt
 from midepoch.order import EpochOrder, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 
-__all__ = ["Drawn", "Draws"]
+__all__ = ["Drawn", "ShardDraws"]
 
 # A constant for each use of a key, so that no two share one.
 _DRAWN = int.from_bytes(b"drawn", "big")
 
 
-class Draws(NamedTuple):
+class ShardDraws(NamedTuple):
     """How shards are drawn.
 
     Attributes:
@@ -38,7 +38,7 @@ class Draws(NamedTuple):
         reached = np.cumsum(self.weights)
         return np.searchsorted(reached / reached[-1], drawn, side="right").astype(np.int64)
 
-    def among(self, urls: list[str], kept: list[str]) -> Draws:
+    def among(self, urls: list[str], kept: list[str]) -> ShardDraws:
         """The same draws where only some of the shards, `kept`, can be read."""
         if self.weights is None or len(kept) == len(urls):
             return self
@@ -72,7 +72,7 @@ class Drawn:
     """
 
     counts: tuple[int, ...]
-    draws: Draws
+    draws: ShardDraws
     window: int
     size: int = field(init=False)
 
