@@ -53,7 +53,7 @@ def calls_of(action: Any) -> Counter[str]:
 
 
 def test_a_steady_batch_takes_few_calls() -> None:
-    cases: tuple[tuple[Literal["off", "sample"], int], ...] = (("off", 120), ("sample", 162))
+    cases: tuple[tuple[Literal["off", "sample"], int], ...] = (("off", 120), ("sample", 171))
     for verify, most in cases:
         loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1, verify=verify)
         batches = iter(loader)
@@ -62,7 +62,7 @@ def test_a_steady_batch_takes_few_calls() -> None:
             next(batches)
         steady = [calls_of(lambda: next(batches)) for _ in range(50)]  # noqa: B023
         mean = sum(map(Counter.total, steady)) / len(steady)
-        assert mean <= 17, steady[0]
+        assert mean <= 14, steady[0]
         # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
         rules = {"course.py:__next__": 1, "cursor.py:handed_out": 1}
         files = ("course.py", "cursor.py", "loader.py", "world.py")
@@ -135,7 +135,7 @@ def test_then_adds_few_calls_to_a_steady_batch(drawn: str) -> None:
     assert added["whole_batches.py:take"] == 1
     # Keys are made for 64 batches at once.
     assert not {name for name in added if name.startswith("keys.py")}, added
-    assert sum(added.values()) <= (12 if drawn == "nothing" else 14), added
+    assert sum(added.values()) <= (11 if drawn == "nothing" else 13), added
 
 
 @pytest.mark.parametrize("kind", ["indexed", "streamed"])

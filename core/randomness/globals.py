@@ -5,9 +5,9 @@ global bit generator is replaced by one of ours instead. That loses the second o
 saved apart.
 
 A stamp tells whether a generator was used: it is its state, or a part that each use changes. Saving python's state
-takes 9 microseconds, so 32 bytes are read from where CPython keeps it. This way, and the one to save numpy's pair, are
-tried once in a process, on other generators of these types. What fails is done by public calls. This module assumes one
-process and one thread.
+takes 9 microseconds, so 32 bytes are read from where CPython keeps it. This way, the part that is taken of torch's
+state, and the way to save numpy's pair are tried once in a process, on other generators of these types. What fails is
+done by public calls alone. This module assumes one process and one thread.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..order.keys import TORCH_KEYS
 __all__ = ["GlobalGenerators", "Stamp"]
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
+_START = 64  # bytes of the state that torch gives: its seed, its index and some words
 
 Stamp = tuple[Any, Any, Any]
 """Of python's, numpy's and torch's generator. Of a generator that was used, it is another one."""
@@ -65,7 +66,8 @@ class GlobalGenerators:
         self.seed_torch: Callable[[int], Any] = self._torch.manual_seed
         self._python_words = _python_words(self.python) if light and _python_is_known() else random.getstate
         self._numpy_words = _numpy_words(self._ours) if light and _numpy_is_known() else self._state_of_ours
-        self._of_pair = _alone if light and _pair_is_known() else _as_it_is
+        self._torch_size = _START if light and _torch_is_known() else len(self._torch.get_state())
+        self._no_engine = _no_engine() if light and _pair_is_known() else None
         self.rest_at(0)
         self.at: Stamp = self.stamp()
         self._python_saved: Any = None  # the caller's state
@@ -74,18 +76,20 @@ class GlobalGenerators:
 
     def rest_at(self, key: int) -> None:
         """Take this key for the state at rest, from the next `take_over` or `stay` on."""
-        numpy, engine = np.random.MT19937(key), torch.Generator()
-        self._rest_key, self._rest = key, (numpy.state, engine.manual_seed(key & TORCH_KEYS).get_state())
+        numpy, engine = np.random.MT19937(key), torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
+        self._rest_key, self._rest = key, (numpy.state, engine)
         self._ours.state = numpy.state
         self._python_rest: Any = None  # the stamps at rest
-        self._numpy_rest, self._torch_rest = self._numpy_words(), self._rest[1].numpy().tobytes()
+        self._numpy_rest = self._numpy_words()
+        self._torch_rest = ctypes.string_at(engine.data_ptr(), self._torch_size)
 
     def stamp(self) -> Stamp:
         """The stamp as it is now."""
+        engine = self._torch.get_state()
         return (
             (self._python_words(), self.python.gauss_next),
             self._numpy_words(),
-            self._torch.get_state().numpy().tobytes(),
+            ctypes.string_at(engine.data_ptr(), self._torch_size),
         )
 
     def take_over(self, seeded: Sequence[bool]) -> None:
@@ -93,9 +97,12 @@ class GlobalGenerators:
         python = self._python_words(), self.python.gauss_next
         if python != self._python_at:
             self._python_saved, self._python_at = random.getstate(), python
-        pair = self._of_pair(self._numpy, self._numpy.get_state, False)
-        self._saved = self._get_numpy(), pair, self._torch.get_state()
-        self._set_numpy(self._ours)
+        callers = self._get_numpy()
+        self._numpy._bit_generator = self._no_engine or callers  # else most of the time goes for its words
+        try:
+            self._saved = callers, self._numpy.get_state(False), self._torch.get_state()
+        finally:
+            self._set_numpy(self._ours)
         numpy = self._numpy_words()
         if not seeded[1] and numpy != self._numpy_rest:
             self._ours.state, numpy = self._rest[0], self._numpy_rest
@@ -107,7 +114,7 @@ class GlobalGenerators:
         numpy, pair, engine = self._saved
         self._set_numpy(numpy)
         if pair["has_gauss"]:
-            self._of_pair(self._numpy, self._numpy.set_state, pair)
+            _apart(self._numpy, self._no_engine, self._numpy.set_state, pair)
         self._torch.set_state(engine)
         if (self._python_words(), self.python.gauss_next) != self._python_at:
             _, words, self.python.gauss_next = self._python_saved
@@ -151,18 +158,20 @@ def _numpy_words(bits: Any) -> Callable[[], bytes]:
     return _memory(bits.ctypes.state_address, 4 * _WORDS + 4)
 
 
-def _alone(of: Any, call: Callable[[Any], Any], argument: Any) -> Any:
-    """Call a method of a RandomState, without its bit generator: its words would take most of the time."""
-    engine = of._bit_generator
-    of._bit_generator = types.SimpleNamespace(state={"bit_generator": "MT19937", "state": None})
+def _no_engine() -> Any:
+    """Stands in for a bit generator whose state is of no interest."""
+    return types.SimpleNamespace(state={"bit_generator": "MT19937", "state": None})
+
+
+def _apart(of: Any, without: Any, call: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a method of a RandomState without its bit generator, whose words would take most of the time."""
+    if without is None:
+        return call(argument)
+    engine, of._bit_generator = of._bit_generator, without
     try:
         return call(argument)
     finally:
         of._bit_generator = engine
-
-
-def _as_it_is(of: Any, call: Callable[[Any], Any], argument: Any) -> Any:
-    return call(argument)
 
 
 @functools.cache
@@ -184,16 +193,27 @@ def _numpy_is_known() -> bool:
 
 
 @functools.cache
+def _torch_is_known() -> bool:
+    """Whether the beginning of a state changes by one draw, and by as many as there are words."""
+    generator = torch.Generator().manual_seed(1)
+    starts = []
+    for draws in (0, 1, _WORDS):
+        torch.empty(draws, dtype=torch.int32).random_(generator=generator)
+        starts.append(generator.get_state().numpy().tobytes()[:_START])
+    return len(set(starts)) == len(starts)
+
+
+@functools.cache
 def _pair_is_known() -> bool:
     """Whether numpy's calls find the second of a pair of normal numbers without a bit generator."""
     one: Any = np.random.RandomState(1)
-    second = float(np.random.RandomState(1).standard_normal(2)[1])
+    second, none = float(np.random.RandomState(1).standard_normal(2)[1]), _no_engine()
     try:
         one.standard_normal()
-        pair: Any = _alone(one, one.get_state, False)
+        pair: Any = dict(_apart(one, none, one.get_state, False))
         one.standard_normal()
-        without: Any = _alone(one, one.get_state, False)
-        _alone(one, one.set_state, pair)
-        return bool(pair["has_gauss"]) and not without["has_gauss"] and float(one.standard_normal()) == second
+        other: Any = _apart(one, none, one.get_state, False)
+        _apart(one, none, one.set_state, pair)
+        return bool(pair["has_gauss"]) and not other["has_gauss"] and float(one.standard_normal()) == second
     except Exception:  # noqa: BLE001  # of another version of numpy
         return False

@@ -12,8 +12,8 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class _Each(NamedTuple):
 
 
 _NONE, _ALL = _Each(*[False] * 5), _Each(*[True] * 5)
+_NOTHING: Any = ()
 
 # `streams`: those under which this thread reads; None outside.
 _current = threading.local()
@@ -62,7 +63,7 @@ def process_seed() -> int:
     """torch's initial seed, read and not consumed: the default seed of a single process."""
     streams: Streams | None = getattr(_current, "streams", None)
     if streams is not None:
-        streams.asked_seed = True  # a sample that depends on it has to be read under its key
+        streams.asked = streams.asked_seed = True  # a sample that depends on it has to be read under its key
     return torch.initial_seed() % (1 << 64)
 
 
@@ -129,7 +130,8 @@ class Streams:
         key: of the current sample; None if there is none.
         generator: that of `sample_generator` for this key; None if none was made.
         keyless: this batch is read without keys.
-        asked, asked_seed: `sample_generator` was called in this batch, or the seed of the process was asked for.
+        asked: `sample_generator` was called in this batch, or the seed of the process was asked for.
+        asked_seed: the latter.
         kept: a batch used a generator when it was first read, and not when it was read again.
     """
 
@@ -146,7 +148,7 @@ class Streams:
         self._used, self._known = _NONE, False  # by this code; and whether a first batch has shown it
         self._seeds = _ALL  # what `start` seeds
         self._noted: _Each | None = None  # used in this batch before the last `start`; None if that is not noted
-        self._saved: list[Any] | None = None  # the states of the source's own; None between batches
+        self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
         self._stays = False  # nothing is restored
         self._outer: Streams | None = None
         self.first = self.keyless = self.asked = self.asked_seed = self.kept = False
@@ -236,10 +238,9 @@ class Streams:
         """
         joined = _NONE
         while True:
-            self._enter(self._used if self._known else _ALL, notes or not self._known or joined is not _NONE)
-            self.keyless = self._noted is None and not (self._owned or any(self._seeds))
+            start = self._enter(self._used if self._known else _ALL, notes or not self._known or joined is not _NONE)
             try:
-                batch = call(None if self.keyless else self.start if self._noted is None else self._start_noting)
+                batch = call(start)
             except Exception:
                 used, more = self._leave()
                 if more is _NONE:
@@ -269,7 +270,7 @@ class Streams:
     def drew(self) -> bool:
         """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
         devices = self._devices
-        drew = self.asked or self.asked_seed or self._globals.stamp() != self._globals.at
+        drew = self.asked or self._globals.stamp() != self._globals.at
         return drew or (devices is not None and devices.used())
 
     # --- reading what can be read once ---
@@ -281,8 +282,7 @@ class Streams:
         """
         if self._owned is None:
             self._search(())
-        self._enter(_ALL, notes and not self.drawn)
-        return self.start if self._noted is None else self._start_noting
+        return cast(Callable[[int], None], self._enter(_ALL, notes and not self.drawn))
 
     def end(self, *error: object) -> None:
         """Restore the caller's generators as `begin` found them. May be called twice."""
@@ -321,37 +321,43 @@ class Streams:
         lent, devices, noted = self._globals, self._devices, self._noted
         assert noted is not None
         stamp = lent.stamp()
-        if stamp != lent.at or self.asked or self.asked_seed or (devices is not None and devices.used()):
+        if stamp != lent.at or self.asked or (devices is not None and devices.used()):
             self._noted, self.asked, self.asked_seed = _either(noted, self._moved(stamp)), False, False
         self.start(key)
         lent.at = lent.stamp()
 
-    def _enter(self, seeds: _Each, notes: bool) -> None:
-        """Take over the generators, to seed these; the others are at rest."""
+    def _enter(self, seeds: _Each, notes: bool) -> Callable[[int], None] | None:
+        """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
         self._outer = outer = getattr(_current, "streams", None)
         _current.streams, self.key, self.generator = self, None, None
-        self.keyless = self.asked = self.asked_seed = False
+        self.asked = self.asked_seed = False
         self._seeds, self._noted = seeds, _NONE if notes else None
         self._stays = outer is None and get_worker_info() is not None
         if self._stays:
             self._globals.stay(seeds)
-            self._saved = []
+            self._saved = _NOTHING
         else:
             self._globals.take_over(seeds)
-            self._saved = [each.save() for each in self._owned] if self._owned else []
+            self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
         if self._devices is not None:
             self._devices.take_over(self._rest_key)
+        if notes:
+            self.keyless = False
+            return self._start_noting
+        self.keyless = not (self._owned or True in seeds)
+        return None if self.keyless else self.start
 
     def _leave(self) -> tuple[_Each, _Each]:
         """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
         lent, devices, noted = self._globals, self._devices, self._noted
         used, stamp = _NONE, lent.at if noted is None and self._seeds is _ALL else lent.stamp()
-        if stamp != lent.at or self.asked or self.asked_seed or (devices is not None and devices.used()):
+        if stamp != lent.at or self.asked or (devices is not None and devices.used()):
             used = self._moved(stamp)
         if not self._stays:
             lent.restore()
-            for each, state in zip(self._owned or (), self._saved or (), strict=False):
-                each.restore(state)
+            if self._saved:
+                for each, state in zip(self._owned or (), self._saved, strict=False):
+                    each.restore(state)
         if devices is not None:
             devices.restore()
         self._saved, _current.streams = None, self._outer

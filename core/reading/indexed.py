@@ -253,17 +253,23 @@ def map_requests(
     every, count = spans(share), 1
     while block := list(itertools.islice(every, count)):
         requests = []
+        first, last = block[0][0], min(block[-1][1], size)
+        # Without other ranks' positions between them, one slice of the order has all of them.
+        near = as_list(order[first:last]) if last - first <= _MOST_AHEAD else None
         for start, stop in block:
-            indices = as_list(order[start : min(stop, size)]) if start < size else []
+            if near is not None:
+                indices = near[start - first : stop - first]
+            else:
+                indices = as_list(order[start : min(stop, size)]) if start < size else []
             for position in range(max(start, size), stop):
                 indices.extend(as_list(order[position % size : position % size + 1]))
             left -= 1
             look = None
             if looks:
-                first = indices[0] if start == 0 else as_list(order[0:1])[0]
+                index = indices[0] if start == 0 else as_list(order[0:1])[0]
                 if listed_batches:  # looks at nothing where the first one is empty
-                    first = next(iter(first), None)
-                look, looks = None if first is None else LookRequest.of(run, first), False
+                    index = next(iter(index), None)
+                look, looks = None if index is None else LookRequest.of(run, index), False
             batch = list(indices[0]) if listed_batches else indices
             requests.append(MapRequest(seed, epoch, start, size, batch, session, left, look))
         for request in requests:
