@@ -566,7 +566,7 @@ class Snapshot:
                     f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
                     f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
                 )
-            warn_of_witnesses(name, of_all, self._other_witnesses)
+            warn_of_witnesses(name, loader_of(self._parts[name]), of_all, self._other_witnesses)
         for name, state in states.items():
             if path := sharded(state, name):
                 raise SnapshotError(

@@ -14,6 +14,7 @@ from ..loader.loader import Loader
 from ..loader.part import Part
 from ..loader.place import Place
 from ..state.format import State
+from ..state.parts import parts_in, unseal_detail
 from ..world import Share, World
 from .draws import Draws, Until
 from .standings import Standings
@@ -211,6 +212,14 @@ class CombinedAdapter(Adapter):
             part.reshard(world)
 
     # --- states ---
+
+    def parts_in(self, state: State) -> list[tuple[Loader, State]]:
+        """The parts' loaders and states."""
+        detail = unseal_detail(state, self.rank_independent)
+        if detail and not self.rank_independent:
+            (detail,) = parts_in(detail).values()
+        states = Standings.read(detail, len(self.parts)).states if detail else []
+        return [(part.loader, inside) for part, inside in zip(self.parts, states, strict=False)]
 
     def upcoming(self, epoch: int) -> str:
         """The detail at the beginning of an epoch. Parts in the middle of an epoch begin their next one."""

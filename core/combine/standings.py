@@ -41,7 +41,7 @@ class Standings(NamedTuple):
         return bool(self.ended >> number & 1) or self.states[number]["epoch"] > self.bases[number]
 
     def as_text(self) -> str:
-        """The text that `read` takes; `state.parts` finds the parts' states at its end."""
+        """The text that `read` takes."""
         values = [values_of(state) for state in self.states]
         return json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from ..errors import MidepochError, StateCorruptError, warn
 from ..randomness.owned import find_generators
+from ..state.format import State
 from ..state.parts import part_of
 from ..state.witness import Look, Witness
 from ..trying import Finding
@@ -470,6 +471,10 @@ class Adapter(ABC):
     def learned(self) -> None:
         """Call it when a fact that `capabilities` depends on has changed or become known."""
         self._stated = self._promises = None
+
+    def parts_in(self, state: State) -> Iterable[tuple[Any, State]]:
+        """For a combination, the loader of each part and its state, in a checked state of any rank."""
+        return ()
 
     @property
     def elastic(self) -> bool:

@@ -97,6 +97,14 @@ class Loader:
         """Whether the state is the same on every rank; `capabilities` has the reason."""
         return self._adapter.rank_independent
 
+    def witnesses_in(self, state: State) -> dict[str, str]:
+        """The witnesses in a state of any rank, by the part of a combination: "1.0" is the first of the second part."""
+        found = {"": state["witness"]} if state["witness"] else {}
+        for number, (part, inside) in enumerate(self._adapter.parts_in(state)):
+            for name, witness in part.witnesses_in(inside).items():
+                found[f"{number}.{name}" if name else str(number)] = witness
+        return found
+
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""

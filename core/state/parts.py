@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed
 
 from ..errors import MidepochError, StateCorruptError, StateMismatchError, warn
-from .format import State, from_values, reseal
+from .format import State, reseal
 
 __all__ = [
     "gather", "gather_state", "is_rank_independent", "join_parts", "join_states", "part_of", "parts_in", "seal_detail",
@@ -36,28 +35,17 @@ def part_of(detail: str, rank: int, world_size: int) -> str:
         StateMismatchError: it holds another rank's part only.
         StateCorruptError: it does not parse.
     """
-    try:
-        parsed = json.loads(detail)
-    except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict) and parsed.keys() == {"parts"}:
-        parts = parsed["parts"]
-        if isinstance(parts, list) and len(parts) == world_size and all(isinstance(part, str) for part in parts):
-            return str(parts[rank])
-    elif isinstance(parsed, dict) and parsed.keys() == {"rank", "part"}:
-        saved, part = parsed["rank"], parsed["part"]
-        if type(saved) is int and 0 <= saved < world_size and isinstance(part, str):
-            if saved != rank:
-                raise StateMismatchError(
-                    f"this state has only the part of rank {saved}, and this is rank {rank} of {world_size}: save what "
-                    "midepoch.gather(loader) returns (call it on every rank), or one state for each rank"
-                )
-            return part
-    raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
+    parts = parts_in(detail, world_size)
+    if rank not in parts:
+        raise StateMismatchError(
+            f"this state has only the part of rank {next(iter(parts))}, and this is rank {rank} of {world_size}: save "
+            "what midepoch.gather(loader) returns (call it on every rank), or one state for each rank"
+        )
+    return parts[rank]
 
 
-def parts_in(detail: str) -> dict[int, str]:
-    """All parts in a detail made by `single_part` or `join_parts`, by rank.
+def parts_in(detail: str, world_size: int | None = None) -> dict[int, str]:
+    """All parts in a detail made by `single_part` or `join_parts`, by rank. `world_size`: if it is known.
 
     Raises:
         StateCorruptError: it does not parse.
@@ -66,13 +54,13 @@ def parts_in(detail: str) -> dict[int, str]:
         parsed = json.loads(detail)
     except (ValueError, RecursionError):
         parsed = None
-    if isinstance(parsed, dict):
-        parts = parsed.get("parts") if parsed.keys() == {"parts"} else None
-        if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
-            return dict(enumerate(parts))
-        rank, part = parsed.get("rank"), parsed.get("part")
-        if parsed.keys() == {"rank", "part"} and type(rank) is int and isinstance(part, str):
-            return {rank: part}
+    match parsed:
+        case {"parts": list(parts), **others} if not others and all(isinstance(part, str) for part in parts):
+            if world_size in (None, len(parts)):
+                return dict(enumerate(parts))
+        case {"rank": int(rank), "part": str(part), **others} if not others and type(rank) is int:
+            if world_size is None or 0 <= rank < world_size:
+                return {rank: part}
     raise StateCorruptError("the state's detail does not hold the parts of the ranks: use an undamaged state")
 
 
@@ -151,7 +139,7 @@ def gather_state(loader: object, state: State, group: torch.distributed.ProcessG
     torch.distributed.all_gather_object(states, state, group=group)
     joined = join_states(states)
     if torch.distributed.get_rank(group) == 0:
-        warn_of_witnesses("the loader", states)
+        warn_of_witnesses("the loader", loader, states)
     return joined
 
 
@@ -181,18 +169,19 @@ def join_states(states: list[State]) -> State:
 # --- the witnesses of all ranks ---------------------------------------------------------------------------------------
 
 
-def warn_of_witnesses(name: str, states: list[State], told: set[str] | None = None) -> None:
+def warn_of_witnesses(name: str, loader: Any, states: list[State], told: set[str] | None = None) -> None:
     """Warn if the ranks do not read the same first sample, of the whole or of a combination's part.
 
     Args:
         name: of the loader, for the message.
-        states: of all ranks, which stand at the same place.
+        loader: of this rank.
+        states: of all ranks, which are at the same place.
         told: names that were told before, and are not told again; those told now are added.
     """
     told = set() if told is None else told
     first: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, state in enumerate(states):
-        for part, witness in _witnesses_in(state, ""):
+        for part, witness in loader.witnesses_in(state).items() if hasattr(loader, "witnesses_in") else ():
             what = f"part {part} of {name}" if part else name
             # Ranks may be in different epochs of a part, and then see different samples.
             epoch = witness.partition("/")[0]
@@ -206,24 +195,3 @@ def warn_of_witnesses(name: str, states: list[State], told: set[str] | None = No
                 "sort), samples are lost and repeated: sort them. If only bits differ (another decoder, a host's name "
                 "in the sample), samples depend on the rank that reads them",
             )
-
-
-def _witnesses_in(state: Mapping[str, Any], part: str) -> Iterator[tuple[str, str]]:
-    """The witnesses in a state, each with the name of its part: "1.0" is the first part of the second part."""
-    if state["witness"]:
-        yield part, state["witness"]
-    for number, inside in enumerate(_states_in(state["detail"])):
-        yield from _witnesses_in(inside, f"{part}.{number}" if part else f"{number}")
-
-
-def _states_in(detail: str) -> list[State]:
-    """The states of a combination's parts; none if the detail is another source's."""
-    if detail.startswith('{"rank":'):
-        (detail,) = parts_in(detail).values()
-    if not re.match(rf"[0-9a-f]{{{_SEAL}}}\[", detail):
-        return []
-    try:
-        *_, values = json.loads(detail[_SEAL:])
-        return [from_values(each) for each in values]
-    except (ValueError, TypeError, RecursionError):
-        return []
