@@ -42,9 +42,6 @@ def disk(folder: Path, size: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        for thread in threading.enumerate():
-            if thread.name == "midepoch-free":
-                thread.join()
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 

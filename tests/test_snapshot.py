@@ -491,13 +491,6 @@ def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
 
 
-def join_threads() -> None:
-    """Until the blocks of replaced snapshots are free."""
-    for thread in threading.enumerate():
-        if thread.name == "midepoch-free":
-            thread.join()
-
-
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small disk needs root")
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -508,7 +501,6 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     try:
         run = Run(disk / "snapshot.pt", every=1)
         run.train(3)
-        join_threads()
         (disk / "filler").write_bytes(bytes(4096 * ((os.statvfs(disk).f_bavail) - 1)))
         with pytest.raises(SnapshotError, match="was not saved"):
             run.train(1)
@@ -519,7 +511,6 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         assert again.snapshot.steps == 3
         again.train(2)
     finally:
-        join_threads()
         subprocess.run(["umount", str(disk)], check=True)
 
 
