@@ -255,7 +255,7 @@ def map_requests(
         requests = []
         first, last = block[0][0], min(block[-1][1], size)
         # Without other ranks' positions between them, one slice of the order has all of them.
-        near = as_list(order[first:last]) if last - first <= _MOST_AHEAD else None
+        near = as_list(order[first:last]) if 0 < last - first <= _MOST_AHEAD else None
         for start, stop in block:
             if near is not None:
                 indices = near[start - first : stop - first]
