@@ -146,7 +146,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def tried_on_copy(
-    value: Any, call: Callable[[Any], Any], key: int, first: Look | None = None, devices: bool = False
+    value: Any,
+    call: Callable[[Any], Any],
+    key: int,
+    *,
+    first: Look | None = None,
+    rereads: bool = True,
+    devices: bool = False,
 ) -> Finding:
     """Call a function of one copy twice, under the same random streams, and compare what it returns.
 
@@ -155,6 +161,7 @@ def tried_on_copy(
         call: is given the copy.
         key: of the random stream of each call.
         first: what the first call is to return; None to call twice.
+        rereads: generators that the first call makes are seeded, too, as by a reader that can read a batch again.
         devices: the code may draw from the generators of devices, too.
     """
     copied = value if isinstance(value, Copied) else copy_of(value)
@@ -167,7 +174,7 @@ def tried_on_copy(
             streams.begin_pass()
             one = _looked(streams, call, copy, key) if first is None else first
             other = _looked(streams, call, copy, key)
-            if streams.made_late() and first is None:
+            if rereads and first is None and streams.made_late():
                 one, other = _looked(streams, call, copy, key), _looked(streams, call, copy, key)
     except Exception as error:  # noqa: BLE001  # the original has been called without
         return Finding(untried=f"a copy of it raised {type(error).__name__}: {error!s:.200}")

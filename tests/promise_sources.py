@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import own_state_sources as own
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 import midepoch
 
@@ -106,6 +106,17 @@ class RepeatsItsBeginning:
             yield number if number < 4 else 100 * self.passes + number
 
 
+class CountsAtTheEnd(IterableDataset[int]):
+    """Shuffles by a count of its passes, which it raises at the end of each."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng(self.epoch).permutation(SIZE).tolist()
+        self.epoch += 1
+
+
 class ReadsAheadLater(IterableDataset[Any]):
     """A thread reads ahead, and draws, from the fourth unit on."""
 
@@ -125,6 +136,16 @@ class ReadsAheadLater(IterableDataset[Any]):
         threading.Thread(target=fill, args=(rest,), daemon=True).start()
         while (item := items.get()) is not None:
             yield item
+
+
+class CountsBesidesItsSampler(IterableDataset[Any]):
+    """Grows harder with every tenth sample, by a count of its own, which no jump moves."""
+
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(SIZE))
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((index, place // 10) for place, index in enumerate(self.sampler))
 
 
 class WrongLater(own.Stream):
@@ -156,6 +177,8 @@ SOURCES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a list wanders later": (lambda: loader_of(Numbers, WandersLater), "lists", "does not repeat itself"),
     "a list follows a set": (lambda: loader_of(Numbers, InHashOrder), "lists", "begins with"),
     "passes differ after their beginning": (RepeatsItsBeginning, "passes", "pass 2 over epoch 0"),
+    "the end of a pass changes a count": (CountsAtTheEnd, "passes", "pass 2 over epoch 0"),
+    "samples count besides their sampler": (CountsBesidesItsSampler, "states", "after 1[0-9] batches"),
     "a state is wrong in the middle": (WrongLater, "states", "after 5 batches"),
     "threads begin to read later": (ReadsAheadLater, "threads", "threads go on reading"),
 }

@@ -334,7 +334,7 @@ ROWS: dict[str, Row] = {
     "around workers that are kept": Row(declared(lambda: around(True), "loader"), "exact", wraps=True),
     "around workers that are not kept": Row(declared(lambda: around(False), "loader"), "exact", wraps=True),
     "shuffles seeded anew in each pass": Row(SeededAnew, "told", "exact_order"),
-    "a thread that reads ahead": Row(ReadsAhead, "told", "exact_augmentations"),
+    "a thread that reads ahead": Row(ReadsAhead, "believed"),
     "a replay with the same last unit": Row(lambda: SameLast(0), "told", "exact_order"),
     "a replay that begins and ends alike": Row(lambda: SameLast(2), "chain"),
     "a collate function that adds the batch before": Row(collated_by(BatchBefore), "told", "exact_augmentations"),

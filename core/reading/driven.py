@@ -2,8 +2,9 @@
 
 The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
 iter(self.sampler)``.
-midepoch iterates a copy of the dataset in which the samplers are its own. A jump is exact only if each sample draws a
-constant number of indices from each sampler. So draws are counted, first by `probe` and then at every sample.
+midepoch iterates a shallow copy of the dataset in which the samplers are its own. A jump is exact only if each sample
+draws a constant number of indices from each sampler. So the draws of the first sample are counted when reading begins,
+and those of every later sample are compared with them. That a sample depends on nothing else is believed.
 
 The samplers are a way to jump, not the source's end: it is asked for one more before an epoch's last batch is handed
 out. Where one process reads all of it, it may deviate: draw another number, begin a sampler again, end early, or go on
@@ -12,43 +13,29 @@ after the last index. The pass then goes on with what the source gives.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import gc
-import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import GeneratorType
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler, get_worker_info
 
-from ..copying import copy_apart
 from ..errors import SourceError
 from ..loader.adapter import Run
 from ..order import EpochOrder, Order
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..samplers import Listed, ListedEpoch, length_of
-from ..state.digest import checksum_of
+from ..samplers import Listed, ListedEpoch
 from .indexed import as_list, draws_nothing, spans
-from .private import is_place_holder, let_go
+from .private import is_place_holder
 from .units import Units
 
 __all__ = [
-    "RAW",
-    "AloneReader",
-    "Driven",
-    "DrivenReader",
-    "DrivenRequest",
-    "Path",
-    "Probed",
-    "Sent",
-    "driven_requests",
-    "exposed_samplers",
-    "probe",
-    "raw_copy",
-]
+    "RAW", "AloneReader", "Driven", "DrivenReader", "DrivenRequest", "Path", "Sent", "driven_requests",
+    "exposed_samplers", "raw_copy",
+]  # fmt: skip
 
 RAW = "_midepoch_raw"
 """Set on a copy of a dataset to use the class's own ``__iter__`` instead of that of `StatefulIterable`."""
@@ -134,7 +121,7 @@ class _Driven(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         if self.passes > 1:
-            self.position = 0  # as a sampler does; `probe` and the reader notice
+            self.position = 0  # as a sampler does; the reader notices
             if self._orders is not None:
                 self._order, self._chunk = self._orders(self.passes - 1), []
         return _Draws(self.draw)
@@ -185,8 +172,6 @@ class Driven:
         dataset: as the user made it.
         orders: the order that each exposed sampler stands for.
 
-    Attributes:
-        kept: names of numbers and texts that passes have changed in the dataset.
     """
 
     def __init__(self, dataset: Any, orders: Mapping[Path, Order | Listed]) -> None:
@@ -194,7 +179,7 @@ class Driven:
         self.orders = dict(orders)
         self._read: dict[str, Any] = {}  # the attributes of the copy that is being read
         self._known: dict[str, Any] = {}  # the same, as they were when the dataset got them last
-        self.kept: dict[str, None] = {}  # names of numbers and texts that passes have changed in the dataset
+        self._before: dict[str, Any] = {}  # the dataset's own when the copy was made
 
     def open(
         self, seed: int, epoch: int, sent: Sequence[Sent | None] | None = None
@@ -210,7 +195,7 @@ class Driven:
                 driven[path] = _Driven(samplers[path], len(orders(0)), orders)
             else:
                 driven[path] = _Driven(samplers[path], part.length, None, part.error)
-        copied = raw_copy(self.dataset, driven)
+        copied, self._before = raw_copy(self.dataset, driven), dict(getattr(self.dataset, "__dict__", {}))
         self._read = getattr(copied, "__dict__", {})
         self._known = dict(self._read)
         return iter(copied), list(driven.values())
@@ -223,11 +208,15 @@ class Driven:
                 known[name] = value
                 if type(value) is not _Draws:  # of our samplers
                     object.__setattr__(self.dataset, name, value)
-                if isinstance(value, int | float | str):
-                    self.kept[name] = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the dataset's attributes are those with which it was opened."""
+        now, before = getattr(self.dataset, "__dict__", {}), self._before
+        return now.keys() == before.keys() and all(value is before[name] for name, value in now.items())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_read": {}, "_known": {}}
+        return {**self.__dict__, "_read": {}, "_known": {}, "_before": {}}
 
     @property
     def lists(self) -> bool:
@@ -271,152 +260,6 @@ class Driven:
 def _order_of_pass(order: Order | Listed, seed: int, epoch: int, number: int) -> EpochOrder | ListedEpoch:
     """What a sampler gives when it is iterated again within one pass over its dataset; a list is kept as it is."""
     return order.epoch(seed if isinstance(order, Listed) or not number else derive_key(seed, number), epoch)
-
-
-class Probed(NamedTuple):
-    """What `probe` has found.
-
-    Attributes:
-        draws: of one sample from each sampler; None if a jump would not be exact.
-        why: the reason.
-        unseen: the names of types whose content could not be compared.
-    """
-
-    draws: tuple[int, ...] | None
-    why: str
-    unseen: tuple[str, ...] = ()
-
-
-def probe(driven: Driven, seed: int) -> Probed:
-    """The draws of one sample from each sampler, if a jump is exact.
-
-    Reads samples 0, 1 and 2 in a row, sample 1 again and the last one after a jump, all from a copy: the dataset itself
-    may hold an iterator that has begun. If the counts are constant, both samples 1 are equal, and it ends after the
-    last one, the dataset is believed to depend on its samplers alone. Later samples are counted as they are read. The
-    caller's generators stay unchanged.
-    """
-    copied = copy_apart(driven.dataset, may_use_globals=True)
-    if copied.value is None:
-        return Probed(None, f"its samplers cannot be tried on a copy: {copied.why}")
-    try:
-        return _probe(Driven(copied.value, driven.orders), seed)
-    finally:
-        for loader in copied.loaders:
-            let_go(loader)
-
-
-def _probe(driven: Driven, seed: int) -> Probed:
-    guard = Streams(driven.dataset)
-    reader = _Counting(driven, guard, seed)
-    first = reader.read(0)
-    if first is None:
-        return Probed(None, "it is empty")
-    draws = first.draws
-    if not any(draws):
-        return Probed(None, "it does not use the samplers that it exposes")
-    size = driven.size(draws, seed, 0)
-    if length_of(driven.dataset) not in (None, size):
-        why = f"its len() is {length_of(driven.dataset)}, but its samplers are enough for {size} samples"
-        return Probed(None, why)
-    following = [reader.read(position) for position in range(1, min(size, 3))]
-    for sample in following:
-        if sample is None or sample.draws != draws or sample.restarted:
-            return Probed(None, "its samples do not draw a constant number of indices from its samplers")
-    if following:
-        jumped = _Counting(driven, guard, seed).read(1, draws)
-        in_a_row = following[0]
-        assert in_a_row is not None  # by the loop above
-        if jumped is None or jumped.draws != draws or jumped.digest != in_a_row.digest:
-            return Probed(None, "it counts on its own, besides its samplers")
-        for name, value in in_a_row.places.items():
-            if jumped.places.get(name, value) != value:
-                return Probed(None, f"it counts on its own, besides its samplers, in {name}")
-    if counts := _counts(reader.iterator):
-        return Probed(None, f"it counts on its own, besides its samplers, by {counts}")
-    if not _ends(_Counting(driven, guard, seed), size, draws):
-        return Probed(None, "it does not end with its samplers")
-    told = f"each sample draws {', '.join(map(str, draws))} indices from its samplers"
-    return Probed(draws, told, first.unseen)
-
-
-_COUNTING = (itertools.count, itertools.islice)
-_MOST_INSIDE = 64  # iterators inside one another
-
-
-def _counts(iterator: Any) -> str:
-    """The name of a built-in iterator that counts what it passes on, if this one reads through it; empty if none."""
-    waiting, seen = [iterator], 0
-    while waiting and seen < _MOST_INSIDE:
-        each, seen = waiting.pop(), seen + 1
-        if isinstance(each, _COUNTING):
-            return type(each).__name__
-        if isinstance(each, GeneratorType | Iterator) and type(each).__module__ in ("builtins", "itertools"):
-            waiting += (
-                held for held in gc.get_referents(each) if isinstance(held, Iterator) and not isinstance(held, _Draws)
-            )
-    return ""
-
-
-def _ends(reader: _Counting, size: int, draws: tuple[int, ...]) -> bool:
-    """Whether it ends after its last sample, which is reached by a jump."""
-    try:
-        return reader.read(size - 1, draws) is not None and reader.read(size) is None
-    except Exception:  # noqa: BLE001  # raised again where the plain loader raises it
-        return False
-
-
-class _Counted(NamedTuple):
-    draws: tuple[int, ...]
-    restarted: bool
-    digest: str
-    places: dict[str, str]  # values with which the iterator may count, after the sample
-    unseen: tuple[str, ...]
-
-
-class _Counting:
-    """Reads single samples of epoch 0 from `iterator`, and counts their draws."""
-
-    def __init__(self, driven: Driven, guard: Streams, seed: int) -> None:
-        self._guard, self._key = guard, derive_key(Purpose.SAMPLE, seed, 0)
-        with guard.under(derive_key(Purpose.OPENING, seed, 0)):
-            self.iterator, self._samplers = driven.open(seed, 0)
-        guard.begin_pass(self.iterator)
-
-    def read(self, position: int, jump: tuple[int, ...] | None = None) -> _Counted | None:
-        if jump is not None:
-            for sampler, draws in zip(self._samplers, jump, strict=True):
-                sampler.position = position * draws
-        before = [sampler.position for sampler in self._samplers]
-        counted = self._count(position, before)
-        if counted is None or not self._guard.made_late(self.iterator):
-            return counted
-        for sampler, start in zip(self._samplers, before, strict=True):
-            sampler.position = start
-        return self._count(position, before)
-
-    def _count(self, position: int, before: list[int]) -> _Counted | None:
-        with self._guard.under(extend_key(self._key, position)):
-            try:
-                item = next(self.iterator)
-            except StopIteration:
-                return None
-        drawn = tuple(sampler.position - start for sampler, start in zip(self._samplers, before, strict=True))
-        restarted = any(sampler.passes > 1 for sampler in self._samplers)
-        unseen: dict[str, None] = {}
-        return _Counted(drawn, restarted, checksum_of(item, unseen), _places(self.iterator), tuple(unseen))
-
-
-def _places(iterator: Any) -> dict[str, str]:
-    """The plain values that an iterator keeps between samples: its attributes, or a generator's variables.
-
-    A jump does not update such a value, for instance a count of samples, on which a much later sample may depend.
-    """
-    frame = getattr(iterator, "gi_frame", None)
-    kept = {} if frame is None else dict(frame.f_locals)
-    holder = kept.pop("self", iterator)
-    kept |= {f"self.{name}": value for name, value in getattr(holder, "__dict__", {}).items()}
-    plain = bool | int | float | str | bytes | None
-    return {name: repr(value) for name, value in kept.items() if isinstance(value, plain)}
 
 
 class Sent(NamedTuple):
@@ -504,6 +347,9 @@ def _part(listed: ListedEpoch | None, count: int, request: DrivenRequest) -> Sen
     return Sent(len(listed), [listed[place : place + count] for place in places], listed.error)
 
 
+_COUNTING = -1  # the session of `DrivenReader.count`
+
+
 class _Deviation(Exception):  # noqa: N818  # caught here
     """A sample did not follow from the samplers' positions as those before it.
 
@@ -522,10 +368,10 @@ class DrivenReader:
 
     Args:
         driven: the dataset and its orders.
-        draws: indices that each sample draws from each sampler.
         collate: from a list of samples, or from one if `single`, to a batch.
         single: samples are handed out one by one.
         streams: False lets the dataset draw from the caller's generators.
+        draws: indices that each sample draws from each sampler.
         proved: samples of this dataset have been counted. If not, `draws` comes from a state.
     """
 
@@ -534,21 +380,21 @@ class DrivenReader:
     def __init__(
         self,
         driven: Driven,
-        draws: tuple[int, ...],
         collate: Callable[[Any], Any],
         single: bool,
         streams: bool,
-        proved: bool,
+        draws: tuple[int, ...] = (),
+        proved: bool = False,
     ) -> None:
         self.dataset = driven.dataset
-        self._driven, self._draws, self._collate, self._single = driven, draws, collate, single
+        self._driven, self._collate, self._single, self.draws, self._proved = driven, collate, single, draws, proved
         self._plain_collate = draws_nothing(collate)
         self._streams = Streams(driven.dataset, collate) if streams else None
         self._opened: tuple[int, int, int] | None = None  # session, seed, epoch
         self._source = Units(iter(()))
         self._iterator: Iterator[Any] | None = None
         self._samplers: list[_Driven] = []
-        self._proved = proved
+        self._first: list[Any] = []  # the epoch's first sample, if `count` has read it and it has not been handed out
 
     def __call__(self, request: DrivenRequest) -> Any:
         """The batch.
@@ -566,51 +412,75 @@ class DrivenReader:
         finally:
             self._driven.leave()
 
+    def count(self, seed: int) -> str:
+        """Read the first sample of epoch 0, and keep it for a pass that begins there. Sets `draws`.
+
+        It is always epoch 0, so that every process that resumes comes to the same result.
+
+        Returns:
+            Why no sample can be jumped to; empty if it draws from a sampler.
+        """
+        request = DrivenRequest(_COUNTING, seed, 0, 0, 0, 0, False, False)
+        try:
+            self._begin(request)
+            with self._under() as start:
+                _put(start, request, 0)
+                self._first = [self._source.next()]
+        except StopIteration:
+            return "it is empty"
+        except BaseException:
+            self._opened = None
+            raise
+        self.draws, self._proved = tuple(sampler.position for sampler in self._samplers), True
+        if not any(self.draws):
+            return "it does not use the samplers that it exposes"
+        return "it begins a sampler again" if any(sampler.passes > 1 for sampler in self._samplers) else ""
+
+    def _under(self) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
+        return contextlib.nullcontext() if self._streams is None else self._streams
+
     def goes_on(self) -> bool:
         """Whether there may be batches after those that the samplers suffice for."""
         return False
 
     def _begin(self, request: DrivenRequest) -> None:
-        if self._streams is None:
-            self._open(request)
+        counted = self._opened == (_COUNTING, request.seed, request.epoch) and self._driven.is_current
+        if counted and not request.start:
+            self._opened = request[:3]
             return
-        with self._streams.under(derive_key(Purpose.OPENING, request.seed, request.epoch)):
+        with self._under() as start:
+            if start is not None:
+                start(derive_key(Purpose.OPENING, request.seed, request.epoch))
             self._open(request)
-        self._streams.begin_pass(self._iterator)
+        if self._streams is not None:
+            self._streams.begin_pass(self._iterator)
 
     def _open(self, request: DrivenRequest) -> None:
         self._iterator, self._samplers = self._driven.open(request.seed, request.epoch, request.sent)
         self._source = Units(self._iterator)
         self._opened = request[:3]
+        self._first = []
 
     def _batch(self, request: DrivenRequest) -> Any:
-        streams = self._streams
-        if streams is None:
-            samples = self._samples(request, None)
-            if request.last:
-                self._finish(request, samples, None)
-            if not samples:
-                raise StopIteration
-            return self._collated(samples)
-        with streams as start:
+        with self._under() as start:
             samples = self._samples(request, start)
         # If the iterator made a generator while it read, the batch is read again, after a jump back.
-        if streams.made_late(self._iterator) and self._jumps:
-            with streams as start:
+        if self._streams is not None and self._streams.made_late(self._iterator) and self._jumps:
+            self._first = []
+            with self._under() as start:
                 samples = self._samples(request, start)
         if request.last:
-            with streams as start:
+            with self._under() as start:
                 self._finish(request, samples, start)
         if not samples:
             raise StopIteration
+        argument = samples[0] if self._single else samples
         if self._plain_collate:
-            return self._collated(samples)
-        with streams as start:
-            start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
-            return self._collated(samples)
-
-    def _collated(self, samples: list[Any]) -> Any:
-        return self._collate(samples[0] if self._single else samples)
+            return self._collate(argument)
+        with self._under() as start:
+            if start is not None:
+                start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
+            return self._collate(argument)
 
     @property
     def _jumps(self) -> bool:
@@ -635,16 +505,18 @@ class DrivenReader:
             raise self._divided(deviation.why) from None
 
     def _jump(self, position: int) -> None:
-        for sampler, count in zip(self._samplers, self._draws, strict=True):
+        for sampler, count in zip(self._samplers, self.draws, strict=True):
             sampler.position = position * count
 
     def _sample(self, request: DrivenRequest, number: int, start: Callable[[int], None] | None) -> Any:
         """One sample of a request, after a jump to it."""
         position = (request.start + number) % request.size
+        if self._first and not position:
+            return self._first.pop()
         _put(start, request, position)
         self._jump(position)
         if request.sent is not None:
-            for sampler, count, sent in zip(self._samplers, self._draws, request.sent, strict=True):
+            for sampler, count, sent in zip(self._samplers, self.draws, request.sent, strict=True):
                 if sent is not None:
                     sampler.put(position * count, sent.indices[number])
         return self._counted(position, request.size)
@@ -658,10 +530,15 @@ class DrivenReader:
             if not any(sampler.exceeded for sampler in samplers):
                 raise _Deviation(f"ended after {position} samples, and its samplers are enough for {size}") from None
             items = ()
-        for sampler, count in zip(samplers, self._draws, strict=True):
+        for sampler, count in zip(samplers, self.draws, strict=True):
             if sampler.position != (position + 1) * count or sampler.passes > 1 or not items:
                 drawn = f"{sampler.position - position * count}" if items else f"more than {count}"
-                self._check_proved(position, drawn, count)
+                if not self._proved:  # of a resumed pass, this is the sample before the state's position
+                    raise SourceError(
+                        f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but "
+                        f"the state was saved with {count} per sample: restore the dataset that it was saved with, or "
+                        "start over"
+                    )
                 drew = f"drew {drawn} indices from a sampler for sample {position}, and {count} for each one before"
                 raise _Deviation("began a sampler again" if sampler.passes > 1 else drew, *items)
         self._proved = True
@@ -675,15 +552,6 @@ class DrivenReader:
             return
         raise _Deviation("gave a sample after the last index of its samplers", item)
 
-    def _check_proved(self, position: int, drawn: str, count: int) -> None:
-        # After a load: either this sample differs from the others, or the whole dataset has changed.
-        if not self._proved and (self._opened is None or probe(self._driven, self._opened[1]).draws != self._draws):
-            raise SourceError(
-                f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but the "
-                f"state was saved with {count} per sample: restore the dataset that it was saved with, or start over"
-            )
-        self._proved = True
-
     def _divided(self, why: str) -> SourceError:
         worker = get_worker_info()
         return SourceError(
@@ -694,7 +562,8 @@ class DrivenReader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_iterator": None, "_source": Units(iter(())), "_samplers": []}
+        own: dict[str, Any] = {"_opened": None, "_iterator": None, "_samplers": [], "_first": []}
+        return {**self.__dict__, **own, "_source": Units(iter(()))}
 
 
 class AloneReader(DrivenReader):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from ..copying import directly_held
 from ..dividing import check_division
 from ..errors import (
     SourceError,
@@ -24,11 +25,10 @@ from ..loader.place import Place
 from ..samplers import Understood, length_of, understand
 from ..trying import Finding
 from ..world import World
-from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers, probe
+from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers
 from .indexed import keeps_nothing, unchanged
 from .private import sent_error
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
-from .trials import of_kept_workers, reads_a_loader
 from .units import Units
 from .workers import Server
 
@@ -90,11 +90,11 @@ class IterableAdapter(Adapter):
         if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
         self._warned = False
-        # Why two passes were not compared; None if they were, or have not been yet.
-        self._untried: str | None = "verify='off'" if options.verify == "off" else None
-        if not options.streams:
-            self._untried = "randomness='none'"
-        self._tries = self._untried is None  # with the next batch that is read
+        # Why two passes are not compared; empty if they have been.
+        self._untried = "randomness='none'" if not options.streams else "verify='off'"
+        self._tries = options.streams and options.verify != "off"  # with the next batch that is read
+        if self._tries:
+            self._untried = "that happens when reading begins"
         if workers > 1 and self._driven is None:
             self._require_shard(f"{workers} worker processes")
 
@@ -106,10 +106,9 @@ class IterableAdapter(Adapter):
         understood = {path: understand(each) for path, each in samplers.items()}
         self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
         self._draws: tuple[int, ...] | None = None
-        self._probed = False
-        self._proved = False  # by reading, not by a state
+        self._counted = False  # by reading, not by a state
         self._varies = False  # a sample has deviated: from then on the source is replayed, with our samplers
-        self._why = "it has not been tried yet" if understood else "it exposes no samplers"
+        self._why = "its draws have not been counted yet" if understood else "it exposes no samplers"
         self._readers.clear()
         for path, each in understood.items():
             check_division(samplers[path], each.division)
@@ -144,38 +143,33 @@ class IterableAdapter(Adapter):
 
     def _instead(self, gain: str) -> str:
         """What to pass in place of a source that reads a DataLoader."""
-        if not reads_a_loader(self._stream):
+        held = (self._stream, *directly_held(self._stream).values())
+        if not any(isinstance(each, DataLoader) for each in held):
             return ""
-        return f"; {gain}, wrap the DataLoader that it reads, and pass what is done with its batches as then="
-
-    @property
-    def _instead_of_threads(self) -> str:
-        if isinstance(self._stream, DataLoader) or reads_a_loader(self._stream):
-            which = "a plain DataLoader" if isinstance(self._stream, DataLoader) else "the DataLoader that it reads"
-            return (
-                f"to have them repeated, wrap {which}, whose workers read ahead (num_workers), and pass what is done "
-                "with its batches as then="
-            )
-        return (
-            "read ahead in worker processes (num_workers), or draw from midepoch.sample_generator() in the thread that "
-            "iterates"
-        )
+        return f"; {gain}, wrap the DataLoader itself, and pass what is done with its batches as then="
 
     # --- what it is ---
 
     def _drive(self, seed: int) -> tuple[int, ...] | None:
         """The draws of one sample from each sampler; None if the source has to be replayed."""
-        if self._driven is not None and not self._probed:
-            self._draws, self._why, unseen = probe(self._driven, seed)
-            self._probed, self._proved = True, self._draws is not None
-            self.learned()
-            if unseen:
-                self.note(Finding(unseen=unseen))
-            if self._draws is None:
-                self._driven = None
-                if self._workers > 1:
-                    self._require_shard(f"{self._workers} worker processes")
-        return self._draws
+        driven = self._driven
+        if driven is None or self._counted or self._draws is not None:
+            return self._draws
+        reader = self._alone(driven)
+        self._why = reader.count(seed)
+        size = 0 if self._why else driven.size(reader.draws, seed, 0)
+        if not self._why and (stated := length_of(driven.dataset)) not in (None, size):
+            self._why = f"its len() is {stated}, but its samplers are enough for {size} samples"
+        self._counted = True
+        self.learned()
+        if not self._why:
+            self._draws = reader.draws
+            return self._draws
+        self._driven = None
+        self._readers.clear()
+        if self._workers > 1:
+            self._require_shard(f"{self._workers} worker processes")
+        return None
 
     def _draws_for(self, seed: int, detail: str) -> tuple[int, ...] | None:
         """The same, taken from a state's detail if possible, so that nothing has to be read."""
@@ -201,15 +195,10 @@ class IterableAdapter(Adapter):
         self.refresh()
         if self._driven is not None:
             self._driven.prepare(seed, epoch)
-            if self._driven.kept:
-                kept = ", ".join(list(self._driven.kept)[:4])
-                why = f"passes change {kept} of the dataset: samples are believed not to follow from that"
-                self.note(Finding(untried=why))
 
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
         driven = self._driven
-        # The trial lists the first epoch, and comes first.
         if driven is not None and driven.lists and self._drive(seed) is not None:
             driven.listed(seed, epoch)
 
@@ -236,32 +225,26 @@ class IterableAdapter(Adapter):
         """See the table in the README."""
         exact = promises.augmentations(self.options)
         if self._driven is not None and not self._varies:
-            tried = "" if self._probed else "; tried when reading begins"
             return Capabilities(
-                exact_order=promises.OUR_ORDER,
-                exact_augmentations=exact,
-                constant_time_resume=Capability(True, f"{promises.CONSTANT_TIME.reason}{tried}"),
+                exact_order=_believed(promises.OUR_ORDER, _FOLLOWS),
+                exact_augmentations=_believed(exact, _FOLLOWS),
+                constant_time_resume=promises.CONSTANT_TIME,
                 elastic_world=promises.POSITIONS,
                 elastic_workers=promises.POSITIONS,
                 rank_independent=promises.ONE_STATE,
             )
         whole = Capability(True, "every rank reads the whole stream and keeps its part (shard=True)")
         part = Capability(False, "midepoch divides this source only with shard=True")
+        repeats = Capability(True, "the stream is read again from its start, and a chain proves what was consumed")
+        compared = f"two passes were not compared: {self._untried}" if self._untried else ""
         return Capabilities(
-            exact_order=self._repeats(),
-            exact_augmentations=exact,
+            exact_order=_believed(repeats, compared),
+            exact_augmentations=_believed(exact, compared),
             constant_time_resume=promises.replay_costs(self._why),
             elastic_world=whole if self.options.shard else part,
             elastic_workers=Capability(False, "a replay can be checked only with the same number of worker processes"),
             rank_independent=promises.ONE_STATE,
         )
-
-    def _repeats(self) -> Capability:
-        reason = "the stream is read again from its start, and must repeat itself"
-        if self._untried is not None:
-            return Capability(True, f"{reason}; not tried: {self._untried}", believed=True)
-        tried = "tried when reading begins" if self._tries else "a second pass over a copy began as the first one"
-        return Capability(True, f"{reason}; {tried}")
 
     def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
@@ -348,7 +331,7 @@ class IterableAdapter(Adapter):
         """A driven session, or a replay."""
         draws = self._draws_for(run.seed, run.detail)
         if draws is not None and self._driven is not None:
-            self._draws, self._probed = draws, True
+            self._draws = draws
             return self._open_driven(run, self._driven, draws)
         if run.world.world_size > 1:
             self._require_shard(f"{run.world.world_size} ranks")
@@ -356,21 +339,29 @@ class IterableAdapter(Adapter):
             self._require_shard(f"{self._workers} worker processes")
         return self._open_replay(run)
 
+    def _arguments(self, driven: Driven) -> tuple[Any, ...]:
+        single, collate = self._samples_in_batch is None, self._collate or _as_it_is
+        return driven, collate, single, self.options.streams, self._draws or (), self._counted
+
+    def _alone(self, driven: Driven) -> AloneReader:
+        """The reader of all samples in this process, which counts the draws, too."""
+        reader = self._readers.get("alone")
+        if reader is None or reader.varies:
+            arguments = self._samples_in_batch or 1, self.drop_last, self._deviated, *self._arguments(driven)
+            reader = self._readers["alone"] = AloneReader(*arguments)
+        return reader
+
     def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
-        alone = run.world.world_size == 1 and self._workers == 0
-        key = "driven alone" if alone else "driven"
-        reader = self._readers.get(key)
-        if reader is None or (isinstance(reader, AloneReader) and reader.varies):
-            if self._collate is not None and not keeps_nothing(self._collate):
-                why = "the collate function was not tried: the source is read through its samplers"
-                self.note(Finding(untried=why))
-            single, collate = self._samples_in_batch is None, self._collate or _as_it_is
-            arguments = driven, draws, collate, single, self.options.streams, self._proved
-            reader = self._readers[key] = (
-                AloneReader(self._samples_in_batch or 1, self.drop_last, self._deviated, *arguments)
-                if alone
-                else DrivenReader(*arguments)
-            )
+        if self._collate is not None and not keeps_nothing(self._collate):
+            why = "the collate function was not tried: the source is read through its samplers"
+            self.note(Finding(untried=why))
+        reader: DrivenReader
+        if run.world.world_size == 1 and not self._workers:
+            reader = self._alone(driven)
+        else:
+            self._readers.pop("alone", None)
+            reader = self._readers.setdefault("divided", DrivenReader(*self._arguments(driven)))
+        reader.draws = draws
         if run.position and (saved := _DRIVEN_DETAIL.fullmatch(run.detail)):
             self._check_lists(driven, saved[2] or "", run.seed, run.epoch)  # they may have changed since the load
         check = unchanged(self._stream, length_of(self._stream))
@@ -411,7 +402,8 @@ class IterableAdapter(Adapter):
                 self._stream,
                 _OpenDriven(self._driven) if varies and self._driven is not None else self.opening(self._stream),
                 self._samples_in_batch or 1,
-                self._collate if self._collate is None or self._samples_in_batch else _Single(self._collate),
+                self._collate,
+                self._samples_in_batch is None,
                 self.drop_last,
                 not self._own_streams,
                 self.options.streams,
@@ -434,34 +426,12 @@ class IterableAdapter(Adapter):
 
     def _learn(self, found: Found) -> None:
         """Take over what a reader has found out about the source."""
-        if found.unseen:
-            self.note(Finding(unseen=found.unseen))
-        if found.collate is not None:
-            self.note(found.collate.of_calls("the collate function", "the same samples"))
-        trial = found.trial
-        if trial is None:
-            return
-        self._tries, self._untried = False, trial.untried or None
-        self.learned()
-        if trial.threads:
-            why = f"threads of its own go on reading it ({', '.join(trial.threads[:4])})"
-            self.note(Finding(why))
-            self._tell(
-                f"{why}: they draw from the random generators that midepoch puts under a stream for each sample, so "
-                f"numbers differ from run to run; {self._instead_of_threads}"
-            )
-        if trial.differs:
-            why = f"two passes under the same random numbers begin differently: {trial.differs}"
-            self.note(Finding(why, True))
-            instead = of_kept_workers(self._stream)
-            self._tell(
-                f"{why}; a resumed epoch would be another one, or be refused. Let its order and content follow from "
-                f"the random generators or the epoch alone, and draw in the thread that iterates{instead}"
-            )
-
-    def _tell(self, what: str) -> None:
-        message = f"{_name(self._stream)} cannot be resumed exactly: {what}. loader.capabilities says what still holds"
-        warn(message)
+        for finding in found.others:
+            self.note(finding)
+        if found.passes is not None:
+            self._tries, self._untried = False, found.passes.untried
+            why = f"two passes over {_name(self._stream)} under the same random numbers differ in their first unit"
+            self.note(Finding(why if found.passes.differs else "", True, _REPEAT, unseen=found.passes.unseen))
 
     def _replay_requests(self, run: Run, expected: str, tries: bool) -> Iterator[ReplayRequest]:
         consumed = run.position // run.world.world_size if self._own_streams else run.position
@@ -470,8 +440,7 @@ class IterableAdapter(Adapter):
             run.session, run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
             run.world.world_size, run.tail, size, False,
         )  # fmt: skip
-        goes_on = not self._workers or getattr(self.source, "persistent_workers", False)
-        request = request._replace(tries=tries, goes_on=goes_on)
+        request = request._replace(tries=tries)
         steps = itertools.count() if run.share is None else range(run.share.steps)
         check = unchanged(self._stream, length_of(self._stream))
         for step in steps:
@@ -491,6 +460,20 @@ def _held_by(samplers: dict[Any, Any]) -> list[Any]:
             data = getattr(sampler, "dataset", None) if type(sampler) is DistributedSampler else sampler.data_source
             held.append(length_of(data))
     return held
+
+
+_FOLLOWS = "that its samples follow from its samplers alone is believed"
+_REPEAT = (
+    "let its order and content follow from the random generators or the epoch alone; if it takes what it reads from a "
+    "queue, pass verify='off'"
+)
+
+
+def _believed(capability: Capability, why: str) -> Capability:
+    """The same, believed for a reason; as it is without one."""
+    if not (capability and why):
+        return capability
+    return Capability(True, f"{capability.reason}; {why}", believed=True)
 
 
 def _nothing() -> None:
@@ -554,16 +537,6 @@ class _OpenDriven:
                 yield sample
         except StopIteration:
             self._driven.leave()
-
-
-class _Single:
-    """Applies a collate function of one sample to the reader's list of one."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.of_one = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.of_one(samples[0])
 
 
 class _DrivenSession(Session):

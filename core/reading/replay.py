@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,30 +9,25 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from ..copying import copy_apart
 from ..errors import SourceError
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..state.digest import checksum_of
-from ..trying import CallTrial, Finding
+from ..trying import CallTrial, Copied, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
 from .driven import RAW, raw_copy
 from .indexed import draws_nothing, keeps_nothing
 from .private import caught
-from .trials import (
-    Beginning,
-    Trial,
-    keeps_workers,
-    of_kept_workers,
-    passes_differ,
-    reading_threads,
-    standing,
-    undisturbed,
-    used_differs,
-)
 from .units import Units
 
 __all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
+
+
+_CURE = (
+    "make it depend on midepoch's streams or a seed alone, and draw in the thread that iterates, or in then=. If it "
+    "divides its data by rank or worker itself, pass shard=False; if it reads a DataLoader, wrap that"
+)
+_EMPTY = ()
 
 
 class Chain:
@@ -92,7 +86,6 @@ class ReplayRequest(NamedTuple):
         size: units in the epoch; None if unknown.
         skip: read the batch and return only its digest.
         tries: try what the source promises.
-        goes_on: the process that reads will read later passes over the same object.
     """
 
     session: int
@@ -107,21 +100,18 @@ class ReplayRequest(NamedTuple):
     size: int | None
     skip: bool
     tries: bool = False
-    goes_on: bool = True
 
 
 class Found(NamedTuple):
-    """What a reader has found out about its source by the first batch of a session, or at the end of its first pass.
+    """What a reader has found out about its source by the first batch of a session.
 
     Attributes:
-        unseen: the names of types whose content it cannot see.
-        trial: None if it was not asked to try the source.
-        collate: what came of calling the collate function again; None if that was not to be tried.
+        passes: of comparing two passes; None if it was not asked to.
+        others: of the collate function, and of what cannot be seen.
     """
 
-    unseen: tuple[str, ...] = ()
-    trial: Trial | None = None
-    collate: Finding | None = None
+    passes: Finding | None
+    others: tuple[Finding, ...]
 
 
 class Replayed(NamedTuple):
@@ -132,7 +122,7 @@ class Replayed(NamedTuple):
         chain: up to the last unit of the global batch. If the stream is this process's own, the batch's digest.
         first: the digest of the stream's first unit, equal in all processes that read the same stream.
         missing: units by which the global batch is short.
-        found: with a reader's first answer in a session, and at the end of its first pass.
+        found: with a reader's first answer in a session.
         late: the error that the source raises after the last batch, in a worker as torch sends it; otherwise None.
     """
 
@@ -150,14 +140,14 @@ class End(NamedTuple):
     Attributes:
         first: as in `Replayed`.
         units: units of the last global batch that other ranks have received.
-        found: as in `Replayed`.
         chain: up to these units.
+        found: as in `Replayed`.
     """
 
     first: str
     units: int = 0
-    found: Found | None = None
     chain: str = ""
+    found: Found | None = None
 
 
 class ReplayReader:
@@ -167,7 +157,8 @@ class ReplayReader:
         dataset: the source itself, which `get_worker_info().dataset` shows.
         open_source: returns a new iterator over the stream, given seed and epoch.
         batch_size: units in one rank's batch.
-        collate: from a list of units to a batch; None if each unit is a batch.
+        collate: from a list of units, or from one if `single`, to a batch; None if each unit is a batch.
+        single: units are handed out one by one.
         drop_last: leave out a last batch that is not full.
         shared: every process reads the same stream and keeps its part of each global batch. If not, each process (rank
             and worker) has a stream of its own and keeps all of it.
@@ -183,6 +174,7 @@ class ReplayReader:
         open_source: Callable[[int, int], Iterator[Any]],
         batch_size: int,
         collate: Callable[[Any], Any] | None,
+        single: bool,
         drop_last: bool,
         shared: bool,
         streams: bool,
@@ -190,7 +182,8 @@ class ReplayReader:
     ) -> None:
         self.dataset = dataset
         self._open_source, self._opening = open_source, opening
-        self._batch_size, self._collate, self._drop_last, self._shared = batch_size, collate, drop_last, shared
+        self._batch_size, self._drop_last, self._shared = batch_size, drop_last, shared
+        self._collate, self._single = collate, single
         self._plain_collate = collate is None or draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
         self._start_stream: Callable[[int], None] | None = None
@@ -203,10 +196,6 @@ class ReplayReader:
         self._chain = Chain()
         self._digested = (0, "")  # the unit whose digest was taken last
         self._unseen: dict[str, None] = {}
-        # How the first pass began, and what the source kept then; None if that is not to be compared at its end.
-        self._beginning: tuple[Beginning, str] | None = None
-        self._found: Found | None = None  # at the end of the first pass, for the next answer
-        self._threads: set[int | None] = set()  # that ran before the pass
 
     def __call__(self, request: ReplayRequest) -> Replayed | End:
         """The batch, or `End`.
@@ -225,43 +214,38 @@ class ReplayReader:
             self._streams.end()
 
     def _begin(self, request: ReplayRequest) -> Replayed | End:
-        """The first batch of a session in this process."""
+        """The first batch of a session in this process, and what is tried with it."""
         self._session = request.session
         if self._streams is not None:
             self._streams.begin_replay()
-        # Before reading: an object that is being read can rarely be copied.
-        copied = copy_apart(self.dataset) if request.tries else None
-        kept = standing(self.dataset) if request.tries and request.goes_on else ""
-        before = threading.enumerate() if request.tries else []
-        answer, repeat = self._trying_collate(request)
-        trial = None
-        if copied is not None:
-            threads = reading_threads(before) if self.drawn else ()
-            if copied.value is None or threads:
-                trial = Trial(copied.why or "threads of its own read it", threads=threads)
-            else:
-                opened = functools.partial(self._opening(copied.value), request.seed, request.epoch)
-                own = self._own(request)
-                attempt = functools.partial(passes_differ, copied, opened, request.seed, request.epoch, own)
-                batch, (trial, beginning) = undisturbed(getattr(answer, "batch", None), attempt)
-                answer = answer._replace(batch=batch) if isinstance(answer, Replayed) else answer
-                if beginning is not None and request.goes_on and not self._source.ended:
-                    self._beginning = beginning, kept
-        return answer._replace(found=Found(tuple(self._unseen), trial, repeat))
-
-    def _trying_collate(self, request: ReplayRequest) -> tuple[Replayed | End, Finding | None]:
-        """The first batch, and what came of calling the collate function again if that is to be tried."""
-        collate = self._collate
-        if collate is None or not request.tries or keeps_nothing(getattr(collate, "of_one", collate)):
-            return self(request), None
-        self._collate = trial = CallTrial(collate, listed=True)
+        collate, trial, passes = self._collate, None, None
+        copied = copy_of(self.dataset) if request.tries else Copied()  # before it is read
+        threads = threading.active_count()
+        if request.tries and collate is not None and not keeps_nothing(collate):
+            self._collate = trial = CallTrial(collate, listed=not self._single)
         try:
             answer = self(request)
         finally:
             self._collate = collate
-        if not isinstance(answer, Replayed) or request.skip:
-            return answer, None
-        return answer, trial.finding(derive_key(Purpose.TRIAL, request.seed, request.epoch))
+        others = [Finding(unseen=tuple(self._unseen))] if self._unseen else []
+        if request.tries and self.drawn and threading.active_count() > threads:
+            passes = Finding(untried="threads were started while it was read, whose draws would differ")
+        elif request.tries:
+            passes = self._try_passes(copied, request)
+        if trial is not None and isinstance(answer, Replayed) and not request.skip:
+            key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
+            others.append(trial.finding(key).of_calls("the collate function", "the same samples"))
+        return answer._replace(found=Found(passes, tuple(others)))
+
+    def _try_passes(self, copied: Copied, request: ReplayRequest) -> Finding:
+        """Compare the first units of two passes over a copy: a process that resumes begins with a first pass."""
+
+        def first_unit(copy: Any) -> Any:
+            _tell_the_epoch(copy, request.epoch)
+            return next(self._opening(copy)(request.seed, request.epoch), _EMPTY)
+
+        key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
+        return tried_on_copy(copied, first_unit, key, rereads=False)
 
     @property
     def drawn(self) -> bool:
@@ -286,12 +270,7 @@ class ReplayReader:
 
     def _open(self, request: ReplayRequest) -> None:
         self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-        tell = getattr(self.dataset, "set_epoch", None)
-        if callable(tell) and get_worker_info() is None:
-            # As trainers do with samplers: the order may depend on it. Not in worker processes, which may share memory
-            # that all of them would write to.
-            tell(request.epoch)
-        self._threads = {each.ident for each in threading.enumerate()}
+        _tell_the_epoch(self.dataset, request.epoch)
         self._source = Units(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
         self._chain, self._digested = Chain(), (0, "")
@@ -307,30 +286,10 @@ class ReplayReader:
                 if source.read == 1:
                     self._first = digest
             units.append(unit)
-        if source.ended and self._beginning is not None:
-            self._try_used(*self._beginning)
         return units
 
     def _begin_unit(self, number: int) -> None:
         self._start(extend_key(self._sample_key, number))
-
-    def _try_used(self, beginning: Beginning, kept: str) -> None:
-        """At the end of the first pass: whether a later one begins alike, if the source keeps something else now."""
-        self._beginning = None
-        if standing(self.dataset) == kept:
-            return
-        copied = copy_apart(self.dataset)
-        if copied.value is None:
-            self._found = Found(trial=Trial(f"its later passes could not be tried: {copied.why}"))
-            return
-        opened = functools.partial(self._opening(copied.value), beginning.seed, beginning.epoch)
-        trial = used_differs(copied, opened, beginning, kept)
-        self._found = Found(trial=trial) if trial.differs or trial.untried else None
-
-    def _end(self, end: End) -> End:
-        """The answer that there is no such batch, with what was found out at the end of the pass."""
-        found, self._found = self._found, None
-        return end if found is None else end._replace(found=found)
 
     def _digest(self, unit: Any) -> str:
         """The digest of the unit that was read last."""
@@ -349,7 +308,7 @@ class ReplayReader:
             return units[0]
         if not self._plain_collate:
             self._start(key)
-        return self._collate(units)
+        return self._collate(units[0] if self._single else units)
 
     def _shared_batch(self, request: ReplayRequest) -> Replayed | End:
         global_batch = self._batch_size * request.world_size
@@ -365,48 +324,27 @@ class ReplayReader:
                         f"the source ended after {read} units, but the state stands at {request.start}: it "
                         "does not repeat itself; seed it, or start over with this data"
                     )
-                return self._end(End(self._first))
+                return End(self._first)
             proved = request.expected if self._source.read == request.start else ""
             if proved and proved != self._chain_to(last[0]):
                 raise SourceError(
                     f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
-                    f"{request.epoch} differs from what was consumed before the save; {self._instead}"
+                    f"{request.epoch} differs from what was consumed before the save; {_CURE}"
                 )
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
-            return self._end(End(self._first))
+            return End(self._first)
         chain = self._chain_to(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
             others = len(units) if request.tail == "uneven" and not self._drop_last else 0
-            return self._end(End(self._first, others, chain=chain))
+            return End(self._first, others, chain)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         batch = self._collated(own, key)
-        found = self._found
-        if found is not None:  # the length is known, so nobody may ask for the end
-            self._found = None
         late, self._late = self._late, None
-        return Replayed(batch, chain, self._first, global_batch - len(units), found=found, late=late)
-
-    @property
-    def _instead(self) -> str:
-        """What to write in place of a source that does not repeat itself."""
-        if keeps_workers(self.dataset):
-            return of_kept_workers(self.dataset).removeprefix("; ")
-        running = [each.name for each in threading.enumerate() if each.ident not in self._threads]
-        started = [each for each in running if each != "QueueFeederThread"]  # of a DataLoader inside: draws nothing
-        apart = ""
-        if started and self.drawn:
-            apart = (
-                f"what its threads ({', '.join(started[:4])}) draw differs from run to run: draw in then=, or in the "
-                "thread that iterates. If they draw nothing, "
-            )
-        return (
-            f"{apart}make it depend on midepoch's streams or a seed alone, and if it divides its data by rank or "
-            f"worker itself, pass shard=False{of_kept_workers(self.dataset)}"
-        )
+        return Replayed(batch, chain, self._first, global_batch - len(units), late=late)
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:
@@ -464,7 +402,7 @@ class ReplayReader:
             self._open(request)
         units = self._units(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
-            return self._end(End(""))
+            return End("")
         seen = self._digest(units[-1])
         if request.skip:
             return Replayed(None, seen, "", 0)
@@ -473,4 +411,14 @@ class ReplayReader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_source": Units(iter(())), "_start_stream": None, "_beginning": None}
+        return {**self.__dict__, "_opened": None, "_source": Units(iter(())), "_start_stream": None}
+
+
+def _tell_the_epoch(source: Any, epoch: int) -> None:
+    """As trainers do with samplers: the order may depend on it.
+
+    Not in worker processes, which may share memory that all of them would write to.
+    """
+    tell = getattr(source, "set_epoch", None)
+    if callable(tell) and get_worker_info() is None:
+        tell(epoch)

@@ -174,8 +174,8 @@ def cost(examination: Examination) -> Outcome:
     # Do not count what a fresh loader, too, reads beyond its batches, such as a first look at the dataset.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
     # That includes another look at the epoch's first sample. A resume looks twice, since its first batch does not begin
-    # with that sample; at a boundary, it looks at the last epoch's, too.
-    surplus = 2 * max(0, reads[0] - needed[0])
+    # with that sample; at a boundary, it looks at the last epoch's, too. A jump may read the sample before its place.
+    surplus = max(1, 2 * (reads[0] - needed[0]))
     for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
         examination.sound(recording, "a resume", epoch=epoch, batch=cut)
         if read > need + surplus:

@@ -98,6 +98,7 @@ class _Reading:
         views: what the program can see of its sampler and dataset, before the first pass and after each.
         epochs: the names of what `set_epoch` changes in them.
         departs: as of `Adapter`; None if the loader does not say.
+        unsure: after the last pass, the loader says no length any more.
     """
 
     length: int | Failure = 0
@@ -107,6 +108,7 @@ class _Reading:
     views: list[dict[str, Hashable]] = field(default_factory=list)
     epochs: set[str] = field(default_factory=set)
     departs: frozenset[str] | None = None
+    unsure: bool = False
 
 
 @dataclass
@@ -244,6 +246,7 @@ def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) ->
                 batches.append(see(settings, batch if opened.work is None else opened.work(batch)))
         except Exception as error:  # noqa: BLE001 - it is compared
             reading.raised = capture_failure(error, f"iterating, pass {epoch}")
+        reading.unsure = isinstance(_length_of(opened.loader), Failure)
         if side == "plain" and epoch and not batches and reading.raised is None and _is_iterator(opened.loader):
             reading.passes.pop()  # it can be read once, and only midepoch begins it again
             return
@@ -378,7 +381,7 @@ class _Pair:
         return self.examination.error(f"as the plain loader{where}: {expected}", got, epoch=epoch, batch=batch)
 
     def lengths(self, one: _Reading, got: _Reading, departs: frozenset[str]) -> None:
-        """`len`, of fresh loaders. One that the plain loader does not know must be the number of batches."""
+        """`len`, of fresh loaders. One that the plain loader does not know is the number of batches, or taken back."""
         if "tail" in departs or one.length == got.length:
             return
         plain, mine = one.length, got.length
@@ -387,8 +390,9 @@ class _Pair:
                 same = plain.kinds[0] == mine.kinds[0] or _OURS in mine.kinds
             else:
                 unknown = plain.kinds[0] in ("builtins.TypeError", "builtins.NotImplementedError")
-                same = unknown and mine == len(got.passes[0].batches)
-            if same and not (got.endless and not isinstance(mine, Failure)):
+                ended = mine == len(got.passes[0].batches) and not got.endless
+                same = unknown and (ended or got.unsure)
+            if same:
                 return
         elif isinstance(mine, Failure) and _OURS in mine.kinds:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import itertools
 import random
 import threading
@@ -18,10 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch.utils.data import DataLoader, Dataset
+
+from ..copying import directly_held
 from ..loader.lending import loader_of
 from ..loader.part import Part
 from ..reading.replay import ReplayReader
-from ..reading.trials import reading_threads
 from ..state.witness import Look
 from . import items
 from .examine import Examination
@@ -490,32 +493,39 @@ def _jump(
 def _threads(examination: Examination, seconds: float) -> Outcome:
     """After each batch of two epochs, no thread of the source's goes on reading, if any random numbers are drawn."""
     _promised(examination, "exact_augmentations")
-    findings, batches, told = examination.investigate(_watch, examination.options(), seconds)
+    findings, batches = examination.investigate(_watch, examination.options(), seconds)
     examination.raise_first(findings)
     if not batches:
         return Outcome("not applicable", "it is not read as a stream in this process")
-    return Outcome("holds", f"looked for after each of {batches} batches{told}")
+    return Outcome("holds", f"looked for after each of {batches} batches")
 
 
-def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> tuple[list[Finding], int, str]:
-    """Findings, batches after which a stream's threads were looked for, and what was found but is harmless."""
+def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> tuple[list[Finding], int]:
+    """Findings, and batches after which a stream's threads were looked for."""
     deadline = time.monotonic() + seconds
     before, others = threading.enumerate(), _replays()
-    batches, told = 0, ""
+    batches = 0
     with open_loader(settings, options) as loader:
         for epoch in range(2):
             replays: list[ReplayReader] = []
             for number, _ in enumerate(itertools.islice(loader, _MOST_BATCHES)):
                 replays = replays or [each for each in _replays() if all(each is not other for other in others)]
                 if not replays or time.monotonic() > deadline:
-                    return [], batches, told
+                    return [], batches
                 batches += 1
-                threads = ", ".join(reading_threads(before)[:4])
-                if threads and any(each.drawn for each in replays):
+                names = [each.name for each in threading.enumerate() if each not in before and _reads(each)]
+                if names and any(each.drawn for each in replays):
                     wanted = "no thread that goes on reading while random numbers are drawn"
-                    return [Finding(wanted, f"threads go on reading: {threads}", epoch, number)], batches, ""
-                told = f"; threads read ({threads}), and nothing was drawn" if threads else told
-    return [], batches, told
+                    return [Finding(wanted, f"threads go on reading: {', '.join(names[:4])}", epoch, number)], batches
+    return [], batches
+
+
+def _reads(thread: threading.Thread) -> bool:
+    """Whether its function, or an argument, refers to a loader or an iterator; others move batches, or only wait."""
+    held = [*vars(thread).values(), *vars(thread).get("_args", ())]
+    held += [inner for each in held for inner in directly_held(each).values()]
+    kinds = (Dataset, DataLoader, Iterator)
+    return any(isinstance(each, kinds) and not isinstance(each, io.IOBase) for each in held)
 
 
 def _replays() -> list[ReplayReader]:
