@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from midepoch.copying import directly_held
+from midepoch.attributes import directly_held
 from midepoch.errors import UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
-__all__ = ["PlainAttributes", "appearance", "changed", "plain_attributes", "set_back"]
+__all__ = ["PlainAttributes", "appearance", "changed", "directly_held", "plain_attributes", "set_back"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIZED = (list, tuple, dict, set, frozenset, deque, bytearray)
@@ -90,6 +93,21 @@ def _with_inner(dataset: Any) -> Iterator[Any]:
             waiting.append(inside)
         if isinstance(each, ConcatDataset):
             waiting.extend(each.datasets)
+
+
+def directly_held(source: Any) -> dict[str, Any]:
+    """What an object has in its attributes, or a function in variables that it uses, by their names."""
+    function = source.func if isinstance(source, functools.partial) else source
+    if not isinstance(function, types.FunctionType):
+        return dict(getattr(source, "__dict__", {}))
+    code, defaults = function.__code__, function.__defaults__ or ()
+    held = {name: function.__globals__.get(name) for name in code.co_names}
+    held |= zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    held |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            held[name] = cell.cell_contents
+    return held
 
 
 def _dict_of(value: Any) -> dict[str, Any]:

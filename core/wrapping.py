@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 import torch
 from torch.utils.data import DataLoader
 
-from .copying import directly_held
+from .attributes import directly_held
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
 from .loader.course import Pass

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up: a room imports rooms that stand before it, and none of its own line.
 FLOORS = (
     ("errors",),
-    ("world", "packages", "copying", "attributes"),
+    ("world", "packages", "attributes"),
     ("dividing", "order"),
     ("state",),
     ("randomness",),

@@ -22,7 +22,7 @@ from nvidia.dali import Pipeline, types
 from nvidia.dali import backend as dali_backend
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
-from midepoch.copying import directly_held
+from midepoch.attributes import directly_held
 from midepoch.errors import UnsupportedSourceError
 from midepoch.packages import Package, Replacement
 

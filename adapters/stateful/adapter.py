@@ -272,7 +272,7 @@ class StatefulAdapter(Adapter):
                 session.close()
 
         key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
-        found = tried_on_copy(copied, follow, key, look_at(batch))
+        found = tried_on_copy(copied, follow, key, first=look_at(batch))
         if found.untried:
             self._cannot_try(found.untried)
             return

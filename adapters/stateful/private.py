@@ -30,7 +30,7 @@ __all__ = [
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "holds_a_shuffling_loader",
     "hugging_face_divides", "hugging_face_steps",
     "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
-    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead", "shared_kinds",
+    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead",
     "starts_kept_workers", "untold_draws", "without_iterator",
 ]  # fmt: skip
 
@@ -360,17 +360,3 @@ def not_restarting(loader: Any) -> Iterator[None]:
         yield
     finally:
         loader.restart_on_stop_iteration = restarts
-
-
-def shared_kinds() -> tuple[type, ...]:
-    """Types that hold data or descriptions of it and never change: copies of a source share them."""
-    names = {
-        "pyarrow": ("Table", "RecordBatch", "Array", "ChunkedArray"),
-        "datasets": ("Dataset", "DatasetInfo"),
-        "fsspec": ("AbstractFileSystem",),
-    }
-    return tuple(
-        getattr(sys.modules[module], name)
-        for module, kinds in names.items() if module in sys.modules
-        for name in kinds if hasattr(sys.modules[module], name)
-    )  # fmt: skip

@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, state_of
 from midepoch.adapters.stateful.keyed import keyed
-from midepoch.copying import stateful_copy
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
@@ -38,10 +36,6 @@ def _carries(source: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _copied(source: Any) -> tuple[Any | None, str]:
-    return stateful_copy(source, private.shared_kinds())
 
 
 class StreamAdapter(StatefulAdapter):

@@ -8,6 +8,7 @@ request, the batch is the same.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import operator
@@ -28,7 +29,6 @@ from ..samplers import ListedEpoch
 from ..state.witness import Look, is_inert, look_at
 from ..trying import CallTrial
 from ..world import MicroShare, Share
-from .trials import undisturbed
 
 __all__ = [
     "First",
@@ -349,9 +349,11 @@ class MapReader:
             kept = again is not None and drew and not self._drew
             return self._seen(request, look, first, again=again, collate=finding, keeps=kept)
 
-        if not self._single and not keeps:  # the samples were copied
+        if (not self._single and not keeps) or not is_inert(batch):  # the samples were copied
             return First(batch, see())
-        return First(*undisturbed(batch, see))
+        kept = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
+        seen = see()
+        return First(kept if look_at(kept).differing(look_at(batch)) else batch, seen)
 
     def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, Look | None]:
         """A session's first batch, and what the epoch's first sample looks like.

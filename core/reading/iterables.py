@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from ..copying import directly_held
+from ..attributes import directly_held
 from ..dividing import check_division
 from ..errors import (
     SourceError,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
-from ..copying import directly_held
+from ..attributes import directly_held
 from ..loader.lending import loader_of
 from ..loader.part import Part
 from ..reading.replay import ReplayReader
