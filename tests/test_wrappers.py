@@ -349,7 +349,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a function of kept workers": (lambda: function_around(**KEPT), "persistent_workers=True.*Wrap the DataLoader"),
     "an iterator alone": (lambda: wild.OnDevice(iter(loader())), "reads an iterator of .*Wrap the DataLoader"),
     "its own iterator": (lambda: wild.ItsOwn(iter(loader())), "reads an iterator of .*Wrap the DataLoader"),
-    "a generator": (lambda: wild.ItsOwn(2 * batch for batch in loader()), "reads an iterator of .*Wrap the DataLoader"),
     "a function of an iterator": (lambda: function_of_an_iterator(iter(loader())), "reads an iterator of .*as then="),
 }
 
@@ -456,7 +455,7 @@ def test_a_changed_sample_inside_is_found(name: str) -> None:
     state = sources.heads(lambda: declared(name), 2)[1]
     around = midepoch.wrap(wild.OnDevice(DataLoader(Changed(SIZE), BATCH, shuffle=True)), seed=3, inside="loader")
     around.load_state_dict(state)
-    with pytest.raises(midepoch.StateMismatchError, match="sample"):
+    with pytest.warns(MidepochWarning, match="sample .* is not bit for bit"):  # it consists of measured values alone
         next(iter(around))
 
 
