@@ -54,12 +54,8 @@ class IterableAdapter(Adapter):
         batch_size: samples in a batch; None if samples are handed out one by one.
         drop_last: leave out a last batch that is not full.
         why: it is read from its start; empty if that follows from its samplers.
-
-    Attributes:
-        opening: makes of a source what opens it for a replay, given seed and epoch. Worker processes get it, too.
     """
 
-    opening: Callable[[Any], Callable[[int, int], Iterator[Any]]] = Open
     _reads_a_dataloader = False
 
     def __init__(
@@ -400,14 +396,13 @@ class IterableAdapter(Adapter):
         if reader is None:
             reader = self._readers[key] = ReplayReader(
                 self._stream,
-                _OpenDriven(self._driven) if varies and self._driven is not None else self.opening(self._stream),
+                _OpenDriven(self._driven) if varies and self._driven is not None else Open(self._stream),
                 self._samples_in_batch or 1,
                 self._collate,
                 self._samples_in_batch is None,
                 self.drop_last,
                 not self._own_streams,
                 self.options.streams,
-                self.opening,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected = (match[3] or "") if match else ""

@@ -163,7 +163,6 @@ class ReplayReader:
         shared: every process reads the same stream and keeps its part of each global batch. If not, each process (rank
             and worker) has a stream of its own and keeps all of it.
         streams: False lets the source draw from the caller's generators.
-        opening: the kind of `open_source`, given a source; copies that are tried are opened by it.
     """
 
     request = ReplayRequest
@@ -178,10 +177,9 @@ class ReplayReader:
         drop_last: bool,
         shared: bool,
         streams: bool,
-        opening: Callable[[Any], Callable[[int, int], Iterator[Any]]] = Open,
     ) -> None:
         self.dataset = dataset
-        self._open_source, self._opening = open_source, opening
+        self._open_source = open_source
         self._batch_size, self._drop_last, self._shared = batch_size, drop_last, shared
         self._collate, self._single = collate, single
         self._plain_collate = collate is None or draws_nothing(collate)
@@ -242,7 +240,7 @@ class ReplayReader:
 
         def first_unit(copy: Any) -> Any:
             _tell_the_epoch(copy, request.epoch)
-            return next(self._opening(copy)(request.seed, request.epoch), _EMPTY)
+            return next(Open(copy)(request.seed, request.epoch), _EMPTY)
 
         key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
         return tried_on_copy(copied, first_unit, key, rereads=False)
