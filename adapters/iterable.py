@@ -99,7 +99,8 @@ class PlainIterableAdapter(IterableAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         _refuse_what_cannot_restart(source)
         self._undeclared = _how_to_declare(source)
-        super().__init__(source, options, stream=source, why=f"{self._undeclared} jumps" if self._undeclared else "")
+        why = f"if it passes batches on one for one, {self._undeclared} jumps" if self._undeclared else ""
+        super().__init__(source, options, stream=source, why=why)
         self._warned = bool(self._undeclared)
 
     @classmethod
@@ -124,7 +125,7 @@ class PlainIterableAdapter(IterableAdapter):
 
 def _how_to_declare(source: Any) -> str:
     """What to write if `source` passes on the batches of the DataLoader that it is or holds; empty if there is none."""
-    paths = loaders_in(source, lambda each: isinstance(each, DataLoader))
+    paths = loaders_in(source, lambda each: issubclass(type(each), DataLoader))
     return f'midepoch.wrap(loader, inside="{next(iter(paths))}")' if len(paths) == 1 else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import random
 import sys
 import threading
@@ -399,6 +400,8 @@ WRONG_NAMES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "an object, as a subclass": (lambda: wild.OnDevice(loader()), "", "is for a DataLoader subclass .*inside='loader'"),
     "a plain DataLoader": (loader, "", "is for a DataLoader subclass .*not for a DataLoader: leave inside= out"),
     "another length": (lambda: wild.Longer(loader()), "loader", "is 7, and that of the loader inside 6"),
+    "cannot be iterated": (lambda: wild.Around(loader()), "loader", "Around cannot be iterated"),
+    "a function": (lambda: function_around(), "loader", "this function has no loader there: leave inside= out"),
 }  # fmt: skip
 
 
@@ -599,6 +602,16 @@ def test_wrapping_reads_nothing_and_starts_no_thread(monkeypatch: pytest.MonkeyP
     for source, inside in made:
         midepoch.wrap(source, seed=3, inside=inside)
     assert threading.enumerate() == before and not read
+
+
+@pytest.mark.parametrize("name", ["one ahead", "keeps its workers"])
+def test_a_loader_is_sent_to_another_process_in_the_middle_of_a_pass(name: str) -> None:
+    around = declared(name)
+    whole = [sources.taken(around) for _ in range(2)]
+    around = declared(name)
+    next(iter(around))
+    sent = pickle.loads(pickle.dumps(around))
+    assert sources.taken(sent) == whole[1], "as a second pass here"
 
 
 def test_a_copy_of_a_loader_goes_on_by_itself() -> None:

@@ -385,33 +385,10 @@ class Counting(Around):
             yield batch * number
 
 
-class CountingForLater(Around):
-    """Nothing of its first batches shows that it counts."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self.steps = 0
-        for batch in self.loader:
-            self.steps += 1
-            yield batch if self.steps < 4 else -batch
-
-
 class CountingInALoop(Around):
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.loader):
             yield batch if number < 4 else -batch
-
-
-def late_negative(numbered: tuple[int, Any]) -> Any:
-    """Changes what comes late."""
-    number, batch = numbered
-    return batch if number < 4 else -batch
-
-
-class CountingInAMap(Around):
-    """No variable of its own shows that it counts."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(late_negative, enumerate(self.loader))
 
 
 class CountingBelow(Around):
@@ -425,32 +402,6 @@ class CountingBelow(Around):
             yield batch if number < 4 else -batch
 
 
-class CountingByItself(Around):
-    """A count in an iterator of python's own."""
-
-    def __iter__(self) -> Iterator[Any]:
-        numbers = itertools.count()
-        for batch in self.loader:
-            yield batch if next(numbers) < 4 else -batch
-
-
-class SlottedIterator:
-    """Counts in a slot."""
-
-    __slots__ = ("batches", "number")
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self.batches, self.number = batches, 0
-
-    def __iter__(self) -> SlottedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        self.number += 1
-        batch = next(self.batches)
-        return batch if self.number < 5 else -batch
-
-
 class ItsOwn(Around):
     """Its own iterator, of what it was given."""
 
@@ -459,12 +410,6 @@ class ItsOwn(Around):
 
     def __next__(self) -> Any:
         return next(self.loader)
-
-
-class CountingInASlot(Around):
-    def __iter__(self) -> Iterator[Any]:
-        for batch in SlottedIterator(iter(self.loader)):  # noqa: UP028  # only the loop itself holds it
-            yield batch
 
 
 def counting(most: int = 4) -> Any:
@@ -501,12 +446,6 @@ class Calls:
         return self.function(batch)
 
 
-def counting_by_default(batch: Any, count: list[int] = [0]) -> Any:  # noqa: B006  # as some are written
-    """Counts its calls in a default argument."""
-    count[0] += 1
-    return batch if count[0] % 100 < 4 else -batch
-
-
 class Working(Around):
     """Passes batches through some work."""
 
@@ -517,18 +456,6 @@ class Working(Around):
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             yield self.work(batch)
-
-
-class InTurn(Around):
-    """Takes one of several functions for each batch, in turn."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self.works: Iterator[Any] = itertools.cycle([torch.clone, torch.clone, torch.clone, torch.neg])
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield next(self.works)(batch)
 
 
 class CountingPasses(Around):
@@ -543,46 +470,6 @@ class CountingPasses(Around):
         for batch in self.loader:
             yield batch * (1 + self.passes)
         self.passes += self.at_the_end
-
-
-class CountingInItsClass(Around):
-    """Its copies share the count."""
-
-    count = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            type(self).count += 1
-            yield batch if self.count < 100 else -batch
-
-
-class CountingModule(torch.nn.Module):
-    """Counts its calls in an attribute, or keeps batches in a list, which no checkpoint of a model holds."""
-
-    def __init__(self, keeps: bool = False) -> None:
-        super().__init__()
-        self.calls, self.batches = 0, [torch.zeros(1)] if keeps else None
-
-    def forward(self, batch: Any) -> Any:
-        if self.batches is None:
-            self.calls += 1
-            return batch if self.calls < 4 else -batch
-        self.batches.append(batch)
-        return batch if len(self.batches) < 5 else batch + self.batches[1].mean()
-
-
-class RunningMean(torch.nn.Module):
-    """What it makes of a batch depends on those before."""
-
-    mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
-
-    def forward(self, batch: Any) -> Any:
-        self.mean = 0.9 * self.mean + 0.1 * batch.mean(0)
-        return batch - self.mean
 
 
 class Normalizing(Around):

@@ -29,7 +29,14 @@ from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import length_of
 from ..world import MicroShare
-from .private import attributes_of_torch, gives_its_own, is_iterator, iterating_by, plain_loader
+from .private import (
+    attributes_of_torch,
+    end_early_workers,
+    gives_its_own,
+    is_iterator,
+    iterating_by,
+    plain_loader,
+)
 
 __all__ = ["Around", "loaders_in"]
 
@@ -39,14 +46,25 @@ _DEEPEST = 4  # attributes of attributes
 def loaders_in(source: Any, is_loader: Callable[[Any], bool], depth: int = 1) -> dict[str, Any]:
     """The loaders in an object's attributes, and in those of iterables there, by the path that `inside` takes."""
     found: dict[str, Any] = {}
-    if isinstance(source, DataLoader) and is_loader(source) and gives_its_own(source):
+    if is_loader(source) and _is_own(source):
         found[""] = source
-    for name, each in getattr(source, "__dict__", {}).items():
+    for name, each in _attributes(source).items():
         if is_loader(each):
             found[name] = each
         elif depth < _DEEPEST and hasattr(type(each), "__iter__") and not isinstance(each, Dataset | torch.nn.Module):
             found |= {f"{name}.{path}": inner for path, inner in loaders_in(each, is_loader, depth + 1).items()}
     return found
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    with contextlib.suppress(Exception):  # an object may refuse to show them
+        return dict(vars(value))
+    return {}
+
+
+def _is_own(loader: Any) -> bool:
+    """Whether it is a DataLoader with an ``__iter__`` of its own."""
+    return issubclass(type(loader), DataLoader) and gives_its_own(loader)
 
 
 class Around:
@@ -71,12 +89,15 @@ class Around:
         self.source, self.path, self.name = source, path, type(source).__name__
         holders = [source]
         for name in path.split(".") if path else ():
-            holders.append(getattr(holders[-1], "__dict__", {}).get(name))
+            holders.append(_attributes(holders[-1]).get(name))
         self._loader = self.inside = holders[-1]
-        if isinstance(self._loader, DataLoader) and gives_its_own(self._loader):
+        if _is_own(self._loader):
+            end_early_workers(self._loader)
             self.inside = plain_loader(self._loader, **_once(self._loader))
         elif not path or not is_loader(holders.pop()):
             raise UnsupportedSourceError(self._nothing_there(is_loader))
+        if not hasattr(type(source), "__iter__"):
+            raise UnsupportedSourceError(f"a {self.name} cannot be iterated: give it an __iter__")
         self._holders = holders
         self._names = [frozenset(vars(each)) for each in holders]
         own, inner = length_of(source), length_of(self.inside)
@@ -173,6 +194,14 @@ class Feed:
 
     def reset(self) -> None:
         """Nothing: the adapter of the loader inside begins epochs."""
+
+    def __reduce__(self) -> Any:
+        # In another process no session is open. The next one there puts a feed of its own in this one's place.
+        return Feed, (_ended,)
+
+
+def _ended() -> Any:
+    raise StopIteration
 
 
 class _FeedLoader(Feed):
@@ -321,7 +350,7 @@ class _AroundSession(Session):
                 self._start(self._key_of(self._asked))  # for what is drawn before a batch is asked for
                 return self._next()
         finally:
-            if not self._handed and self._streams.made_late(*self._around.drawing()):
+            if self._streams.first and self._streams.made_late(*self._around.drawing()):
                 self._streams.warn_of_late()
 
     def _next(self) -> Any:
