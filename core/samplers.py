@@ -25,11 +25,11 @@ from torch.utils.data import (
 )
 
 from .attributes import PlainAttributes, appearance, changed, plain_attributes, set_back
-from .dividing import Division, division_of, length_of
 from .errors import SourceError, UnsupportedSourceError
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
+from .sharding import ShardingSigns, length_of, sharding_of
 from .state.digest import checksum_of
 from .state.witness import look_at
 from .trying import Copied, copy_of, tried_on_copy
@@ -392,14 +392,14 @@ class Understood:
     Attributes:
         order: of all ranks together.
         seed, tail, world: as the sampler states them, or None.
-        division: signs that the sampler shards its list by itself; None if there are none.
+        sharding: signs that the sampler shards its list by itself; None if there are none.
     """
 
     order: Order | Listed
     seed: int | None = None
     tail: Tail | None = None
     world: World | None = None
-    division: Division | None = None
+    sharding: ShardingSigns | None = None
 
 
 class OrderedSampler(Sampler[int]):
@@ -459,7 +459,7 @@ def understand(
             )
         return replace(stated, order=Listed(sampler, size), tail=None) if left_alone else stated
     seed = _seed_of(getattr(sampler, "generator", None))
-    return Understood(Listed(sampler, size), seed=seed, division=division_of(sampler, size, world_size, gives_batches))
+    return Understood(Listed(sampler, size), seed=seed, sharding=sharding_of(sampler, size, world_size, gives_batches))
 
 
 def _seed_of(generator: object) -> int | None:

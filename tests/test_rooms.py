@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     ("errors",),
     ("world", "packages", "attributes"),
-    ("dividing", "order"),
+    ("sharding", "order"),
     ("state",),
     ("randomness",),
     ("trying",),

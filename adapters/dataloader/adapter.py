@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from midepoch.dividing import check_division
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
@@ -28,6 +27,7 @@ from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
 from midepoch.samplers import Listed, Understood, length_of, understand
+from midepoch.sharding import check_sharding
 from midepoch.trying import Finding
 from midepoch.world import Share, World
 
@@ -108,7 +108,7 @@ class MapDataLoaderAdapter(Adapter):
         sampler, _, _, size = parts
         understood = understand(sampler, size, self.options.known_ranks, self._listed_batches, self._own)
         if self.options.shard is None:
-            check_division(sampler, understood.division)
+            check_sharding(sampler, understood.sharding)
         return understood
 
     def _take_over(self) -> None:
@@ -330,7 +330,7 @@ class MapDataLoaderAdapter(Adapter):
 
     def _listed_under(self, seed: int) -> int:
         """The seed of a list: of this rank where each has its own data, but the same for one that shards by itself."""
-        if not self._own or self._understood.world is not None or self._understood.division is not None:
+        if not self._own or self._understood.world is not None or self._understood.sharding is not None:
             return seed
         world = self.options.world or World.current()
         return derive_key(seed, world.rank) if world.world_size > 1 else seed

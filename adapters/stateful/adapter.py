@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
-from midepoch.dividing import division_of
 from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError, warn
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -28,6 +27,7 @@ from midepoch.reading.driven import RAW
 from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
+from midepoch.sharding import sharding_of
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES, piece_of
 from midepoch.state.witness import look_at
@@ -206,7 +206,7 @@ class StatefulAdapter(Adapter):
     @property
     def divides(self) -> bool:
         """Whether something in the source says that it divides its data among ranks."""
-        found = (division_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
+        found = (sharding_of(each, None) for each in (self.source, getattr(self.source, "dataset", None)))
         return any(each is not None and each.certain for each in found)
 
     def what_is_sent(self) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from ..attributes import directly_held
-from ..dividing import check_division
 from ..errors import (
     SourceError,
     StateCorruptError,
@@ -23,6 +22,7 @@ from ..loader.adapter import Adapter, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
 from ..samplers import Understood, length_of, understand
+from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
 from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers
@@ -107,7 +107,7 @@ class IterableAdapter(Adapter):
         self._why = "its draws have not been counted yet" if understood else "it exposes no samplers"
         self._readers.clear()
         for path, each in understood.items():
-            check_division(samplers[path], each.division)
+            check_sharding(samplers[path], each.sharding)
             self._adopt(each)
 
     def refresh(self) -> None:

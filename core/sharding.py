@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from .errors import UnsupportedSourceError, warn
 from .world import World
 
-__all__ = ["Division", "check_division", "division_of", "length_of"]
+__all__ = ["ShardingSigns", "check_sharding", "length_of", "sharding_of"]
 
 _MOST_OBJECTS = 1000  # looked at in one sampler, the nearest first
 _LONGEST_CONTAINER = 256  # members; a longer one holds data
@@ -40,7 +40,7 @@ def length_of(source: Any) -> int | None:
         return None
 
 
-class Division(NamedTuple):
+class ShardingSigns(NamedTuple):
     """Signs that a sampler shards by itself.
 
     Attributes:
@@ -52,7 +52,7 @@ class Division(NamedTuple):
     signs: str
 
 
-def check_division(sampler: Any, division: Division | None) -> None:
+def check_sharding(sampler: Any, signs: ShardingSigns | None) -> None:
     """Refuse a sampler that shards its list, and warn about one that may. For users who have not passed ``shard=``.
 
     Raises:
@@ -61,20 +61,18 @@ def check_division(sampler: Any, division: Division | None) -> None:
     Warns:
         MidepochWarning: there is only one sign.
     """
-    if division is None:
+    if signs is None:
         return
     cure = (
         f"{_for_one_process(sampler)} and let midepoch divide its list, or pass shard=False if it gives each rank a "
         "list of its own, or shard=True if all ranks have the same list"
     )
     name = type(sampler).__name__
-    if division.certain:
+    if signs.certain:
         raise UnsupportedSourceError(
-            f"{name} divides its list among ranks ({division.signs}), and midepoch would divide it again: {cure}"
+            f"{name} divides its list among ranks ({signs.signs}), and midepoch would divide it again: {cure}"
         )
-    warn(
-        f"{name} may divide its list among ranks ({division.signs}), and midepoch divides it too. If it does: {cure}",
-    )
+    warn(f"{name} may divide its list among ranks ({signs.signs}), and midepoch divides it too. If it does: {cure}")
 
 
 def _for_one_process(sampler: Any) -> str:
@@ -91,7 +89,9 @@ def _for_one_process(sampler: Any) -> str:
     return "leave it out if it does no more than that (the DataLoader itself can shuffle), or build it for one process,"
 
 
-def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batches: bool = False) -> Division | None:
+def sharding_of(
+    sampler: Any, size: int | None, world_size: int = 1, gives_batches: bool = False
+) -> ShardingSigns | None:
     """The signs that `sampler`, or one that it holds at any depth, shards `size` samples over several ranks.
 
     A DistributedSampler for several ranks is certain, and so are a `World` of several, and the attributes of a rank and
@@ -112,7 +112,7 @@ def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batch
             ranks = held.world_size if isinstance(held, World) else held.num_replicas
             if ranks > 1:
                 what = repr(held) if isinstance(held, World) else f"a {type(held).__name__} for {ranks} ranks"
-                return Division(True, f"{path} is {what}")
+                return ShardingSigns(True, f"{path} is {what}")
             alone = True
         elif isinstance(held, Iterable):  # not a trainer, for example, which knows its rank and need not shard anything
             its_rank, its_world = _named(path, held, _is_rank), _named(path, held, _is_world_size)
@@ -128,7 +128,7 @@ def division_of(sampler: Any, size: int | None, world_size: int = 1, gives_batch
             name = f"{type(sampler).__name__}{'.sampler' * gives_batches}"
             signs.append(f"{name} has a length of {length} for {size} samples and {world_size} ranks")
     agree = rank is not None and world is not None and 0 <= rank[1] < world[1]
-    return Division(agree, " and ".join(signs)) if signs else None
+    return ShardingSigns(agree, " and ".join(signs)) if signs else None
 
 
 def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
