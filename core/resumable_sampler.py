@@ -13,7 +13,7 @@ from .loader.capabilities import Capabilities, Capability
 from .loader.loader import Loader
 from .order import MAXIMUM_SIZE, Endless, Order, Sequential, Shuffled
 from .reading.indexed import IteratorSession, map_requests
-from .samplers import OrderedSampler, Understood
+from .samplers import OrderedSampler, SamplerSpec
 from .state.format import reseal
 from .world import Share, Tail, World
 
@@ -92,9 +92,9 @@ class ResumableSampler(OrderedSampler):
         """Empty the running pass's block, so that its next index comes from the loader."""
         collections.deque(self._rest, maxlen=0)
 
-    def understood(self) -> Understood:
+    def spec(self) -> SamplerSpec:
         """The order, seed, tail and world that it was given."""
-        return Understood(self.order, seed=self.seed, tail=self.tail, world=self.world)
+        return SamplerSpec(self.order, seed=self.seed, tail=self.tail, world=self.world)
 
     def __len__(self) -> int:
         """Indices of one full epoch on this rank.

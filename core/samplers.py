@@ -10,7 +10,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -36,8 +36,7 @@ from .trying import Copied, copy_of, tried_on_copy
 from .world import Tail, World
 
 __all__ = [
-    "Listed", "ListedEpoch", "OrderedSampler", "Understood", "length_of", "understand",
-    "understand_as_parent",
+    "Listed", "ListedEpoch", "OrderedSampler", "SamplerSpec", "interpret_as_parent", "interpret_sampler", "length_of",
 ]  # fmt: skip
 
 _MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
@@ -386,7 +385,7 @@ def _shallow_copy(sampler: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Understood:
+class SamplerSpec:
     """The meaning of a torch Sampler.
 
     Attributes:
@@ -406,21 +405,21 @@ class OrderedSampler(Sampler[int]):
     """A sampler that states its own order."""
 
     @abstractmethod
-    def understood(self) -> Understood:
+    def spec(self) -> SamplerSpec:
         """The order, and what else the sampler states."""
 
 
 _as_parent: set[tuple[str, str]] = set()
 
 
-def understand_as_parent(module: str, name: str) -> None:
+def interpret_as_parent(module: str, name: str) -> None:
     """Declare that a subclass of one of torch's samplers has the same order as its parent."""
     _as_parent.add((module, name))
 
 
-def understand(
+def interpret_sampler(
     sampler: Any, size: int | None = None, world_size: int = 1, gives_batches: bool = False, left_alone: bool = False
-) -> Understood:
+) -> SamplerSpec:
     """The order that `sampler` stands for: computed where possible, listed otherwise.
 
     Args:
@@ -437,20 +436,20 @@ def understand(
     if (kind.__module__, kind.__qualname__) in _as_parent:
         kind = kind.__mro__[1]
     if kind is SequentialSampler:
-        return Understood(Sequential(len(sampler.data_source)))
+        return SamplerSpec(Sequential(len(sampler.data_source)))
     if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        return Understood(Shuffled(len(sampler.data_source)), seed=_seed_of(sampler.generator))
-    stated: Understood | None = None
+        return SamplerSpec(Shuffled(len(sampler.data_source)), seed=_seed_of(sampler.generator))
+    stated: SamplerSpec | None = None
     if kind is DistributedSampler:
         count = len(sampler.dataset)
-        stated = Understood(
+        stated = SamplerSpec(
             Shuffled(count) if sampler.shuffle else Sequential(count),
             seed=sampler.seed % (1 << 64),
             tail="drop" if sampler.drop_last else "pad",
             world=World(sampler.rank, sampler.num_replicas),
         )
-    elif "understood" in vars(kind):  # not a subclass of such a class, which may have another order
-        stated = cast(OrderedSampler, sampler).understood()
+    elif isinstance(sampler, OrderedSampler) and "spec" in vars(kind):  # a subclass of kind may have another order
+        stated = sampler.spec()
     if stated is not None:
         if left_alone and isinstance(stated.order, Endless):
             raise UnsupportedSourceError(
@@ -459,7 +458,7 @@ def understand(
             )
         return replace(stated, order=Listed(sampler, size), tail=None) if left_alone else stated
     seed = _seed_of(getattr(sampler, "generator", None))
-    return Understood(Listed(sampler, size), seed=seed, sharding=sharding_of(sampler, size, world_size, gives_batches))
+    return SamplerSpec(Listed(sampler, size), seed=seed, sharding=sharding_of(sampler, size, world_size, gives_batches))
 
 
 def _seed_of(generator: object) -> int | None:

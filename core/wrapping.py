@@ -23,7 +23,7 @@ from .loader.loader import Loader, when_used_by
 from .reading.around import Around
 from .reading.indexed import never_draws
 from .reading.private import end_early_workers, is_iterator
-from .samplers import understand_as_parent
+from .samplers import interpret_as_parent
 from .world import Tail, World
 
 __all__ = ["wrap"]
@@ -247,7 +247,7 @@ for _module in _DRAWLESS_COLLATES:
     never_draws(_module)
 
 for _module, _name in _AS_THEIR_PARENT:
-    understand_as_parent(_module, _name)
+    interpret_as_parent(_module, _name)
 
 for _module, _path in _COUNTING_TRAINERS.items():
     when_used_by(_module, _check_later(_path))

@@ -26,7 +26,7 @@ from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_re
 from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
-from midepoch.samplers import Listed, Understood, length_of, understand
+from midepoch.samplers import Listed, SamplerSpec, interpret_sampler, length_of
 from midepoch.sharding import check_sharding
 from midepoch.trying import Finding
 from midepoch.world import Share, World
@@ -85,10 +85,10 @@ class MapDataLoaderAdapter(Adapter):
         self._listed_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
         self.unit = "batch" if self._listed_batches else "sample"
         self._parts = self._parts_now()
-        self._understood = self._understand(self._parts)
+        self._spec = self._interpret(self._parts)
         self._held = list(getattr(self._parts.sampler, "__dict__", {}).values())
         self._take_over()
-        self.seed = self._understood.seed
+        self.seed = self._spec.seed
         if self.seed is None and isinstance(source.generator, torch.Generator):
             self.seed = source.generator.initial_seed() % (1 << 64)
         self._reader = self._make_reader()
@@ -104,16 +104,16 @@ class MapDataLoaderAdapter(Adapter):
             return _Parts(inside, 1, False, length)
         return _Parts(inside.sampler, inside.batch_size, inside.drop_last, length)
 
-    def _understand(self, parts: _Parts) -> Understood:
+    def _interpret(self, parts: _Parts) -> SamplerSpec:
         sampler, _, _, size = parts
-        understood = understand(sampler, size, self.options.known_ranks, self._listed_batches, self._own)
+        spec = interpret_sampler(sampler, size, self.options.known_ranks, self._listed_batches, self._own)
         if self.options.shard is None:
-            check_sharding(sampler, understood.sharding)
-        return understood
+            check_sharding(sampler, spec.sharding)
+        return spec
 
     def _take_over(self) -> None:
-        understood, (_, self.batch_size, self.drop_last, self._length) = self._understood, self._parts
-        self._order, self.tail, self.world = understood.order, understood.tail, understood.world
+        spec, (_, self.batch_size, self.drop_last, self._length) = self._spec, self._parts
+        self._order, self.tail, self.world = spec.order, spec.tail, spec.world
         if isinstance(self._order, Listed):
             self._order.dataset, self._order.in_workers = self.source.dataset, self.source.num_workers > 0
 
@@ -138,18 +138,18 @@ class MapDataLoaderAdapter(Adapter):
         )
         if keeps and parts[1:] == known[1:]:
             return
-        understood = self._understood
+        spec = self._spec
         if keeps and isinstance(order, Listed):
             if parts.length != known.length:
                 order.follow(parts.length)
         else:
-            understood = self._understand(parts)
-            if same and understood.world is not None and understood.seed != self._understood.seed:
+            spec = self._interpret(parts)
+            if same and spec.world is not None and spec.seed != self._spec.seed:
                 raise UnsupportedSourceError(
-                    f"the sampler's seed was {self._understood.seed} when it was wrapped, and is {understood.seed} "
-                    f"now: wrap a DataLoader whose sampler is made with seed={understood.seed}"
+                    f"the sampler's seed was {self._spec.seed} when it was wrapped, and is {spec.seed} "
+                    f"now: wrap a DataLoader whose sampler is made with seed={spec.seed}"
                 )
-        self._parts, self._understood, self._held = parts, understood, held
+        self._parts, self._spec, self._held = parts, spec, held
         self._take_over()
         self.redescribed += 1
         self.learned()
@@ -330,7 +330,7 @@ class MapDataLoaderAdapter(Adapter):
 
     def _listed_under(self, seed: int) -> int:
         """The seed of a list: of this rank where each has its own data, but the same for one that shards by itself."""
-        if not self._own or self._understood.world is not None or self._understood.sharding is not None:
+        if not self._own or self._spec.world is not None or self._spec.sharding is not None:
             return seed
         world = self.options.world or World.current()
         return derive_key(seed, world.rank) if world.world_size > 1 else seed

@@ -21,7 +21,7 @@ from ..loader import promises
 from ..loader.adapter import Adapter, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
-from ..samplers import Understood, length_of, understand
+from ..samplers import SamplerSpec, interpret_sampler, length_of
 from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
@@ -81,7 +81,7 @@ class IterableAdapter(Adapter):
         self._readers: dict[str, Any] = {}
         self._may_drive = options.shard is None and not why
         self._why = ""
-        self._understand()
+        self._interpret()
         self._why = why or self._why
         if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
@@ -94,19 +94,19 @@ class IterableAdapter(Adapter):
         if workers > 1 and self._driven is None:
             self._require_shard(f"{workers} worker processes")
 
-    def _understand(self) -> None:
+    def _interpret(self) -> None:
         """Learn what the exposed samplers stand for."""
         stream = self._stream
         samplers = exposed_samplers(stream) if self._may_drive else {}
         self._exposes, self._held = bool(samplers), _held_by(samplers)
-        understood = {path: understand(each) for path, each in samplers.items()}
-        self._driven = Driven(stream, {path: each.order for path, each in understood.items()}) if understood else None
+        specs = {path: interpret_sampler(each) for path, each in samplers.items()}
+        self._driven = Driven(stream, {path: each.order for path, each in specs.items()}) if specs else None
         self._draws: tuple[int, ...] | None = None
         self._counted = False  # by reading, not by a state
         self._varies = False  # a sample has deviated: from then on the source is replayed, with our samplers
-        self._why = "its draws have not been counted yet" if understood else "it exposes no samplers"
+        self._why = "its draws have not been counted yet" if specs else "it exposes no samplers"
         self._readers.clear()
-        for path, each in understood.items():
+        for path, each in specs.items():
             check_sharding(samplers[path], each.sharding)
             self._adopt(each)
 
@@ -119,14 +119,14 @@ class IterableAdapter(Adapter):
             self.close()  # workers that are kept have the other one
             self.learned()
         if self._may_drive and _held_by(exposed_samplers(self._stream)) != self._held:
-            self._understand()
+            self._interpret()
             self.redescribed += 1
             self.learned()
 
-    def _adopt(self, understood: Understood) -> None:
-        self.seed = understood.seed if self.seed is None else self.seed
-        self.tail = understood.tail if self.tail is None else self.tail
-        self.world = understood.world if self.world is None else self.world
+    def _adopt(self, spec: SamplerSpec) -> None:
+        self.seed = spec.seed if self.seed is None else self.seed
+        self.tail = spec.tail if self.tail is None else self.tail
+        self.world = spec.world if self.world is None else self.world
 
     def _require_shard(self, among: str) -> None:
         if self.options.shard is None:
