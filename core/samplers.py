@@ -36,7 +36,13 @@ from .trying import Copied, copy_of, tried_on_copy
 from .world import Tail, World
 
 __all__ = [
-    "Listed", "ListedEpoch", "OrderedSampler", "SamplerSpec", "interpret_as_parent", "interpret_sampler", "length_of",
+    "MaterializedEpoch",
+    "MaterializedOrder",
+    "OrderedSampler",
+    "SamplerSpec",
+    "interpret_as_parent",
+    "interpret_sampler",
+    "length_of",
 ]  # fmt: skip
 
 _MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
@@ -44,8 +50,8 @@ _LONGEST = 50_000_000  # indices; a longer list would not fit into memory
 _LOOKED_AT = 16  # of the first indices, and of each following doubling: each has a look at the dataset after it
 
 
-class ListedEpoch:
-    """One epoch of a `Listed` order, as the sampler gave it.
+class MaterializedEpoch:
+    """One epoch of a `MaterializedOrder` order, as the sampler gave it.
 
     Attributes:
         error: of the sampler's own, which ended its list; None if it came to its end.
@@ -73,7 +79,7 @@ class ListedEpoch:
         return self._items[positions]
 
 
-class Listed:
+class MaterializedOrder:
     """The order of any iterable of indices, such as a WeightedRandomSampler or a user's own BatchSampler.
 
     A pass lists the sampler itself, once, as a plain pass iterates it. What is asked before (a length, a state) lists a
@@ -95,8 +101,8 @@ class Listed:
         self.dataset: Any = None
         self.in_workers = False
         self.untried = ""
-        self._begun: dict[tuple[int, int], ListedEpoch] = {}  # by seed and epoch, of the last two passes
-        self._ahead: tuple[tuple[Any, ...], ListedEpoch] | None = None  # from a copy, and what it depends on
+        self._begun: dict[tuple[int, int], MaterializedEpoch] = {}  # by seed and epoch, of the last two passes
+        self._ahead: tuple[tuple[Any, ...], MaterializedEpoch] | None = None  # from a copy, and what it depends on
         self._looks: tuple[Any, ...] = ()  # of the sampler, after its last pass
         self._next = 0  # the epoch after the last one that the sampler itself has given
         self._remembers = False  # it keeps something from pass to pass
@@ -126,14 +132,14 @@ class Listed:
         """For the fingerprint. The content of the list is compared by its CRC."""
         return "listed"
 
-    def known(self, seed: int, epoch: int) -> ListedEpoch | None:
+    def known(self, seed: int, epoch: int) -> MaterializedEpoch | None:
         """The list of one epoch, if a pass has begun it, or a copy was listed and the sampler looks the same since."""
         listed = self._begun.get((seed, epoch))
         if listed is None and self._ahead is not None and self._ahead[0] == (seed, epoch, *appearance(self._sampler)):
             return self._ahead[1]
         return listed
 
-    def epoch(self, seed: int, epoch: int) -> ListedEpoch:
+    def epoch(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of one epoch: of its pass if that has begun, otherwise of a copy of the sampler.
 
         Raises:
@@ -150,7 +156,7 @@ class Listed:
             self._ahead = looks, listed
         return listed
 
-    def begin(self, seed: int, epoch: int) -> ListedEpoch:
+    def begin(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of a pass that begins, from the sampler itself. A pass that goes on has the same list.
 
         Raises:
@@ -204,7 +210,7 @@ class Listed:
         self._ahead = None
 
     @contextlib.contextmanager
-    def as_it_began(self, listed: ListedEpoch) -> Iterator[None]:
+    def as_it_began(self, listed: MaterializedEpoch) -> Iterator[None]:
         """A context in which the dataset looks as worker processes see it that a plain pass starts.
 
         They start before the sampler gives its first index, and see nothing of what it sets from then on.
@@ -216,13 +222,13 @@ class Listed:
             set_back(self.dataset, listed.wrote)
             yield
 
-    def twin(self) -> Listed:
+    def twin(self) -> MaterializedOrder:
         """The same order for another loader of the same source, which may go on with a pass that was begun here."""
         twin = copy.copy(self)
         twin._begun = dict(self._begun)
         return twin
 
-    def _try(self, listed: ListedEpoch, copied: Copied, seed: int, epoch: int) -> None:
+    def _try(self, listed: MaterializedEpoch, copied: Copied, seed: int, epoch: int) -> None:
         """Learn from two passes over a copy whether the sampler repeats itself, and keeps something from pass to pass.
 
         Args:
@@ -250,7 +256,7 @@ class Listed:
             )
         self._trusted, self.untried = True, finding.untried
 
-    def _of_copy(self, seed: int, epoch: int) -> ListedEpoch:
+    def _of_copy(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of a copy, after those of the epochs that the sampler has not given, if it keeps something."""
         copied = Copied(why="it is left as it is") if self._pure else copy_of(self._sampler, Dataset)
         sampler = _shallow_copy(self._sampler) if copied.why else copied.open()
@@ -260,7 +266,7 @@ class Listed:
                 self._list(sampler, seed, earlier)
             return self._list(sampler, seed, epoch)
 
-    def _of_itself(self, seed: int, epoch: int) -> ListedEpoch:
+    def _of_itself(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of the sampler itself."""
         before = plain_attributes(self.dataset)
         looks: list[PlainAttributes] = []  # as it was asked for an iterator, and after its first index
@@ -295,7 +301,7 @@ class Listed:
         finally:
             set_back(self.dataset, before)
 
-    def _list(self, sampler: Any, seed: int, epoch: int, look: Callable[[], None] = lambda: None) -> ListedEpoch:
+    def _list(self, sampler: Any, seed: int, epoch: int, look: Callable[[], None] = lambda: None) -> MaterializedEpoch:
         """What the sampler, or a copy, gives for an epoch, under the epoch's stream.
 
         `look`: called when the sampler was asked for an iterator, after its first index, and now and then afterwards.
@@ -318,7 +324,7 @@ class Listed:
                 indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
                     raise SourceError(self._does_not_end(items, most if len(items) > length else _LONGEST))
-        return ListedEpoch(items, error)
+        return MaterializedEpoch(items, error)
 
     def _does_not_end(self, items: list[Any], most: int) -> str:
         """What to write in its place."""
@@ -394,7 +400,7 @@ class SamplerSpec:
         sharding: signs that the sampler shards its list by itself; None if there are none.
     """
 
-    order: Order | Listed
+    order: Order | MaterializedOrder
     seed: int | None = None
     tail: Tail | None = None
     world: World | None = None
@@ -448,7 +454,7 @@ def interpret_sampler(
             tail="drop" if sampler.drop_last else "pad",
             world=World(sampler.rank, sampler.num_replicas),
         )
-    elif isinstance(sampler, OrderedSampler) and "spec" in vars(kind):  # a subclass of kind may have another order
+    elif isinstance(sampler, OrderedSampler) and "spec" in vars(kind):  # its subclass may have another order
         stated = sampler.spec()
     if stated is not None:
         if left_alone and isinstance(stated.order, Endless):
@@ -456,9 +462,12 @@ def interpret_sampler(
                 f"shard=False: the order of this {kind.__name__} does not end, and cannot be listed for each rank: "
                 "leave shard= out, and midepoch divides it"
             )
-        return replace(stated, order=Listed(sampler, size), tail=None) if left_alone else stated
-    seed = _seed_of(getattr(sampler, "generator", None))
-    return SamplerSpec(Listed(sampler, size), seed=seed, sharding=sharding_of(sampler, size, world_size, gives_batches))
+        return replace(stated, order=MaterializedOrder(sampler, size), tail=None) if left_alone else stated
+    return SamplerSpec(
+        MaterializedOrder(sampler, size),
+        seed=_seed_of(getattr(sampler, "generator", None)),
+        sharding=sharding_of(sampler, size, world_size, gives_batches),
+    )
 
 
 def _seed_of(generator: object) -> int | None:

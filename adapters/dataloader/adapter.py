@@ -26,7 +26,7 @@ from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_re
 from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
-from midepoch.samplers import Listed, SamplerSpec, interpret_sampler, length_of
+from midepoch.samplers import MaterializedOrder, SamplerSpec, interpret_sampler, length_of
 from midepoch.sharding import check_sharding
 from midepoch.trying import Finding
 from midepoch.world import Share, World
@@ -114,7 +114,7 @@ class MapDataLoaderAdapter(Adapter):
     def _take_over(self) -> None:
         spec, (_, self.batch_size, self.drop_last, self._length) = self._spec, self._parts
         self._order, self.tail, self.world = spec.order, spec.tail, spec.world
-        if isinstance(self._order, Listed):
+        if isinstance(self._order, MaterializedOrder):
             self._order.dataset, self._order.in_workers = self.source.dataset, self.source.num_workers > 0
 
     def _make_reader(self) -> MapReader:
@@ -134,12 +134,12 @@ class MapDataLoaderAdapter(Adapter):
         # What is listed is asked again in each pass. Other orders follow from the sampler's attributes.
         held = list(getattr(parts.sampler, "__dict__", {}).values())
         keeps = same and (
-            isinstance(order, Listed) or (len(held) == len(self._held) and all(map(is_, held, self._held)))
+            isinstance(order, MaterializedOrder) or (len(held) == len(self._held) and all(map(is_, held, self._held)))
         )
         if keeps and parts[1:] == known[1:]:
             return
         spec = self._spec
-        if keeps and isinstance(order, Listed):
+        if keeps and isinstance(order, MaterializedOrder):
             if parts.length != known.length:
                 order.follow(parts.length)
         else:
@@ -162,7 +162,7 @@ class MapDataLoaderAdapter(Adapter):
             self._server.close()  # workers that are kept have the other one
             self._reader = self._make_reader()
             self.learned()
-        if isinstance(self._order, Listed):
+        if isinstance(self._order, MaterializedOrder):
             self._order.begin(self._listed_under(seed), epoch)
             if self._order.untried:
                 why = f"that the sampler repeats itself was not tried: {self._order.untried}"
@@ -170,19 +170,19 @@ class MapDataLoaderAdapter(Adapter):
 
     def expect(self, seed: int, epoch: int) -> None:
         """List a copy of the sampler, if only a list tells how many there are."""
-        if isinstance(self._order, Listed):
+        if isinstance(self._order, MaterializedOrder):
             self._order.length(self._listed_under(seed), epoch)
 
     def moved(self, detail: str) -> None:
         """Let the next pass ask the sampler again, unless it is to go on with a list that is known."""
         self._opened = None
-        if isinstance(self._order, Listed):
+        if isinstance(self._order, MaterializedOrder):
             self._order.moved(detail.removeprefix(_OF_THIS) if detail.startswith(_OF_THIS) else "")
 
     def twin(self) -> MapDataLoaderAdapter:
         """One that knows what the sampler has given."""
         twin = type(self)(self.source, self.options)
-        if isinstance(self._order, Listed) and isinstance(twin._order, Listed):
+        if isinstance(self._order, MaterializedOrder) and isinstance(twin._order, MaterializedOrder):
             twin._order = self._order.twin()
         return twin
 
@@ -191,7 +191,10 @@ class MapDataLoaderAdapter(Adapter):
         order = self._order
         if isinstance(order, Endless):
             return None
-        size = order.stated_length(self._listed_under(seed), epoch) if isinstance(order, Listed) else order.size
+        if isinstance(order, MaterializedOrder):
+            size = order.stated_length(self._listed_under(seed), epoch)
+        else:
+            size = order.size
         return size * world.world_size if self._own else size
 
     def stated_length(self) -> int | None:
@@ -202,7 +205,7 @@ class MapDataLoaderAdapter(Adapter):
         """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""
         share = super().share(seed, epoch, position, world, detail)
         order = self._order
-        listed = order.known(self._listed_under(seed), epoch) if isinstance(order, Listed) else None
+        listed = order.known(self._listed_under(seed), epoch) if isinstance(order, MaterializedOrder) else None
         if share is None or listed is None or listed.error is None:
             return share
         given = len(listed) * (world.world_size if self._own else 1)
@@ -224,7 +227,7 @@ class MapDataLoaderAdapter(Adapter):
             self.options,
             "numbers drawn in __getitems__ or collate_fn are the batch's: exact on the same split",
         )
-        listed = isinstance(self._order, Listed)
+        listed = isinstance(self._order, MaterializedOrder)
         return Capabilities(
             exact_order=Capability(True, "each epoch's list is built under its own stream, and its CRC is compared")
             if listed
@@ -245,7 +248,7 @@ class MapDataLoaderAdapter(Adapter):
     @property
     def size_is_its_ranks(self) -> bool:
         """Where each rank has its own list."""
-        return self._own and isinstance(self._order, Listed)
+        return self._own and isinstance(self._order, MaterializedOrder)
 
     @property
     def can_seek(self) -> bool:
@@ -255,13 +258,13 @@ class MapDataLoaderAdapter(Adapter):
     @property
     def sized_by(self) -> str:
         """The sampler, if it is not one of torch's that follow from the data."""
-        if not isinstance(self._order, Listed):
+        if not isinstance(self._order, MaterializedOrder):
             return "data"
         return "batch sampler" if self._listed_batches else "sampler"
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Compare the CRC of a listed order's list: of this epoch, or at an epoch's beginning of the last one."""
-        if not isinstance(self._order, Listed):
+        if not isinstance(self._order, MaterializedOrder):
             super().check_detail(detail, seed, epoch, position, world)
             return
         if not detail:
@@ -289,7 +292,7 @@ class MapDataLoaderAdapter(Adapter):
 
     @property
     def _why_list_differs(self) -> str:
-        untried = self._order.untried if isinstance(self._order, Listed) else ""
+        untried = self._order.untried if isinstance(self._order, MaterializedOrder) else ""
         copy = f". If it keeps something from pass to pass, no copy of it can be listed ({untried})" if untried else ""
         return (
             f"this is another {self.sized_by}, it is not reproducible, its data has changed, or you change it between "
@@ -302,20 +305,21 @@ class MapDataLoaderAdapter(Adapter):
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
         self._opened = run.epoch
         order, listed = self._order, None
-        if isinstance(order, Listed):
+        if isinstance(order, MaterializedOrder):
             listed = order.epoch(self._listed_under(run.seed), run.epoch)
         if self._own and run.world.world_size > 1:
             run = self._own_run(run)
-        if isinstance(order, Listed) and listed is not None and run.position and run.detail.startswith(_OF_THIS):
+        if isinstance(order, MaterializedOrder) and listed is not None:
             saved = run.detail.removeprefix(_OF_THIS)
-            if listed.crc != saved:  # it was changed since the state was loaded, and may be restored
+            # It was changed since the state was loaded, and may be restored.
+            if run.position and run.detail.startswith(_OF_THIS) and listed.crc != saved:
                 order.forget()
                 raise StateMismatchError(
                     f"{self._list_differs(run.epoch, saved, listed.crc)}; {self._why_list_differs}"
                 )
         indices = order.epoch(run.seed, run.epoch) if listed is None else listed
         requests = map_requests(run, indices, unchanged(self.source.dataset, self._length), self._listed_batches)
-        with nullcontext() if listed is None or not isinstance(order, Listed) else order.as_it_began(listed):
+        with nullcontext() if listed is None or not isinstance(order, MaterializedOrder) else order.as_it_began(listed):
             answers, close = self._server(self._reader, requests, run)
         if listed is None:
             return IteratorSession(answers, close=close)
@@ -325,7 +329,7 @@ class MapDataLoaderAdapter(Adapter):
         """The dataset's, in the sampler's order; None if that does not end."""
         if isinstance(self._order, Endless):
             return None
-        key = self._listed_under(seed) if isinstance(self._order, Listed) else seed
+        key = self._listed_under(seed) if isinstance(self._order, MaterializedOrder) else seed
         return self._reader.samples(self._order.epoch(key, epoch), seed, epoch)
 
     def _listed_under(self, seed: int) -> int:

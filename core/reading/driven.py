@@ -27,7 +27,7 @@ from ..loader.adapter import Run
 from ..order import EpochOrder, Order
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..samplers import Listed, ListedEpoch
+from ..samplers import MaterializedEpoch, MaterializedOrder
 from .indexed import as_list, draws_nothing, spans
 from .private import is_place_holder
 from .units import Units
@@ -101,12 +101,12 @@ class _Driven(Sampler[Any]):
         self,
         original: Any,
         length: int,
-        order: Callable[[int], EpochOrder | ListedEpoch] | None,
+        order: Callable[[int], EpochOrder | MaterializedEpoch] | None,
         error: Exception | None = None,
     ) -> None:
         self._original, self._length, self._orders, self._error = original, length, order, error
         self._order = None if order is None else order(0)
-        if isinstance(self._order, ListedEpoch):
+        if isinstance(self._order, MaterializedEpoch):
             self._error = self._order.error
         self._chunk: list[Any] = []
         self._chunk_start = 0
@@ -174,7 +174,7 @@ class Driven:
 
     """
 
-    def __init__(self, dataset: Any, orders: Mapping[Path, Order | Listed]) -> None:
+    def __init__(self, dataset: Any, orders: Mapping[Path, Order | MaterializedOrder]) -> None:
         self.dataset = dataset
         self.orders = dict(orders)
         self._read: dict[str, Any] = {}  # the attributes of the copy that is being read
@@ -221,23 +221,24 @@ class Driven:
     @property
     def lists(self) -> bool:
         """Whether some sampler has to be listed."""
-        return any(isinstance(order, Listed) for order in self.orders.values())
+        return any(isinstance(order, MaterializedOrder) for order in self.orders.values())
 
     def prepare(self, seed: int, epoch: int) -> None:
         """List the samplers whose order is not computed, for a pass that begins."""
         for order in self.orders.values():
-            if isinstance(order, Listed):
+            if isinstance(order, MaterializedOrder):
                 order.begin(seed, epoch)
 
     def moved(self) -> None:
         """The loader was led elsewhere: the next pass asks the samplers again."""
         for order in self.orders.values():
-            if isinstance(order, Listed):
+            if isinstance(order, MaterializedOrder):
                 order.moved("")
 
-    def listed(self, seed: int, epoch: int) -> list[ListedEpoch | None]:
+    def listed(self, seed: int, epoch: int) -> list[MaterializedEpoch | None]:
         """The list of each sampler in an epoch; None where the order is computed."""
-        return [order.epoch(seed, epoch) if isinstance(order, Listed) else None for order in self.orders.values()]
+        orders = self.orders.values()
+        return [each.epoch(seed, epoch) if isinstance(each, MaterializedOrder) else None for each in orders]
 
     def crc(self, seed: int, epoch: int) -> str:
         """Of all lists of an epoch together, in eight digits; empty if every order is computed."""
@@ -247,7 +248,7 @@ class Driven:
     def lengths(self, seed: int, epoch: int) -> list[int]:
         """The number of draws from each sampler in one epoch."""
         return [
-            order.stated_length(seed, epoch) if isinstance(order, Listed) else order.size
+            order.stated_length(seed, epoch) if isinstance(order, MaterializedOrder) else order.size
             for order in self.orders.values()
         ]
 
@@ -257,9 +258,11 @@ class Driven:
         return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
 
 
-def _order_of_pass(order: Order | Listed, seed: int, epoch: int, number: int) -> EpochOrder | ListedEpoch:
+def _order_of_pass(
+    order: Order | MaterializedOrder, seed: int, epoch: int, number: int
+) -> EpochOrder | MaterializedEpoch:
     """What a sampler gives when it is iterated again within one pass over its dataset; a list is kept as it is."""
-    return order.epoch(seed if isinstance(order, Listed) or not number else derive_key(seed, number), epoch)
+    return order.epoch(seed if isinstance(order, MaterializedOrder) or not number else derive_key(seed, number), epoch)
 
 
 class Sent(NamedTuple):
@@ -302,7 +305,7 @@ def driven_requests(
     run: Run,
     unchanged: Callable[[], None],
     draws: tuple[int, ...],
-    lists: Sequence[ListedEpoch | None],
+    lists: Sequence[MaterializedEpoch | None],
     readers: int,
     goes_on: Callable[[], bool],
 ) -> Iterator[DrivenRequest]:
@@ -339,7 +342,7 @@ def driven_requests(
         start += share.batch_size
 
 
-def _part(listed: ListedEpoch | None, count: int, request: DrivenRequest) -> Sent | None:
+def _part(listed: MaterializedEpoch | None, count: int, request: DrivenRequest) -> Sent | None:
     if listed is None:
         return None
     positions = [*range(request.start, request.start + request.units), *([request.start - 1] * request.resumes)]

@@ -25,7 +25,7 @@ from ..loader.adapter import Run, Seen, Session
 from ..order import EpochOrder
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..samplers import ListedEpoch
+from ..samplers import MaterializedEpoch
 from ..state.witness import Look, is_inert, look_at
 from ..trying import CallTrial
 from ..world import MicroShare, Share
@@ -207,10 +207,10 @@ class Samples:
     """
 
     def __init__(
-        self, order: EpochOrder | ListedEpoch, listed_batches: bool, look: Callable[[Any, int, int], Look | None]
+        self, order: EpochOrder | MaterializedEpoch, listed_batches: bool, look: Callable[[Any, int, int], Look | None]
     ) -> None:
         self.units = len(order)
-        self.listed = order.crc if isinstance(order, ListedEpoch) else ""
+        self.listed = order.crc if isinstance(order, MaterializedEpoch) else ""
         self._order, self._listed_batches, self._look = order, listed_batches, look
 
     def indices(self, unit: int) -> list[Any]:
@@ -238,7 +238,7 @@ def spans(share: Share) -> Iterator[tuple[int, int]]:
 
 
 def map_requests(
-    run: Run, order: EpochOrder | ListedEpoch, unchanged: Callable[[], None], listed_batches: bool = False
+    run: Run, order: EpochOrder | MaterializedEpoch, unchanged: Callable[[], None], listed_batches: bool = False
 ) -> Iterator[MapRequest]:
     """The requests of one session. `unchanged` is called before each, and raises if the source has changed.
 
@@ -387,7 +387,7 @@ class MapReader:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         return Seen(look.index, one, expected=expected, error=text, missing=isinstance(error, IndexError), **more)
 
-    def samples(self, order: EpochOrder | ListedEpoch, seed: int, epoch: int) -> Samples:
+    def samples(self, order: EpochOrder | MaterializedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
         if self._streams is not None:
             self._streams.begin_pass(rest=derive_key(Purpose.REST, seed, epoch))
