@@ -17,7 +17,7 @@ import uuid
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -50,8 +50,8 @@ class Part(NamedTuple):
     Attributes:
         path: where in the value it is, as ``['image'][0]``; empty for the value itself.
         kind: its type; of an array also dtype and shape, of a container how much it holds.
-        value: None, a number, text or bytes, a path, an array or a tensor on the CPU, the list of a container's keys
-            (empty for a sequence) or of a set's members, or `Unseen`.
+        value: None, a number, text or bytes, a path, an array without objects, the list of a container's keys (empty
+            for a sequence) or of a set's members, or `Unseen`.
     """
 
     path: str
@@ -59,22 +59,20 @@ class Part(NamedTuple):
     value: Any
 
 
-def parts_of(value: object, bounded: bool = False, opaque: bool = False, held: bool = False) -> list[Part]:
+def parts_of(value: object, bounded: bool = False, opaque: bool = False) -> list[Part]:
     """All parts of a value, containers before their members, and members of a dict in the order of their keys.
 
     Args:
         value: anything.
         bounded: of an array or text some 4 KiB, of a container at most 64 members. The paths are left empty.
         opaque: objects of types that are not known are not looked into.
-        held: the value is what a source keeps, no sample. What another library may have to read from a file first, such
-            as an `h5py.Dataset`, is not looked into: it may be the whole data set.
     """
-    walk = _Walk(bounded, opaque, held)
+    walk = _Walk(bounded, opaque)
     walk.into(value, "", 0)
     return walk.parts
 
 
-def checksum_of(value: object, unseen: dict[str, None] | None = None, held: bool = False) -> str:
+def checksum_of(value: object, unseen: dict[str, None] | None = None) -> str:
     """Eight hexadecimal digits of a bounded part of a value, so that it can be taken of every batch.
 
     It is no proof of equality.
@@ -82,10 +80,9 @@ def checksum_of(value: object, unseen: dict[str, None] | None = None, held: bool
     Args:
         value: anything.
         unseen: the names of types whose content cannot be seen are added to it.
-        held: as in `parts_of`.
     """
     crc = 0
-    for _, kind, content in parts_of(value, bounded=True, held=held):
+    for _, kind, content in parts_of(value, bounded=True):
         data = data_of(content)
         crc = zlib.crc32(data, zlib.crc32(f"{kind} {len(data)}".encode(), crc))
         if unseen is not None and type(content) is Unseen:
@@ -108,9 +105,6 @@ def data_of(value: Any) -> bytes | memoryview:
         return data_of("\n".join(map(text_of, value)))
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.nbytes else b""
-    if isinstance(value, torch.Tensor):
-        flat = value.reshape(-1).contiguous()
-        return flat.view(torch.uint8).numpy().data if flat.numel() else b""
     if isinstance(value, os.PathLike):
         return os.fsencode(value)
     return b"" if kind is Unseen else repr(value).encode()
@@ -133,16 +127,16 @@ def is_inert(sample: object, depth: int = 0) -> bool:
         return True
     if isinstance(sample, np.ndarray):
         return kind is np.ndarray and not sample.dtype.hasobject
-    if depth > _DEEPEST or not isinstance(sample, list | tuple | dict) or kind not in (list, tuple, dict):
+    if depth > _DEEPEST or kind not in (list, tuple, dict):
         return False
-    members: Iterable[Any] = itertools.chain(*sample.items()) if isinstance(sample, dict) else sample
+    members = itertools.chain.from_iterable(sample.items()) if isinstance(sample, dict) else cast(list[Any], sample)
     return all(is_inert(each, depth + 1) for each in members)
 
 
 class _Walk:
-    def __init__(self, bounded: bool, opaque: bool, held: bool) -> None:
+    def __init__(self, bounded: bool, opaque: bool) -> None:
         self.parts: list[Part] = []
-        self._bounded, self._opaque, self._held = bounded, opaque, held
+        self._bounded, self._opaque = bounded, opaque
 
     def into(self, item: Any, path: str, depth: int) -> None:
         """Append the parts of `item`."""
@@ -179,7 +173,7 @@ class _Walk:
             return kind, bytes(item), ()
         if isinstance(item, os.PathLike):
             return kind, item, ()
-        if depth >= _DEEPEST or (self._held and _may_read(item)):
+        if depth >= _DEEPEST:
             return _unseen(item)
         if isinstance(item, Mapping):
             return self._mapping(f"{kind} of {len(item)}", item.items())
@@ -213,10 +207,8 @@ class _Walk:
         if array.dtype.hasobject:
             kind, _, members = self._sequence("object numpy", array.reshape(-1).tolist())
             return f"{kind} {_shape(array)}", [], members
-        if self._bounded:
-            shape, array = _shape(array), array.reshape(-1)
-            return f"{kind}{dtype} numpy {shape}", array[:: max(1, array.nbytes // _MOST_BYTES)], ()
-        return f"{kind}{dtype} numpy {_shape(array)}", array, ()
+        kind = f"{kind}{dtype} numpy {_shape(array)}"
+        return kind, array.reshape(-1)[:: max(1, array.nbytes // _MOST_BYTES)] if self._bounded else array, ()
 
     def _tensor(self, tensor: torch.Tensor) -> _Opened:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -233,11 +225,14 @@ class _Walk:
             local = getattr(tensor, "to_local", None)  # a DTensor's own part
             tensor = local() if callable(local) else tensor.as_subclass(torch.Tensor)
         if self._bounded:
-            tensor = tensor.reshape(-1)
-            tensor = tensor[:: max(1, tensor.numel() * tensor.element_size() // _MOST_BYTES)]
+            tensor = tensor.reshape(-1)[:: max(1, tensor.numel() * tensor.element_size() // _MOST_BYTES)]
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
-        return kind, tensor.resolve_conj().resolve_neg(), ()
+        tensor = tensor.resolve_conj().resolve_neg()
+        try:
+            return kind, tensor.numpy(), ()
+        except (TypeError, RuntimeError):  # a type that numpy has not: bfloat16, float8
+            return kind, tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), ()
 
     def _object(self, item: Any) -> _Opened:
         """An object of another library: as an array or as rows, if it offers them; else its attributes."""
@@ -277,12 +272,6 @@ def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-
-
-def _may_read(item: Any) -> bool:
-    """Whether to see an item's content may read it from a file: a mapping or an array of another library."""
-    kind = type(item)
-    return kind is not dict and (isinstance(item, Mapping) or hasattr(kind, "__array__") or _has_rows(kind))
 
 
 def _has_rows(kind: type) -> bool:

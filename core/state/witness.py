@@ -120,10 +120,6 @@ def _joined(name: str, parts: list[_Summary]) -> _Summary:
 
 def _is_exact(value: Any) -> bool:
     """Whether any difference in a part's value makes it another sample."""
-    if isinstance(value, torch.Tensor):
-        dtype = value.dtype
-        whole = not dtype.is_floating_point and not dtype.is_complex and dtype.itemsize >= 4
-        return value.ndim <= 1 and (whole or dtype is torch.bool)
     if isinstance(value, np.ndarray):
         kind = value.dtype.kind
         return value.ndim <= 1 and (kind in "bUSMm" or (kind in "iu" and value.dtype.itemsize >= 4))

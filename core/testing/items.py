@@ -174,7 +174,7 @@ def _leaf(part: Part) -> Leaf:
 
 
 def _shown(value: Any) -> list[str]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, np.ndarray):
         return [repr(each) for each in value.reshape(-1)[:_SHOWN_VALUES].tolist()]
     return [] if isinstance(value, (list, Unseen)) else [repr(value[:80] if isinstance(value, (str, bytes)) else value)]
 
